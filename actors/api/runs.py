@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import os
 import signal
@@ -22,17 +23,20 @@ from actors.parts.sampler import Sampler
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.runtime.addresses import Door, locate
+from actors.watching.monitor import render
 from areal.config import Config, UserError
 from areal.observe.rollouts import Rollouts
 from areal.processes import ROOT
 from areal.rewards.functions import RewardFunction, of_object
 from areal.storage.claim import claimed_address
 from areal.storage.run_folder import NewRecords, config_of_run, last_checkpoint, read_metrics, read_summary
+from areal.text import all_shown
 from protocols.messages import AddReward, AskStatus
 from protocols.transport import Bus
 
 CONSOLE, PROCESS = "console.log", "process"
-LOOK_SECONDS = 0.2
+# Intervals of looking at its record, and of asking its master what to show in a notebook.
+LOOK_SECONDS, LIVE_SECONDS = 0.2, 1.0
 # What a run may take to stop beyond `master.drain_seconds`.
 STOP_SECONDS = 60.0
 
@@ -52,7 +56,7 @@ def train(
     try:
         run.wait()
     except KeyboardInterrupt:
-        run.stop()
+        run._stop()
         raise
     finally:
         run.leave()
@@ -80,7 +84,7 @@ def _started(settings: Settings, show: bool) -> LiveRun:
         run.find_master()
         run.serve(settings)
     except BaseException:
-        run.stop()
+        run._stop()
         raise
     return run
 
@@ -108,6 +112,7 @@ class LiveRun:
         self._process = process
         self._show = show
         self._shown = 0  # bytes of its console
+        self._view: Any = None  # of a notebook
         self._records = NewRecords(folder / "metrics.jsonl")
         self._version = 0
         self._member: Membership | None = None
@@ -122,7 +127,7 @@ class LiveRun:
     def __exit__(self, *raised: object) -> None:
         """Leave the run; one that this process has started is stopped."""
         if self._process is not None:
-            self.stop()
+            self._stop()
         self.leave()
 
     # --- what it has recorded
@@ -181,21 +186,45 @@ class LiveRun:
     def wait(self, step: int | None = None) -> None:
         """Wait until so many steps are trained; None: until the run has ended. Raises RunFailed if the run ends before,
         or has not reached its end."""
+        self._view = None
         while not (self._has_ended() if step is None else self._has_trained(step)):
+            self._show_live()
             self._pause()
 
     def _pause(self) -> None:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
         if self._show:
             with (self.folder / CONSOLE).open("rb") as console:
                 console.seek(self._shown)
                 lines = [line for line in console if line.endswith(b"\n")]
-            print(b"".join(lines).decode(errors="replace"), end="", flush=True)
+            told = b"".join(line for line in lines if not (self._view and line.startswith(b"step ")))
+            print(told.decode(errors="replace"), end="", flush=True)
             self._shown += sum(map(len, lines))
 
-    def stop(self) -> None:
-        """Stop the run, which saves a checkpoint and can be resumed (`run.py --resume`), and wait until it has ended.
-        Raises UserError if it was not started from Python."""
+    def _show_live(self) -> None:
+        """In a notebook, show what the run is doing, in one place below the cell that waits."""
+        kernel = sys.modules.get("ipykernel.zmqshell")
+        if self._member is None or not kernel or not kernel.ZMQInteractiveShell.initialized():
+            return
+        from IPython.display import display
+
+        with contextlib.suppress(UserError):  # the master is busy, or has ended
+            view = render(all_shown(self._member.ask(AskStatus(), LIVE_SECONDS).values))
+            if self._view is None:
+                self._view = display(view, display_id=True)
+            else:
+                self._view.update(view)
+
+    def stop(self) -> Any:
+        """Stop the run, which saves a checkpoint and can be resumed (`run.py --resume`), and wait until it has ended:
+        `await run.stop()` in coroutines and notebooks. Raises UserError if it was not started from Python."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return self._stop()
+        return loop.run_in_executor(None, self._stop)
+
+    def _stop(self) -> None:
         if self._ended:
             return
         os.kill(self._process.pid if self._process else _process_in(self.folder), signal.SIGTERM)
@@ -257,9 +286,7 @@ class LiveRun:
             self._join(kind.role, functools.partial(self._sampler, kind, workflow))
 
     def _sampler(self, kind: type[Sampler], workflow: Workflow, bus: Bus, master: str, door: Door) -> Sampler:
-        return kind(
-            bus, master, None, door, workflow=workflow, patience=READY_SECONDS, keep_log=_no_log, own_process=False
-        )
+        return kind(bus, master, None, door, workflow=workflow, patience=READY_SECONDS, own_process=False)
 
     def leave(self) -> None:
         """Stop to score and to sample for the run, which goes on and waits for another process to do so."""
@@ -279,7 +306,7 @@ class LiveRun:
         self._functions.update(rewards)
         if new:
             self._join("reward", lambda bus, master, door: Reward(
-                bus, master, None, door, functions=new, patience=READY_SECONDS, keep_log=_no_log, own_process=False,
+                bus, master, None, door, functions=new, patience=READY_SECONDS, own_process=False,
                 make_pool=lambda names, config: FunctionPool(self._functions, config),
             ))  # fmt: skip
 
@@ -353,10 +380,6 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _no_log(path: Path) -> None:
-    """What the actors of this process log is not its own record."""
 
 
 def _table(records: list[dict[str, Any]]) -> Any:

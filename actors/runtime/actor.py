@@ -381,7 +381,8 @@ class Actor(HandlesRequests):
         self.config = from_message(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
         self._disk = Patience(self.config.folder, f"the {self.role.replace('_', ' ')}")
-        self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
+        if self._own_process:
+            self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
         prometheus.serve(self.config.observe, self.role, self.index, lambda: self._numbers)
         await self._believe(welcome.snapshot)
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from areal.processes import KEYS, ROOT
 from areal.rewards.functions import of_object
 from areal.rewards.processes import RewardFailed
 from areal.storage.journal import Journal
-from areal.storage.run_folder import RunFolder
+from areal.storage.run_folder import RunFolder, config_of_run
 from areal.workflows import begin, turns
 from protocols.messages import AskSnapshot, AskStatus, Member
 from protocols.transport import Bus
@@ -118,6 +119,13 @@ async def test_a_process_joins_scores_with_its_closures_and_leaves(run):
     await asyncio.to_thread(joined.leave)
 
 
+@pytest.mark.parametrize("stop", [areal.LiveRun.stop, lambda live: asyncio.to_thread(live.stop)])
+async def test_a_run_is_stopped_from_a_coroutine_and_from_elsewhere(run, stop):
+    process = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
+    await stop(areal.LiveRun(run[0], config_of_run(run[0]), process))
+    assert process.returncode == -signal.SIGTERM
+
+
 CELLS = """
 import areal, os
 scale = 3.0
@@ -126,6 +134,13 @@ run.serve_reward(lambda prompt, completion, row: scale * len(completion), name="
 await run.step(0)
 os.getpid()
 """
+LIVE = """
+import threading
+step = run.version + 1
+records = (run.folder / "metrics.jsonl").open("a", buffering=1)
+threading.Timer(1.5, records.write, ['{"step": %d}\\n' % step]).start()
+run.wait(step)
+"""
 
 
 @pytest.mark.slow
@@ -133,7 +148,7 @@ async def test_a_notebook_serves_a_run_and_another_kernel_does_when_it_is_killed
     pytest.importorskip("ipykernel")
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     folder, asker, address = run
-    cells = [CELLS.format(folder=str(folder)), "scale = 2.0"]
+    cells = [CELLS.format(folder=str(folder)), "scale = 2.0", LIVE]
     identities = []
     for _ in range(2):
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -145,6 +160,8 @@ async def test_a_notebook_serves_a_run_and_another_kernel_does_when_it_is_killed
             assert await scored(asker, newest, "ab") == [6.0]  # the cell has ended, and the kernel is free
             await client.async_execute_cell(notebook.cells[1], 1)
             assert await scored(asker, newest, "ab") == [4.0]
+            (view,) = (await client.async_execute_cell(notebook.cells[2], 2)).outputs
+            assert "here  ·  step 0 of 2" in view["data"]["text/plain"] and "generator" in view["data"]["text/html"]
             os.kill(int(cell.outputs[-1]["data"]["text/plain"]), signal.SIGKILL)
         identities.append(newest.identity)
 
