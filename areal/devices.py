@@ -33,6 +33,16 @@ def visible_devices() -> list[str]:
     return list(_listed_by_driver())
 
 
+def host_memory() -> int:
+    """The memory of this machine in bytes, or of this process's control group if that is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, int(limit)) if limit.isdigit() else memory
+
+
 @cache
 def _listed_by_driver() -> Sequence[str]:
     """All GPUs. The driver is asked once in a process, since it may take long to answer. Where its tool is missing, as

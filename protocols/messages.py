@@ -485,13 +485,10 @@ class TokenColumns(Message):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        total = self.counts.sum(dtype=np.int64)
-        if not len(self.tokens) == len(self.logprobs) == len(self.versions) == total:
-            raise ValueError("the columns are not as long as the counts say")
-        if (self.counts < 0).any():
-            raise ValueError("a count is negative")
-        if not len(self.jobs) == len(self.finishes) == len(self.counts):
-            raise ValueError(f"{len(self.counts)} counts, {len(self.finishes)} finishes and {len(self.jobs)} jobs")
+        for column in (self.tokens, self.logprobs, self.versions):
+            _check_rows(self.jobs, self.counts, column)
+        if len(self.finishes) != len(self.jobs):
+            raise ValueError(f"{len(self.finishes)} finishes and {len(self.jobs)} jobs")
         if (self.finishes < 0).any() or (self.finishes >= len(FINISHES)).any():
             raise ValueError("a finish is out of range")
         return self

@@ -15,7 +15,7 @@ from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
-from areal.devices import visible_devices
+from areal.devices import host_memory, visible_devices
 from areal.models import (
     check_adapters,
     check_heads,
@@ -232,23 +232,13 @@ def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
     if config.started_scorers:
         needs["scorers"] = len(config.started_scorers) * ENGINE_BYTES
     needs["other roles"] = processes * OTHER_BYTES
-    room = memory_bytes()
+    room = host_memory()
     if sum(needs.values()) > room:
         listed = ", ".join(f"{count / GIB:.1f} for the {name}" for name, count in needs.items())
         raise UserError(
             f"This machine has {room / GIB:.0f} GiB of memory, but the run needs at least {listed}: take a smaller "
             f"model, fewer processes or trainer.lora, or a machine with more."
         )
-
-
-def memory_bytes() -> int:
-    """The memory of this machine, or of this process's control group if that is less."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return memory
-    return min(memory, int(limit)) if limit.isdigit() else memory
 
 
 def with_free_port(address: str) -> str:

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.cpu.op_folder import cache_folder, extensions_folder
-from areal.devices import deal_out, visible_devices
+from areal.devices import deal_out, host_memory, visible_devices
 from areal.models import with_folders
 from areal.processes import torchrun
 from areal.roles import ROLES
@@ -304,12 +304,11 @@ def cold_seconds(environment: Mapping[str, str], *, gpus: bool) -> float:
 
 def machine() -> dict[str, Any]:
     """What is worth knowing of this machine in a report."""
-    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-        "memory_bytes": pages * page,
+        "memory_bytes": host_memory(),
         "packages": dict(_versions()),
     }
 

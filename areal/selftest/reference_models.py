@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from areal.config import Config
+from areal.devices import host_memory
 from areal.selftest.sequences import Sampled
 from areal.weights.folders import ADAPTER_FILE, copy_model_files, write_index, write_weights
 
@@ -69,7 +70,7 @@ def _reference(folder: Path) -> Any:
     device = torch.device("cpu")
     if torch.cuda.is_available() and size <= GPU_SHARE * torch.cuda.mem_get_info()[0]:
         device = torch.device("cuda")
-    elif size > HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    elif size > HOST_SHARE * host_memory():
         return None
     torch.set_num_threads(os.cpu_count() or 1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

@@ -152,7 +152,7 @@ def test_rows_all_of_which_lack_tests_are_refused(tmp_path):
     ],
 )
 def test_what_does_not_fit_this_machine_is_refused(monkeypatch, changes, gib, sentence):
-    monkeypatch.setattr(preflight, "memory_bytes", lambda: gib << 30)
+    monkeypatch.setattr(preflight, "host_memory", lambda: gib << 30)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     config = config_of("rows.jsonl", **{"trainer": {"minibatches": 1}} | changes)
     if sentence is None:
