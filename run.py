@@ -86,10 +86,13 @@ def parse() -> argparse.Namespace:
     if any(word.startswith("-") for word in words):
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     arguments.overrides += words
-    if arguments.overrides and re.fullmatch(r"[^=]+\.ya?ml", arguments.overrides[0]):
-        if arguments.config:
-            parser.error(f"there are two configurations, {arguments.config} and {arguments.overrides[0]}: give one")
-        arguments.config = Path(arguments.overrides.pop(0))
+    files = [word for word in arguments.overrides if re.fullmatch(r"[^=]+\.ya?ml", word)]
+    named = [*filter(None, [arguments.config]), *files]
+    if len(named) > 1:
+        parser.error(f"there are two configurations, {named[0]} and {named[1]}: give one")
+    if files:
+        arguments.config = Path(files[0])
+        arguments.overrides.remove(files[0])
     return arguments
 
 

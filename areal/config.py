@@ -1519,10 +1519,12 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
             if len(section.model_fields) > FEW_KEYS and not close:
                 hint = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
+            if "." in str(first["loc"][-1]):
+                hint = "keys with dots are for the command line; in a file write one section inside the other."
             if key == "grid":
                 hint = f"a configuration with a grid is a sweep, areal sweep {place}."
             return f"Unknown key {key!r} in {place} or the overrides: {hint}"
-        case "missing":
+        case "missing" if isinstance(first["loc"][-1], str):
             return f"The key {key!r} is missing in {place}: set it there or as an override, {key}=VALUE."
         case "value_error":
             return f"{first['msg'].removeprefix('Value error, ')} ({place})."

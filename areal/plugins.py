@@ -25,7 +25,7 @@ def load(path: str, what: str) -> Any:
         raise UserError(f"{what} {path!r} is not of the form package.module:object: write, say, my_module:my_function")
     try:
         module = _import(module_name)
-    except Exception as error:  # importing runs the user's module, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's module, which may raise anything
         raise UserError(
             f"{what} {path!r}: importing {module_name} from {os.getcwd()} or the installed packages failed with "
             f"{type(error).__name__}: {error}"

@@ -46,7 +46,7 @@ def tokenizer_in(folder: str) -> Any | None:
 def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
     """Raises UserError if there is no template, if it has no use for one of the variables, or if it does not render."""
     if data.chat_template is not None:
-        tokenizer.chat_template = _read(data.chat_template)
+        tokenizer.chat_template = read_template(data.chat_template)
     if not tokenizer.chat_template:
         raise UserError(
             f"data.chat_template_kwargs is set, but the model {folder} has no chat template: leave it out, or set "
@@ -71,7 +71,8 @@ def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
         ) from None
 
 
-def _read(file: Path) -> str:
+def read_template(file: Path) -> str:
+    """The text of a chat template. Raises UserError."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

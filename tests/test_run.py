@@ -397,6 +397,9 @@ JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def scor
         (["rollout_manager.workflow=plain.py:plain"], "The workflow 'plain.py:plain' is no async function"),
         (["rollout_manager.workflow=multi_turn"], "The workflow multi_turn writes 'That is not correct. Try again.'"),
         (["--config", "twice.yaml"], "twice.yaml has the key 'steps' twice, in lines 1 and 3: remove one"),
+        (["trainer.betas=[0.9]"], "trainer.betas.1 is [0.9]"),
+        (["model=quickstart", "data.chat_template=none.jinja"], "The chat template none.jinja cannot be read"),
+        (["--config", "dots.yaml"], "Unknown key 'trainer.lr' in dots.yaml or the overrides: keys with dots are for"),
         (["data.split=test"], "is a file, which has no data.split: remove it"),
         (["--config", "binary.yaml"], "binary.yaml is not YAML"),
     ],
@@ -409,6 +412,7 @@ def test_a_dry_run_finds_what_a_start_would(small, tmp_path, monkeypatch, capsys
     Path("plain.py").write_text(PLAIN)
     Path("judges.py").write_text(JUDGE)
     Path("twice.yaml").write_text("steps: 1\nname: a\nsteps: 2\n")
+    Path("dots.yaml").write_text(f"base: {CONFIG}\ntrainer.lr: 1\n")
     Path("binary.yaml").write_bytes(b"\x80\x81\xff")
     monkeypatch.setattr(
         sys, "argv",
@@ -430,6 +434,8 @@ def test_a_configuration_is_named_once(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert f"there are two configurations, {CONFIG} and other.yaml: give one" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["run.py", "steps=3", "--dry-run", "nowhere.yaml"])
+    assert main() == 2 and "There is no configuration file nowhere.yaml" in capsys.readouterr().err
 
 
 def test_a_dry_run_without_a_mistake_says_so_and_leaves_nothing(small, tmp_path, monkeypatch, capsys):

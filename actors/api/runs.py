@@ -82,7 +82,9 @@ def _started(settings: Settings, show: bool) -> LiveRun:
     run = LiveRun(settings.config.folder, settings.config, _launched(settings), show)
     try:
         run.find_master()
-        run.serve(settings)
+        run._serve(settings.rewards)
+        if settings.workflow is not None:
+            run.serve_workflow(settings.workflow)
     except BaseException:
         run._stop()
         raise
@@ -293,13 +295,6 @@ class LiveRun:
         if self._member is not None:
             self._member.leave()
             self._functions.clear()
-
-    def serve(self, settings: Settings) -> None:
-        """Do for the run what its settings leave to this process."""
-        if settings.rewards:
-            self._serve(settings.rewards)
-        if settings.workflow is not None:
-            self.serve_workflow(settings.workflow)
 
     def _serve(self, rewards: Mapping[str, RewardFunction]) -> None:
         new = tuple(name for name in rewards if name not in self._functions)

@@ -30,7 +30,7 @@ from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.rewards import functions as rewards
 from areal.sandbox.outside import open_sandbox
-from areal.tokens import load_tokenizer, missing_character
+from areal.tokens import load_tokenizer, missing_character, read_template
 from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow, texts_of
 
@@ -176,6 +176,8 @@ def check_quickstart(config: Config, source: PromptSource) -> None:
     check_context(config, QUICKSTART_CONTEXT, "model=quickstart")
     if config.trainer.lora:
         check_adapters("quickstart", QUICKSTART_LAYERS, config.trainer.lora)
+    if config.data.chat_template:
+        read_template(config.data.chat_template)
     workflow = config.rollout_manager.workflow
     texts = {f"the workflow {workflow}": texts_of(workflow, config.rollout_manager.workflow_options)}
     if config.data.parts:

@@ -118,6 +118,8 @@ def find(name: str) -> Callable[..., Any]:
 def _check_call(name: str, target: Any, is_class: bool) -> None:
     function = target.score if is_class else target
     parameters = _parameters(function)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UserError(f"reward {name!r} yields: have it return its score")
     if not parameters:  # no signature, or no parameters: the first call will show which
         return
     if "completions" in parameters:

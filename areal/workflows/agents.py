@@ -105,14 +105,27 @@ def check(options: Mapping[str, Any]) -> None:
             f"The workflow agent needs one of {_WHERE}.agent=package.module:function and "
             f"{_WHERE}.command='python my_agent.py'."
         )
-    if function and not inspect.iscoroutinefunction(load(function, "The agent")):
-        raise UserError(
-            f"The agent {function!r} is not an `async def` and would block the rollout manager while it waits: "
-            f"make it an `async def`, or start it as a program with {_WHERE}.command."
-        )
+    if function:
+        _check_function(function, load(function, "The agent"))
     if command and not shutil.which(_program(command)):
         raise UserError(f"There is no program {_program(command)!r} to start: correct {_WHERE}.command.")
     _check_range(options.get("reward_range"), options.get("agent_reward", False))
+
+
+def _check_function(name: str, agent: Any) -> None:
+    if not inspect.iscoroutinefunction(agent):
+        raise UserError(
+            f"The agent {name!r} is not an `async def` and would block the rollout manager while it waits: "
+            f"make it an `async def`, or start it as a program with {_WHERE}.command."
+        )
+    signature = inspect.signature(agent)
+    try:
+        signature.bind("", "", {}, **{"reward_key": ""} if "reward_key" in signature.parameters else {})
+    except TypeError as error:
+        raise UserError(
+            f"The agent {name!r}: {error}: it is called with base_url, api_key and row, and with reward_key if it has "
+            f"a parameter of that name."
+        ) from None
 
 
 def _check_range(reward_range: Range | None, agent_reward: bool) -> None:

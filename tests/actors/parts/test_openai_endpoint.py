@@ -412,6 +412,10 @@ def ask(base_url: str, api_key: str) -> clients.openai.AsyncOpenAI:
     return clients.openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
+async def hasty(base_url, row):
+    """Is not called."""
+
+
 async def asks(base_url, api_key, row):
     async with ask(base_url, api_key) as client:
         done = await client.chat.completions.create(model="m", messages=[user(row["prompt"])])
@@ -688,6 +692,7 @@ def _alive(pid: int) -> bool:
         ({"agent": "m:f", "command": "true"}, "needs one of"),
         ({"agnt": "m:f"}, "'agnt'"),
         ({"agent": "its_agents:not_async"}, "async def"),
+        ({"agent": "its_agents:hasty"}, "too many positional arguments: it is called with base_url, api_key and row"),
         ({"command": "no-such-program --fast"}, "no-such-program"),
         ({"command": "python 'my agent.py"}, "no command line"),
         ({"command": "true", "reward_range": [0.0, 2.0]}, "agent_reward=true"),

@@ -86,6 +86,9 @@ class Judge:
 class NoJudge:
     pass
 
+def yields(prompt, completion, row):
+    yield 1.0
+
 def hasty(prompt, completion):
     return 1.0
 
@@ -102,6 +105,7 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "own_reward_module.py").write_text(OWN)
     (tmp_path / "rewards").mkdir()
     (tmp_path / "rewards" / "json.py").write_text(OWN)
+    (tmp_path / "rewards" / "leaves.py").write_text("import sys\nsys.exit(3)\n")
     yield tmp_path
     sys.modules.pop("own_reward_module", None)
 
@@ -144,6 +148,8 @@ def test_what_a_function_takes_is_seen(own):
         ("own_reward_module:NoJudge", {}, "is a class without a method score: name"),
         ("own_reward_module:hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
         ("own_reward_module:Hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
+        ("own_reward_module:yields", {}, "yields: have it return its score"),
+        ("rewards/leaves.py:short", {}, "failed with SystemExit: 3"),
         ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),
         ("rewards/nothing.py:short", {}, "FileNotFoundError: .*rewards/nothing.py"),
         ("own_reward_module:short", {"x": 1}, "has options .*, but is a function"),
