@@ -192,9 +192,13 @@ class LiveRun:
         while not (self._has_ended() if step is None else self._has_trained(step)):
             self._show_live()
             self._pause()
+        self._print_console()
 
     def _pause(self) -> None:
         time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
+        self._print_console()
+
+    def _print_console(self) -> None:
         if self._show:
             with (self.folder / CONSOLE).open("rb") as console:
                 console.seek(self._shown)

@@ -562,7 +562,7 @@ def test_columns_that_do_not_fit_together_are_refused():
 @pytest.mark.parametrize(
     ("message", "wrong", "said"),
     [
-        (tokens(1, 1), {"counts": np.array([3, -1], np.int32)}, "negative"),
+        (tokens(1, 1), {"counts": np.array([3, -1], np.int32)}, "as the counts say"),
         (tokens(1, 1), {"finishes": np.array([1, -1], np.int32)}, "out of range"),
         (tokens(1, 1), {"finishes": np.array([1, 3], np.int32)}, "out of range"),
     ],

@@ -256,7 +256,7 @@ def test_rows_come_from_tables(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_from_python_ends_with_a_workflow_and_a_reward_that_stay_here(tmp_path, monkeypatch, tiny_model):
+def test_a_run_from_python_ends_with_a_workflow_and_a_reward_that_stay_here(tmp_path, monkeypatch, tiny_model, capsys):
     monkeypatch.chdir(tmp_path)
     seen = []
 
@@ -274,6 +274,7 @@ def test_a_run_from_python_ends_with_a_workflow_and_a_reward_that_stay_here(tmp_
         ROOT / "configs" / "quickstart.yaml", model=tiny_model, reward=length, workflow=once,
         steps=2, batch_size=4, group_size=2, sampling={"max_new_tokens": 16}, **{"data.eval_size": 4},
     )  # fmt: skip
+    assert "Everything is in runs/quickstart" in capsys.readouterr().out
     assert list(run.metrics["step"]) == [1, 2] and len(seen) >= 16 + 2 * 4
     assert run.rollouts.sql("SELECT count(*) AS n FROM rollouts")["n"][0] >= 16
     assert run.checkpoint and run.report().exists() and run.summary["ok"]
