@@ -48,6 +48,8 @@ Everything on this machine:
   python run.py --resume RUN_FOLDER steps=200       resume it with other settings, or extend one that is complete
   python run.py --resume RUN_FOLDER --from-step 40  go back to a checkpoint, and do what came after anew
   python run.py --resume RUN_FOLDER --end           end it where it is, with a checkpoint and an evaluation
+  python run.py --fork RUN_FOLDER --at-step 40 trainer.lr=1e-5
+                                                    a new run from a checkpoint of another one, with other settings
 
 One role per terminal or node. Only the master reads the configuration; the other roles get it from the master. Links
 between machines need keys, the same on every node (docs/security.md):
@@ -110,6 +112,8 @@ def add_options_of_run(add: Callable[..., object]) -> None:
         "--end", action="store_true",
         help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
     )  # fmt: skip
+    add("--fork", type=Path, metavar="RUN_FOLDER", help="a new run from a checkpoint of this one, with its settings")
+    add("--at-step", type=int, metavar="N", help="with --fork: the step of the checkpoint")
     add(
         "--dry-run", action="store_true",
         help="check all that a start checks and print the resolved configuration, without starting anything",
@@ -167,6 +171,10 @@ def start(arguments: argparse.Namespace) -> int:
         raise UserError("Name the run that is to end: --resume RUN_FOLDER --end.")
     if arguments.from_step is not None and not arguments.resume:
         raise UserError("Name the run that is to go back: --resume RUN_FOLDER --from-step N.")
+    if (arguments.fork is None) != (arguments.at_step is None):
+        raise UserError("Name the run and the step of its checkpoint: --fork RUN_FOLDER --at-step N.")
+    if arguments.fork and (arguments.resume or arguments.config):
+        raise UserError("A fork has the settings of its run: give --fork without --resume and FILE, and key=value.")
     if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
         return run_master(config_of_run(arguments.resume, secrets=True))
     if arguments.dry_run and roles not in ([], ["master"]):
@@ -183,7 +191,7 @@ def start(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             return dry_run(config, arguments)
         if roles:
-            return run_master(config, bool(arguments.resume), arguments.from_step)
+            return run_master(config, arguments)
         return run_everything(config, arguments)
     return start_roles(roles, arguments)
 
@@ -192,9 +200,9 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     """Start roles that join the run of a master. Raises UserError."""
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
-    if arguments.config or arguments.resume or (arguments.overrides and not arguments.reward):
+    if arguments.config or arguments.resume or arguments.fork or (arguments.overrides and not arguments.reward):
         raise UserError(
-            "Only the master reads a configuration: give --config, --resume and key=value to it, not to other roles."
+            "Only the master reads a configuration: give --config, --resume, --fork and key=value to it, not to others."
         )
     if arguments.overrides and len(arguments.reward) > 1:
         raise UserError("The options key=value belong to one reward: start an actor for each --reward that has some.")
@@ -232,6 +240,10 @@ def configuration(arguments: argparse.Namespace) -> Config:
         folder, from_step = arguments.resume, arguments.from_step
         end = [f"steps={steps_trained(folder) if from_step is None else from_step}"] if arguments.end else []
         return configuration_to_resume(folder, arguments.config, [*arguments.overrides, *end], from_step)
+    if arguments.fork:
+        from actors.parts.fork import configuration_of_fork
+
+        return configuration_of_fork(arguments.fork, arguments.at_step, arguments.overrides)
     return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
 
 
@@ -249,8 +261,9 @@ def dry_run(config: Config, arguments: argparse.Namespace) -> int:
 
 def port_is_named(arguments: argparse.Namespace, config: Config) -> bool:
     """Whether the user has asked for the master's port."""
-    # The configuration of a run that is resumed has all keys.
-    in_file = "address" in config.master.model_fields_set and not (arguments.resume and not arguments.config)
+    # The configuration of a run that is resumed or forked has all keys.
+    of_run = (arguments.resume or arguments.fork) and not arguments.config
+    in_file = "address" in config.master.model_fields_set and not of_run
     return in_file or any(override.startswith("master.address=") for override in arguments.overrides)
 
 
@@ -259,9 +272,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     configuration by the run folder."""
     from rich.console import Console
 
-    from actors.parts.record import check_record
     from actors.parts.start_checks import check_start, first_waits, with_own_port
-    from actors.runtime.addresses import take_folder
     from actors.watching.monitor import print_summary
     from areal.storage.run_folder import store_configuration
 
@@ -270,9 +281,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     config = with_own_port(config, is_named)
     environments = check_start(config)
     config = with_own_port(config, is_named)  # the checks may have taken half a minute
-    network = take_folder(config, bool(arguments.resume))
-    if arguments.resume:
-        print_lines(check_record(config, arguments.from_step))
+    network = claim_record(config, arguments)
     store_configuration(config)
     if config.master.address != address:
         print(f"{address} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
@@ -284,6 +293,21 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
         keep_report(config.folder)
     print_summary(config.folder, Console())
     return 0
+
+
+def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
+    """Claim the folder of the run, with its record if it goes on or begins with that of another one. Returns the
+    network of the run."""
+    from actors.parts.fork import fork
+    from actors.parts.record import check_record
+    from actors.runtime.addresses import take_folder
+
+    network = take_folder(config, bool(arguments.resume))
+    if arguments.resume:
+        print_lines(check_record(config, arguments.from_step))
+    if arguments.fork:
+        print_lines(fork(config, arguments.fork, arguments.at_step))
+    return network
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -333,13 +357,12 @@ def supervise(
     return asyncio.run(supervised())
 
 
-def run_master(config: Config, resume: bool = False, from_step: int | None = None) -> int:
-    """Run the master of a new run, or of one that goes on, from a checkpoint of `from_step`."""
+def run_master(config: Config, arguments: argparse.Namespace | None = None) -> int:
+    """Run the master of a run. arguments: None if a supervisor has claimed the folder."""
     from actors.master import Master
-    from actors.parts.record import check_record
     from actors.runtime import delays
     from actors.runtime.actor import incarnation
-    from actors.runtime.addresses import open_network, take_folder
+    from actors.runtime.addresses import open_network
     from actors.runtime.logs import configure_logging, write_log_file
     from actors.runtime.preflight import check_port
     from areal.observe import tracking
@@ -352,10 +375,7 @@ def run_master(config: Config, resume: bool = False, from_step: int | None = Non
     configure_logging("master/0")
     check_port(config.master.address)
     tracking.check(config.observe)
-    # The supervisor, if there is one, has claimed the folder.
-    network = open_network(host_of(config.master.address)) if SUPERVISED in os.environ else take_folder(config, resume)
-    if resume:
-        print_lines(check_record(config, from_step))
+    network = claim_record(config, arguments) if arguments else open_network(host_of(config.master.address))
     source: PromptSource | None
     config, source = uvloop.run(prepare(config))
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})

@@ -41,7 +41,7 @@ from areal.devices import shares_devices
 from areal.rewards.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
-from areal.storage.run_folder import checkpoint_of, checkpoints_in, version_of, ways_on
+from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
 from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
@@ -458,7 +458,7 @@ class Trainer(Actor):
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
         found = await asyncio.to_thread(checkpoints_in, self.config.folder)
-        kept = {*map(version_of, found), recovery.covered, self._version} - {0}
+        kept = {*map(version_of, found), recovery.covered, self._version} - {first_version(self.config.folder)}
         self._checkpoints = sorted(version for version in kept if version <= self._version)
         for version in range(recovery.covered, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"

@@ -331,7 +331,7 @@ def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
 )
 def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume, another):
     monkeypatch.setattr("actors.parts.start_checks.with_free_port", lambda address: "tcp://127.0.0.1:5999")
-    arguments = Namespace(config=None, resume=resume, overrides=list(more))
+    arguments = Namespace(config=None, resume=resume, fork=None, overrides=list(more))
     config = load_config(Path(CONFIG), more if resume is None else ["master.address=tcp://127.0.0.1:5555"])
     config = with_own_port(config, port_is_named(arguments, config))
     assert (config.master.address == "tcp://127.0.0.1:5999") is another

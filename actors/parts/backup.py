@@ -8,7 +8,6 @@ reported in between. Then all is copied anew.
 
 from __future__ import annotations
 
-import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -19,7 +18,7 @@ from actors.parts.run_state import RunState
 from areal.config import Config, UserError
 from areal.storage.database import copy_store
 from areal.storage.run_folder import config_of_run, metrics_up_to
-from areal.weights.folders import atomic_folder
+from areal.weights.folders import atomic_folder, link
 
 JOURNAL, SPOOL, METRICS = "journal.db", "spool.db", "metrics.jsonl"
 # What belongs to the processes of a run, is made again when it is resumed, or is copied in another way.
@@ -58,7 +57,7 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
     for name in LINKED:
         if (folder / name).exists():
             ignored = shutil.ignore_patterns(*ELSEWHERE)
-            shutil.copytree(folder / name, copy / name, copy_function=_link, ignore=ignored)
+            shutil.copytree(folder / name, copy / name, copy_function=link, ignore=ignored)
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*ELSEWHERE, *LINKED), dirs_exist_ok=True)
     copy.chmod(0o700)  # it holds completions, and perhaps secrets
     state = _state(config, folder / JOURNAL, copy)
@@ -75,11 +74,3 @@ def _state(config: Config, journal: Path, copy: Path | None = None) -> RunState:
     """The state in a journal that may be in use. copy: a folder that gets a copy of it."""
     with TemporaryDirectory() as folder:
         return state_of(config, copy_store(journal, copy or Path(folder)), journal)
-
-
-def _link(source: str, target: str) -> None:
-    """Link a file that is never written again, or copy it if it is on another disk."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -176,6 +176,15 @@ class RunState:
                 self.ledger.apply(event)
         self.ledger.validate()
 
+    def become_fork(self, other: RunState, past: dict[str, Any], *, keeps_history: bool) -> None:
+        """Become, as a new run does, the state `past` of another run, whose newest state is `other`. keeps_history: of
+        the rows, which are the same."""
+        history, run_ahead = self.history.dump(), self.run_ahead.dump()
+        self._load(other.dump())
+        history = past.get("history", history) if keeps_history else history
+        self.go_back(past | {"run_ahead": run_ahead, "history": history}, ())
+        self.rollbacks, self.abandoning = other.rollbacks, None
+
     # --- the ledger's own events
 
     def _ledger_event(self, event: Event) -> None:

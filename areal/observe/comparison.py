@@ -21,7 +21,7 @@ from rich.table import Table
 from areal.command_line import output
 from areal.config import UserError
 from areal.observe.alerts import Curve
-from areal.observe.report import Run, figure_of_points, number_or_nan, read_run, write_svg
+from areal.observe.report import Run, figure_of_points, fork_lines, number_or_nan, read_run, write_svg
 from areal.storage.run_folder import SPEED_ONLY, differences, within
 
 # Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
@@ -55,17 +55,18 @@ class Point(NamedTuple):
 
 def compare(options: Namespace) -> None:
     """`areal compare`."""
-    output(200).print(table_of(options.folders))
+    console, runs = output(200), [read_run(folder) for folder in options.folders]
+    console.print(table_of(runs))
+    for line in fork_lines(runs):
+        console.print(line, highlight=False)
 
 
-def table_of(folders: Sequence[Path]) -> Table:
+def table_of(runs: Sequence[Run]) -> Table:
     """A table of these runs: the settings in which they differ, then their figures.
 
     Runs that differ in their seed alone are one column, with the mean of each figure and its interval (`means`). Those
-    that repeat settings and seed have a column each, and a line below says so. Raises UserError if a folder holds no
-    run.
+    that repeat settings and seed have a column each, and a line below says so.
     """
-    runs = [read_run(folder) for folder in folders]
     settings = [run.settings for run in runs]
     keys = differing_settings(settings)
     groups = by_settings(settings, keys)

@@ -7,7 +7,6 @@ the run and a model card. Nothing else of the run folder is in it: no secrets, k
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from argparse import Namespace
@@ -23,7 +22,7 @@ from areal.config import Config, SourceConfig, UserError, without_secrets
 from areal.models import hub_id, name_of
 from areal.observe.report import Run, read_run, write_figure
 from areal.storage.run_folder import config_of_run, last_checkpoint, version_of
-from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder
+from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder, link
 
 # Files of a checkpoint that are the model's. Large ones are hard links.
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*")
@@ -102,20 +101,13 @@ def _take_model(checkpoint: Path, target: Path, config: Config) -> None:
         to = target / path.relative_to(checkpoint)
         to.parent.mkdir(exist_ok=True)
         if fnmatch(path.name, LINKED):
-            _link(path, to)
+            link(path, to)
         else:
             shutil.copyfile(path, to)
     described = target / ADAPTER / ADAPTER_CONFIG_FILE
     if described.is_file():
         base = {"base_model_name_or_path": hub_id(config.model)}
         described.write_text(json.dumps(json.loads(described.read_text()) | base, indent=2) + "\n")
-
-
-def _link(path: Path, to: Path) -> None:
-    try:
-        os.link(path, to)
-    except OSError:  # on another file system
-        shutil.copyfile(path, to)
 
 
 def _public(values: Any) -> Any:

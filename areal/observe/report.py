@@ -23,7 +23,7 @@ from areal.observe.alerts import Alert
 from areal.observe.curves import COLOURS, SMOOTHED_FROM, linear_below, ramp, smoothed, upper_limit
 from areal.observe.digests import Digests
 from areal.observe.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities, measured, read_events
-from areal.storage.run_folder import STEADY
+from areal.storage.run_folder import STEADY, Origin, origins_of
 from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
@@ -59,7 +59,7 @@ NAMED_CUTS = 3
 @dataclass(frozen=True)
 class Run:
     """The contents of a run folder: one record of metrics per step, the summary, the configuration as text, one record
-    per evaluated version, and the events (areal.observe.timeline)."""
+    per evaluated version, the events (areal.observe.timeline), and the runs that a fork goes on from."""
 
     name: str
     records: list[dict[str, Any]]
@@ -67,6 +67,7 @@ class Run:
     config: str
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
 
     @property
     def times(self) -> list[float]:
@@ -137,6 +138,7 @@ def write_report(folder: Path) -> Path:
         ending=_ending(run.summary),
         alerts=alerts_of(folder, run),
         headlines=headlines(run.summary),
+        forks=fork_lines([run]),
         figures=figures,
         timeline=draw_timeline(run),
         samples=paired_samples(run.summary),
@@ -183,7 +185,22 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{summary} is not JSON: remove it to get a report without it.") from None
     records = _records(_text(metrics).splitlines(), "step")
     evaluations = _records(_text(folder / "evaluations.jsonl").splitlines(), "version")
-    return Run(folder.resolve().name, records, values, _text(config), evaluations, read_events(folder))
+    events, origins = read_events(folder), origins_of(folder)
+    return Run(folder.resolve().name, records, values, _text(config), evaluations, events, origins)
+
+
+def fork_lines(runs: Iterable[Run]) -> list[str]:
+    """Forks among these runs as a tree: a line for each run, below the one that it goes on from. Empty without any."""
+    tree: dict[tuple[tuple[int, str], ...], str] = {}
+    for run in runs:
+        identity = run.records[-1].get("run", run.name) if run.records else run.name
+        names = [*((origin.run, origin.name) for origin in run.origins), (identity, run.name)]
+        path: tuple[tuple[int, str], ...] = ()
+        for (each, name), step in zip(names, [0, *(origin.step for origin in run.origins)], strict=True):
+            tree[path := (*path, (step, each))] = (
+                "    " * (len(path) - 1) + name + f", from step {step} on" * bool(step)
+            )
+    return [tree[path] for path in sorted(tree)] if any(len(path) > 1 for path in tree) else []
 
 
 def alerts_of(folder: Path, run: Run) -> list[tuple[Alert, str]]:

@@ -1,8 +1,9 @@
 """Reads and writes the run folder.
 
-It has config.yaml, changes.jsonl, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json,
-report.html, tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/; secrets.json if the configuration
-has secrets; and, while the run goes on, address and keys/ (areal.storage.claim) and reserve (areal.storage.disk).
+It has config.yaml, changes.jsonl, fork.json if it is a fork, journal.db, spool.db, metrics.jsonl, evaluations.jsonl,
+events.jsonl, summary.json, report.html, tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/;
+secrets.json if the configuration has secrets; and, while the run goes on, address and keys/ (areal.storage.claim) and
+reserve (areal.storage.disk).
 """
 
 from __future__ import annotations
@@ -13,12 +14,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import structlog
 
-from areal.config import Config, UserError, dump_config, hidden_in, load_config, secrets_in, without_secrets
+from areal.config import (
+    OBJECTIVE_SETTINGS,
+    Config,
+    TrainerConfig,
+    UserError,
+    checked,
+    dump_config,
+    hidden_in,
+    load_config,
+    overridden,
+    secrets_in,
+    without_secrets,
+)
 from areal.models import with_folders
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, running_out
 from areal.storage.events import EventLog
@@ -42,6 +55,8 @@ MAY_CHANGE = (
 REDONE = ("trainer", "guard", "steps")
 # What was changed when the run was resumed, and the first step for which it holds.
 CHANGES = "changes.jsonl"
+# The runs that a fork goes on from.
+FORK = "fork.json"
 
 # The configuration keys that change how fast a run is, and how stale its data, but not what it learns from them.
 SPEED_ONLY = (
@@ -59,6 +74,15 @@ SECRETS = "secrets.json"
 
 # The first step whose waits are counted. In the steps before it the trainer waits for the first groups in any case.
 STEADY = 3
+
+
+class Origin(NamedTuple):
+    """A run that another one goes on from: its name, folder and identity, and the step of the checkpoint."""
+
+    name: str
+    folder: str
+    run: str
+    step: int
 
 
 class RunFolder:
@@ -321,6 +345,30 @@ def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool 
     return load_config(file, overrides, secrets=_secrets(folder) if secrets else None)
 
 
+def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = False) -> Config:
+    """The configuration of the run in `folder` with other settings, by their keys. If the objective is among them, what
+    the run's has brought along goes with it, and the new one brings its own. Raises UserError."""
+    stored = config_of_run(folder, secrets=secrets)
+    values = stored.model_dump(mode="json")
+    if "trainer.objective" in settings:
+        brought = OBJECTIVE_SETTINGS.get(stored.trainer.objective, {})
+        for key in set().union(*OBJECTIVE_SETTINGS.values()):
+            if getattr(stored.trainer, key) == brought.get(key, TrainerConfig.model_fields[key].default):
+                del values["trainer"][key]
+    return checked(overridden(values, settings=settings), folder / "config.yaml")
+
+
+def origins_of(folder: Path) -> list[Origin]:
+    """The runs that the one in `folder` goes on from, the first one first; none if it is no fork."""
+    file = folder / FORK
+    return [Origin(**row) for row in json.loads(file.read_text())] if file.is_file() else []
+
+
+def first_version(folder: Path) -> int:
+    """The version that the run in `folder` has begun with: that of a fork's checkpoint, else 0, its model."""
+    return origins[-1].step if (origins := origins_of(folder)) else 0
+
+
 def configuration_to_resume(
     folder: Path, file: Path | None, overrides: Sequence[str], from_step: int | None = None
 ) -> Config:  # fmt: skip
@@ -363,13 +411,13 @@ def configuration_to_resume(
         config = with_folders(config)
     for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
         again = hidden_in(old) is not None  # a secret that is given again
-        if not again and not within(key, MAY_CHANGE) and not _is_elsewhere(old, new):
+        if not again and not within(key, MAY_CHANGE) and not is_elsewhere(old, new):
             old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
             raise UserError(f"{key} was {old!r} when the run in {folder} began and cannot become {new!r}: keep it.")
     return config
 
 
-def _is_elsewhere(old: Any, new: Any) -> bool:
+def is_elsewhere(old: Any, new: Any) -> bool:
     """Whether a file or folder that a key names was moved, or is in another place on this machine."""
     if not isinstance(old, str) or not isinstance(new, str):
         return False

@@ -44,6 +44,8 @@ from areal.storage.run_folder import (
     checkpoints_in,
     compare_record,
     config_of_run,
+    first_version,
+    origins_of,
     read_metrics,
     read_summary,
     record_of,
@@ -112,8 +114,8 @@ def run(options: Namespace) -> int:
 
 
 class Audit:
-    """The audit of the run in `folder`. full: all steps are trained again, not only those of one interval between
-    checkpoints that is drawn. Raises UserError if there is no finished run."""
+    """The audit of the run in `folder`, which of a fork begins with its checkpoint. full: all steps are trained again,
+    not only those of one interval between checkpoints that is drawn. Raises UserError if there is no finished run."""
 
     def __init__(self, folder: Path, full: bool = False) -> None:
         self.folder, self.full = folder, full
@@ -121,7 +123,10 @@ class Audit:
         self.summary = read_summary(folder) or {}
         if not self.summary:
             raise UserError(f"The run in {folder} is not over, it has no summary.json: audit it once it is.")
-        self.records = {record["step"]: record for record in read_metrics(folder / "metrics.jsonl")}
+        self.first = first_version(folder)
+        records = list(read_metrics(folder / "metrics.jsonl"))
+        self.earlier = [record for record in records if record["step"] <= self.first]
+        self.records = {record["step"]: record for record in records[len(self.earlier) :]}
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []
 
@@ -138,6 +143,7 @@ class Audit:
         findings = self.findings.values()
         return {
             "run": journal.run if journal else None, "folder": str(self.folder), "steps": max(self.records, default=0),
+            "fork_of": [origin._asdict() for origin in origins_of(self.folder)],
             "weights": self.summary.get("weights"), "replayed": self.replayed, "full": self.full,
             "ok": all(finding.result == "holds" for finding in findings),
             "findings": [{"result": finding.result, **asdict(finding)} for finding in findings],
@@ -167,12 +173,14 @@ class Audit:
             for name, value in by_journal.items()
             if self.summary.get(name, value) != value
         ]
-        missing = sorted(set(range(1, ledger.version + 1)) ^ self.records.keys())
+        missing = sorted(set(range(self.first + 1, ledger.version + 1)) ^ self.records.keys())
         if missing:
             finding.faults.append(f"metrics.jsonl and the journal differ in the steps {_some(missing)}")
         finding.about = f"{ledger.version} steps, {counters.admitted} groups admitted, events since step " + str(
             min(facts.logged, default=ledger.version)
         )
+        for origin in origins_of(self.folder)[-1:]:
+            finding.about += f"; the steps up to {self.first} are those of {origin.name}, run {origin.run}: audit that"
         return facts
 
     # --- the groups in the rollouts
@@ -215,14 +223,18 @@ class Audit:
     def _account(self, trained: Mapping[int, int], journal: JournalFacts, once: AuditFinding) -> None:
         """Each prompt that was admitted is trained, discarded or open."""
         waiting = set(journal.ledger.open_prompts())
-        pairs = [pair for place in (*self.records.values(), self.summary) for pair in place.get("discarded") or ()]
-        accounted = trained.keys() | waiting | journal.discarded | {prompt for prompt, _ in pairs}
+        places = (*self.earlier, *self.records.values(), self.summary)
+        before = {prompt for record in self.earlier for prompt in record["prompts"]}
+        discarded = {prompt for place in places for prompt, _ in place.get("discarded") or ()}
+        accounted = trained.keys() | before | waiting | journal.discarded | discarded
         if missing := sorted(set(range(journal.ledger.next_prompt)) - accounted):
             once.faults.append(f"no fate is known of the prompts {_some(missing)}")
         if strange := sorted(set(trained) - set(range(journal.ledger.next_prompt))):
             once.faults.append(f"the prompts {_some(strange)} were trained and never admitted")
-        if repeated := sorted(trained.keys() & waiting):
-            once.faults.append(f"the prompts {_some(repeated)} were trained and are still open")
+        if repeated := sorted(trained.keys() & (waiting | before)):
+            once.faults.append(
+                f"the prompts {_some(repeated)} were trained and are still open, or were before the fork"
+            )
 
     def _check_bound(self, step: int, batch: Sequence[Group], bound: AuditFinding) -> None:
         limit = max(changed_back(self.folder, n).get("max_staleness", self.config.max_staleness) for n in (1, step))
@@ -297,7 +309,7 @@ class Audit:
     def _intervals(self, weights: AuditFinding) -> Iterator[tuple[int, int]]:
         """The steps between two known weights, as far as their rollouts are there."""
         last = max(self.records, default=0)
-        versions = sorted({0, *(version_of(path) for path in checkpoints_in(self.folder)), last})
+        versions = sorted({self.first, *(version_of(path) for path in checkpoints_in(self.folder)), last})
         for interval in pairwise(versions):
             try:
                 plan(self.folder, [], steps="{}:{}".format(*interval))

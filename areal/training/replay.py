@@ -34,16 +34,13 @@ from rich.table import Table
 
 from areal.command_line import output as terminal
 from areal.config import (
-    OBJECTIVE_SETTINGS,
     Config,
     GuardConfig,
-    TrainerConfig,
     UserError,
     checked,
     dump_config,
     overridden,
     parsed,
-    read_values,
 )
 from areal.devices import set_allocator, visible_devices
 from areal.grid import name_of, points, read_grid
@@ -56,7 +53,9 @@ from areal.storage.run_folder import (
     checkpoint_of,
     checkpoints_in,
     config_of_run,
+    config_with,
     differences,
+    first_version,
     read_summary,
     replace,
     steps_trained,
@@ -192,11 +191,11 @@ def plan(
     end = _end(until) if until else None
     common = dict(parsed(override, Config) for override in overrides)
     changed_since = changed_back(run, first + 1)
-    all_steps = not first and last == steps_trained(run)
+    all_steps = (first, last) == (first_version(run), steps_trained(run))
     replays = []
     for point in points(read_grid(sweep), "The sweep"):
         changes = common | point
-        changed = _changed(run / "config.yaml", config, changes)
+        changed = _changed(run, config, changes)
         off_policy = bool(left_out) or changed != config or any(key in changed_since for key in changes)
         variant = Replay(run, changed, changes, off_policy, first, last, all_steps, without=left_out, until=end)
         replays.append(altered(variant, output=output / variant.name if output and sweep else output))
@@ -207,18 +206,15 @@ def plan(
 
 def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
     """The step after which a replay of `steps` begins, and its last."""
-    match, trained = re.fullmatch(r"(\d*):(\d*)", steps), steps_trained(run)
-    first, last = (int(match[1] or 0), int(match[2] or trained)) if match else (0, 0)
+    match, trained, begin = re.fullmatch(r"(\d*):(\d*)", steps), steps_trained(run), first_version(run)
+    first, last = (int(match[1] or begin), int(match[2] or trained)) if match else (0, 0)
     if not first < last <= trained:
         raise UserError(
             f"--steps {steps} is not within the {trained} steps of {run}: write A:B, for those after A up to B."
         )
-    if first and not checkpoint_of(run, first).is_dir():
-        there = [version_of(path) for path in checkpoints_in(run)]
-        raise UserError(
-            f"There is no checkpoint of step {first} in {run}: begin --steps at "
-            f"{', '.join(map(str, there)) + ', or at ' if there else ''}0, the run's model."
-        )
+    if (first or begin) and not checkpoint_of(run, first).is_dir():
+        there = [f"{version_of(path)}" for path in checkpoints_in(run)] + ["0, the run's model"] * (not begin)
+        raise UserError(f"There is no checkpoint of step {first} in {run}: begin --steps at {' or '.join(there)}.")
     return first, last
 
 
@@ -256,17 +252,9 @@ def _digest(groups: Iterable[tuple[int, str]]) -> str:
     return f"{crc32(json.dumps(sorted(groups)).encode()):08x}"
 
 
-def _changed(file: Path, config: Config, changes: Mapping[str, Any]) -> Config:
+def _changed(run: Path, config: Config, changes: Mapping[str, Any]) -> Config:
     """The run's settings with `changes`. Raises UserError for a change that is none of the training."""
-    values = read_values(file)
-    if "trainer.objective" in changes:
-        # What the run's objective has brought along goes with it, and the new one brings its own.
-        trainer, defaults = values["trainer"], OBJECTIVE_SETTINGS.get(config.trainer.objective, {})
-        for key in set().union(*OBJECTIVE_SETTINGS.values()):
-            default = defaults.get(key, TrainerConfig.model_fields[key].default)
-            if getattr(config.trainer, key) == default:
-                del trainer[key]
-    settings: Config = checked(overridden(values, settings=changes), file)
+    settings = config_with(run, changes)
     for key, _, _ in differences(config.model_dump(mode="json"), settings.model_dump(mode="json")):
         if not within(key, ["trainer"]) or within(key, ["trainer.checkpoint_every", "trainer.checkpoints_kept"]):
             raise UserError(

@@ -67,6 +67,14 @@ def atomic_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
         _remove_leftovers(folder)
 
 
+def link(source: str | Path, target: str | Path) -> None:
+    """Link a file that is never written again, or copy it if it is on another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder in one step, so that no reader sees a part of it. A missing folder is no error.
 

@@ -1,4 +1,5 @@
-"""A run goes back to a checkpoint: real journal, spool and files of rollouts. tests/simulation has runs that go on."""
+"""A run goes back to a checkpoint, or a fork goes on from it: real journal, spool and files of rollouts.
+tests/simulation has runs that go on."""
 
 from __future__ import annotations
 
@@ -11,13 +12,23 @@ import numpy as np
 import pytest
 
 from actors.parts import rollback
+from actors.parts.fork import OTHER_DATA, configuration_of_fork, fork
 from actors.parts.record import check_record
 from actors.parts.run_state import RunState
-from areal.config import Config, UserError
+from areal.config import Config, UserError, dump_config
 from areal.staleness.ledger import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
 from areal.storage import rollouts
 from areal.storage.journal import Journal
-from areal.storage.run_folder import CHANGES, RunFolder, checkpoint_of, line_of, read_metrics
+from areal.storage.run_folder import (
+    CHANGES,
+    RunFolder,
+    checkpoint_of,
+    first_version,
+    line_of,
+    origins_of,
+    read_metrics,
+    record_of,
+)
 from areal.storage.spool import Spool, SpoolDamage
 from areal.trajectory import Group, Trajectory
 
@@ -200,3 +211,61 @@ def test_only_a_checkpoint_that_is_kept_is_gone_back_to_and_nothing_is_changed_o
         check_record(config, from_step=4)
     assert json.dumps(state_of(config).dump()) == before
     assert not (config.folder / "abandoned").exists()
+
+
+def forked(config: Config, step: int, *overrides: str) -> Config:
+    for checkpoint in (config.folder / "checkpoints").iterdir():
+        (checkpoint / "training").mkdir(exist_ok=True)
+        (checkpoint / "training" / "state.json").write_text(line_of({"run": "its own", "shares": 1}))
+        (checkpoint / "model.safetensors").write_bytes(b"weights")
+    new = configuration_of_fork(config.folder, step, overrides)
+    new.folder.mkdir()
+    (new.folder / "config.yaml").write_text(dump_config(new))
+    fork(new, config.folder, step)
+    return new
+
+
+def test_a_fork_begins_with_the_state_of_a_checkpoint_and_changes_nothing_of_the_other_run(config):
+    alive, before = alive_at(config, 4), json.dumps(state_of(config).dump())
+    new = forked(config, 4, "trainer.lr=1e-3", "batch_size=3")
+    assert (new.name, new.trainer.lr, new.batch_size) == ("run-fork-4", 1e-3, 3)
+    state, (origin,) = state_of(new), origins_of(new.folder)
+    assert state.ledger.version == state.checkpoint_version == first_version(new.folder) == 4
+    assert state.ledger.alive == 0 and len(state.ledger.open_prompts()) == len(alive)
+    assert {permit.prompt_index for permit in state.ledger.admit("m", 3, 0.0, 60.0)} <= {
+        group_of(n).prompt_index for n in alive
+    }
+    assert state.journal.run != origin.run and (origin.name, origin.step) == ("run", 4)
+    own = checkpoint_of(new.folder, 4)
+    assert (record_of((own / "training" / "state.json").read_bytes()) or {})["run"] == state.journal.run
+    assert (own / "model.safetensors").samefile(checkpoint_of(config.folder, 4) / "model.safetensors")
+    assert {record["run"] for record in read_metrics(new.folder / "metrics.jsonl")} == {state.journal.run}
+    assert steps_in(new.folder) == ([1, 2, 3, 4], [])
+    assert json.dumps(state_of(config).dump()) == before
+    again = forked(new, 4, "name=again")
+    assert [(origin.name, origin.step) for origin in origins_of(again.folder)] == [("run", 4), ("run-fork-4", 4)]
+
+
+def test_a_fork_with_other_data_discards_the_prompts_that_were_open(config):
+    new = forked(config, 2, "seed=7")
+    state = state_of(new)
+    assert state.ledger.counters.discarded == {OTHER_DATA: len(alive_at(config, 2))}
+    state.ledger.validate()
+    first = state.ledger.next_prompt
+    assert [permit.prompt_index for permit in state.ledger.admit("m", 2, 0.0, 60.0)] == [first, first + 1]
+
+
+@pytest.mark.parametrize(
+    ("step", "override", "sentence"),
+    [
+        (3, "steps=9", r"no checkpoint of step 3 to fork from: choose --at-step from 2, 4\.$"),
+        (4, "name=run", r"needs a folder of its own: give it another name"),
+        (4, "steps=4", r"begins with 4 steps and is to have 4: give it more, steps=N"),
+        (4, "model=other", r"model is 'm' in .*, whose checkpoint a fork begins with: keep it\.$"),
+        (4, "trainer.lora.rank=4", r"whose checkpoint a fork begins with: keep it\.$"),
+        (4, "trainer.lrr=4", r"did you mean 'lr'"),
+    ],
+)
+def test_a_fork_that_cannot_be_is_told_in_one_sentence(config, step, override, sentence):
+    with pytest.raises(UserError, match=sentence):
+        configuration_of_fork(config.folder, step, [override])

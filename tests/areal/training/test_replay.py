@@ -204,7 +204,7 @@ def test_samples_count_by_how_much_likelier_they_have_become():
         (["trainer.objektive=ppo"], "did you mean 'objective'?"),
         (["trainer.objective=nothing"], "Unknown objective 'nothing'"),
         (["--steps", "3:5"], "There is no checkpoint of step 3"),
-        (["--steps", "1:2"], "begin --steps at 2, 4, or at 0"),
+        (["--steps", "1:2"], "begin --steps at 2 or 4 or 0, the run's model"),
         (["--steps", "4:2"], "--steps 4:2 is not within the 5 steps"),
         (["--steps", "4"], "write A:B"),
         (["--steps", "0:9"], "--steps 0:9 is not within the 5 steps"),
