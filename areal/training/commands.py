@@ -34,3 +34,11 @@ def declare(tools: RoomTools) -> None:
     add("run", **RUN)
     add("--full", action="store_true", help="train all steps again, not only those between two checkpoints")
     add("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
+
+    summary = "find the first step at which a condition on a metric holds, and by replays the groups that bring it"
+    epilog = "Exit code 1: no such groups were found (docs/observe.md)."
+    add = tools.add("bisect", "bisection:run", summary, epilog).add_argument
+    add("run", **RUN)
+    add("--metric", required=True, metavar="CONDITION", help='such as "entropy<0.2", with <, <=, > or >=')
+    add("--replays", type=int, default=40, metavar="N", help="do at most so many replays (default: 40)")
+    add("--json", type=Path, metavar="FILE", help="also write what was found as JSON")

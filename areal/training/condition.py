@@ -43,7 +43,10 @@ class Condition(NamedTuple):
 
     def holds(self, record: Mapping[str, Any]) -> bool:
         """False if the metric was not measured."""
-        value = self.value(record)
+        return self.met_by(self.value(record))
+
+    def met_by(self, value: float | None) -> bool:
+        """Whether it holds for a value of the metric; not for None."""
         return value is not None and _COMPARISONS[self.comparison](value, self.limit)
 
     def check(self, names: Collection[str], where: str) -> None:

@@ -188,7 +188,7 @@ def plan(
     if output and output.exists():
         raise UserError(f"{output} already exists: name another folder for the trained model.")
     left_out = _left_out(run, config, without, first, last) if without else frozenset()
-    end = _end(until) if until else None
+    end = condition_of(until) if until else None
     common = dict(parsed(override, Config) for override in overrides)
     changed_since = changed_back(run, first + 1)
     all_steps = (first, last) == (first_version(run), steps_trained(run))
@@ -240,7 +240,8 @@ def _left_out(run: Path, config: Config, sql: str, first: int, last: int) -> fro
     return frozenset(groups)
 
 
-def _end(text: str) -> Condition:
+def condition_of(text: str) -> Condition:
+    """The condition in a text, on a metric that a replay computes. Raises UserError."""
     from areal.training.tally import StepResult
 
     condition = Condition.parsed(text)
@@ -264,13 +265,17 @@ def _changed(run: Path, config: Config, changes: Mapping[str, Any]) -> Config:
     return settings
 
 
+def start_ranks(config: Config, console: Console) -> None:
+    """Start this command again under torchrun if a trainer has several ranks. Only rank 0 prints to `console`."""
+    if config.trainer.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        os.execv(sys.executable, [*torchrun(config.trainer.ranks), "-m", "areal", *sys.argv[1:]])
+    console.quiet = os.environ.get("RANK", "0") != "0"
+
+
 def replay(replays: Sequence[Replay], console: Console) -> bool:
     """Do all `replays`, and print what they show (all ranks). Returns whether all of them ended, and those without
     changes with the run's weights."""
-    ranks = replays[0].config.trainer.ranks
-    if ranks > 1 and "WORLD_SIZE" not in os.environ:
-        os.execv(sys.executable, [*torchrun(ranks), "-m", "areal", *sys.argv[1:]])
-    console.quiet = os.environ.get("RANK", "0") != "0"
+    start_ranks(replays[0].config, console)
     if any(variant.off_policy for variant in replays):
         console.print(
             "Off-policy: what a variant trains on was sampled by the policies of the run, not by its own.",
@@ -331,27 +336,18 @@ def run_variant(
 ) -> dict[str, Any]:  # fmt: skip
     """Do one replay (all ranks). Returns what its summary.json has. check: called before each step, with its number.
     run: the identity of the run that the checkpoint has to have, if it is given."""
-    from areal.training.engine import TrainingEngine
-
     began = time.monotonic()
     writes = os.environ.get("RANK", "0") == "0"
     if writes:
         shutil.rmtree(variant.folder, ignore_errors=True)
         variant.folder.mkdir(parents=True)
         replace(variant.folder / "config.yaml", dump_config(variant.config))
-    config = variant.config_at(variant.first + 1)
-    engine = TrainingEngine.of_run(config, keep_values=True)
-    if variant.first:
-        engine.load(variant.checkpoint, run)
+    training = Training(variant, run)
     records, reason = [], ""
     guard = Guard(_NUMBERS_ONLY)
     with (variant.folder / "metrics.jsonl").open("w") if writes else open(os.devnull, "w") as file:
         for step, batch in variant.batches():
-            if (current := variant.config_at(step)) != config:
-                config, engine = current, _with_settings(current, engine, variant.folder / "changing")
-            if check:
-                check(engine, config, step)
-            record = _step(engine, config, step, batch)
+            record = training.step(step, batch, check)
             file.write(json.dumps(record | {"time": time.time()}) + "\n")
             records.append(record)
             _print_step(variant, record, console)
@@ -359,7 +355,7 @@ def run_variant(
                 reason = f"step {step}: {reason}"
             if reason or (variant.until and variant.until.holds(record)):
                 break
-    weights = variant.folder / "weights"
+    weights, engine = variant.folder / "weights", training.engine
     engine.snapshot()
     manifest = engine.begin_write(weights).result()
     if variant.output:
@@ -372,16 +368,39 @@ def run_variant(
     return summary
 
 
-def _with_settings(config: Config, engine: TrainingEngine, folder: Path) -> TrainingEngine:
-    """An engine with other settings that goes on where `engine` is, as a run does that is resumed (all ranks). folder:
-    for a checkpoint, and then removed."""
-    engine.save(folder)
-    engine.close()
-    engine = type(engine).of_run(config, keep_values=True)
-    engine.load(folder)
-    if engine.rank == 0:
-        shutil.rmtree(folder)
-    return engine
+class Training:
+    """The training of a replay, each step with its settings (all ranks). run: the identity that the checkpoint which it
+    starts from has to have, if it is given."""
+
+    def __init__(self, variant: Replay, run: str = "") -> None:
+        from areal.training.engine import TrainingEngine
+
+        self._variant, self._config = variant, variant.config_at(variant.first + 1)
+        self.engine: TrainingEngine = TrainingEngine.of_run(self._config, keep_values=True)
+        if variant.first:
+            self.engine.load(variant.checkpoint, run)
+
+    def prepare(self, step: int) -> Config:
+        """Take the settings of a step; if they are others, as a run does that is resumed. Returns them."""
+        config, folder = self._variant.config_at(step), self._variant.folder / "changing"
+        if config != self._config:
+            self.engine.save(folder)
+            self.engine.close()
+            self.engine = type(self.engine).of_run(config, keep_values=True)
+            self.engine.load(folder)
+            if self.engine.rank == 0:
+                shutil.rmtree(folder)
+            self._config = config
+        return config
+
+    def step(
+        self, step: int, batch: list[Group], check: Callable[[TrainingEngine, Config, int], None] | None = None
+    ) -> dict[str, Any]:
+        """Train the batch of a step. Returns its metrics."""
+        config = self.prepare(step)
+        if check:
+            check(self.engine, config, step)
+        return _step(self.engine, config, step, batch)
 
 
 def _step(engine: TrainingEngine, config: Config, step: int, batch: list[Group]) -> dict[str, Any]:

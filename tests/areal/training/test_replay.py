@@ -1,5 +1,5 @@
-"""Replays, by the command a user types, of a run whose trainer is played by its engine. tests/test_chaos.py replays
-whole runs, tests/actors/test_redo.py one of a real trainer."""
+"""Replays, and what is found by them, by the commands a user types, of a run whose trainer is played by its engine.
+tests/test_chaos.py replays whole runs, tests/actors/test_redo.py one of a real trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from areal.__main__ import main
 from areal.config import Config, dump_config, load_config
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage.rollouts import RolloutWriter, batches
+from areal.training.bisection import smallest
 from areal.training.engine import TrainingEngine
 from areal.training.replay import weighted
 from areal.trajectory import Group, Trajectory
@@ -51,7 +53,7 @@ def recorded(tmp_path_factory) -> Path:
             result = engine.step(
                 batch, version=step - 1, temperature=TEMPERATURE, mask_older_than=oldest_in_loss("mask", 1, step - 1)
             )
-            metrics.write(json.dumps({"step": step, "loss": result.loss}) + "\n")
+            metrics.write(json.dumps({"step": step, **asdict(result)}) + "\n")
             writer.add_trained(step, batch, engine.values)
             writer.write()
             if step in (2, 4):
@@ -241,3 +243,52 @@ def test_rollouts_that_are_not_complete_are_told(run, tmp_path, capsys):
     (run / "config.yaml").write_text(dump_config(config))
     assert main(["replay", str(run)]) == 2
     assert "observe.rollouts was sample" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("causes", "most"), [([70], 9), ([3], 9), ([0, 1, 2], 13), ([10, 90], 16)])
+def test_few_trials_find_the_groups_without_which_an_effect_goes(causes, most):
+    suspects, tried = [(1, f"g{number}") for number in range(100)], []
+
+    def goes(left_out: frozenset) -> bool:
+        tried.append(left_out)
+        return left_out >= {suspects[number] for number in causes}
+
+    assert sorted(smallest(suspects, goes)) == [suspects[number] for number in causes]
+    assert len(tried) <= most
+
+
+@pytest.mark.parametrize(
+    ("condition", "step", "steps"),
+    [
+        ("kl_behaviour<1.05", 5, {5}),  # by a group of its own batch
+        ("entropy<2.69", 3, {1, 2}),  # by what was learned before
+    ],
+)
+def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(run, capsys, condition, step, steps):
+    assert main(["bisect", str(run), "--metric", condition, "--json", str(run / "found.json")]) == 0
+    found = json.loads((run / "found.json").read_text())
+    assert f"{condition} first at step {step}" in capsys.readouterr().out
+    assert found["step"] == step and {group["step"] for group in found["groups"]} <= steps
+    assert 0 < len(found["groups"]) < found["suspects"] and found["replays"] <= 40
+    assert all(len(group["samples"]) == 1 + int(group["group"]) % 4 for group in found["groups"])
+    limit = float(condition.partition("<")[2])
+    assert found["recorded"] < limit <= found["without"]
+    these = " or ".join(f"step = {group['step']} and \"group\" = '{group['group']}'" for group in found["groups"])
+    assert main(["replay", str(run), "--without", these, "--steps", f":{step}"]) == 0
+    (folder,) = (run / "replays").iterdir()
+    assert read_jsonl(folder / "metrics.jsonl")[-1][found["condition"].partition("<")[0]] == found["without"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--metric", "entropy<-1"], "entropy<-1 holds at no step of"),
+        (["--metric", "kl_teacher<1"], "which it has not"),
+        (["--metric", "accuracy<1"], "A replay has no metric 'accuracy': use one of"),
+        (["--metric", "loss>0", "--replays", "2"], "--replays 2 is too few"),
+    ],
+)
+def test_a_search_that_cannot_be_is_told_in_one_sentence(run, capsys, arguments, sentence):
+    assert main(["bisect", str(run), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and len(error.strip().splitlines()) == 1
