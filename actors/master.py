@@ -137,6 +137,8 @@ class Master(HandlesRequests):
         self, bus: Bus, config: Config, *, journal: Journal, folder: Records, source: PromptSource | None = None,
         supervised: bool = False,
     ) -> None:  # fmt: skip
+        if source is None and config.steps and config.data.sampler != "shuffle":
+            raise ValueError(f"data.sampler={config.data.sampler} chooses from rows, and the master was given none")
         self.config = config
         self._supervised = supervised
         self.bus = bus

@@ -186,6 +186,13 @@ def move_versions(run: Path) -> None:
     edit(run, 4, "versions", change)
 
 
+def change_metrics(run: Path) -> None:
+    file = run / "metrics.jsonl"
+    records = [record_of(line) or {} for line in file.read_bytes().splitlines(keepends=True)]
+    records[1]["reward_mean"] += 0.25
+    file.write_text("".join(map(line_of, records)))
+
+
 def change_weights(run: Path) -> None:
     (file,) = (run / "checkpoints" / "step_000002").glob("*.safetensors")
     tensors = load_file(file)
@@ -231,6 +238,7 @@ TEXTS = "texts are those of the tokens"
          "step 2 is there 2 times"),
         (lambda run: (run / "rollouts/000002.parquet").unlink(), ONCE, "no rollouts of the steps 2"),
         (lambda run: swap_rewards(run, 2, 4), REWARDS, "has reward"),
+        (change_metrics, REWARDS, "by metrics.jsonl"),
         (lambda run: swap_rewards(run, 2, 3), WEIGHTS, "the steps 1 to 2 give other weights"),
         (move_versions, VERSIONS, "was not sampled by version 3"),
         (lambda run: edit(run, 4, "versions", lambda vs: vs[0].__setitem__(-1, 0)), BOUND, "over the bound 1"),
