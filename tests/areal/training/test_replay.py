@@ -20,7 +20,7 @@ from areal.__main__ import main
 from areal.config import Config, dump_config, load_config
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage.rollouts import RolloutWriter, batches
-from areal.training.bisection import smallest
+from areal.training import bisection
 from areal.training.engine import TrainingEngine
 from areal.training.replay import weighted
 from areal.trajectory import Group, Trajectory
@@ -253,22 +253,26 @@ def test_few_trials_find_the_groups_without_which_an_effect_goes(causes, most):
         tried.append(left_out)
         return left_out >= {suspects[number] for number in causes}
 
-    assert sorted(smallest(suspects, goes)) == [suspects[number] for number in causes]
+    assert sorted(bisection.smallest(suspects, goes)) == [suspects[number] for number in causes]
     assert len(tried) <= most
 
 
 @pytest.mark.parametrize(
-    ("condition", "step", "steps"),
+    ("condition", "step", "steps", "window"),
     [
-        ("kl_behaviour<1.05", 5, {5}),  # by a group of its own batch
-        ("entropy<2.69", 3, {1, 2}),  # by what was learned before
+        ("kl_behaviour<1.05", 5, {5}, 1),  # by a group of its own batch, from weights that are no checkpoint
+        ("entropy<2.69", 3, {1, 2}, 8),  # by what was learned before
     ],
 )
-def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(run, capsys, condition, step, steps):
+def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(
+    run, monkeypatch, capsys, condition, step, steps, window
+):
+    monkeypatch.setattr(bisection, "WINDOW", window)
     assert main(["bisect", str(run), "--metric", condition, "--json", str(run / "found.json")]) == 0
     found = json.loads((run / "found.json").read_text())
     assert f"{condition} first at step {step}" in capsys.readouterr().out
     assert found["step"] == step and {group["step"] for group in found["groups"]} <= steps
+    assert found["start"] == max(0, step - 1 - window)
     assert 0 < len(found["groups"]) < found["suspects"] and found["replays"] <= 40
     assert all(len(group["samples"]) == 1 + int(group["group"]) % 4 for group in found["groups"])
     limit = float(condition.partition("<")[2])
