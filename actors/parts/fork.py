@@ -50,25 +50,29 @@ def configuration_of_fork(run: Path, step: int, overrides: Sequence[str]) -> Con
     folder = run.resolve()
     own = {"run_dir": str(folder.parent), "name": f"{folder.name}-fork-{step}"}
     config = config_with(run, own | dict(parsed(override, Config) for override in overrides), secrets=True)
-    stored = config_of_run(run, secrets=True).model_dump(mode="json")
-    _state_at(run, step)
+    other, _ = _state_at(run, step)
     if config.folder.resolve() == folder:
         raise UserError(f"A fork of {run} needs a folder of its own: give it another name, name=NAME.")
     if config.steps <= step:
         raise UserError(f"The fork begins with {step} steps and is to have {config.steps}: give it more, steps=N.")
     if hidden := hidden_in(config.model_dump(mode="json")):
         raise UserError(f"{hidden} is hidden in {run / 'config.yaml'}: give it again, {hidden}=VALUE.")
-    for key, old, new in differences(stored, config.model_dump(mode="json")):
-        if within(key, KEPT) and not is_elsewhere(old, new):
-            raise UserError(f"{key} is {old!r} in {run}, whose checkpoint a fork begins with: keep it.")
+    if changed := [key for key in _changed(other.config, config) if within(key, KEPT)]:
+        raise UserError(f"{changed[0]} says what the checkpoint is of that a fork of {run} begins with: keep it.")
     return config
+
+
+def _changed(before: Config, now: Config) -> list[str]:
+    """The keys that differ, without those of what was moved."""
+    pairs = differences(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    return [key for key, old, new in pairs if not is_elsewhere(old, new)]
 
 
 def fork(config: Config, run: Path, step: int) -> list[str]:
     """Fill the folder of a new run, which is empty, with what it takes from `run`. Returns that in words. The journal
     is written last: without it, this was not completed, and the folder is no run that could be resumed."""
     other, past = _state_at(run, step)
-    changed = [key for key, _, _ in differences(other.config.model_dump(mode="json"), config.model_dump(mode="json"))]
+    changed = _changed(other.config, config)
     is_comparable = not any(within(key, OF_EVALUATIONS) for key in changed)
     journal = Journal.open(config.folder / "journal.db")
     try:
@@ -98,7 +102,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
 def _state_at(run: Path, step: int) -> tuple[RunState, dict[str, Any]]:
     """The newest state of a run, and that of a step that has a checkpoint. Raises UserError."""
     original = run / "journal.db"
-    config = config_of_run(run)
+    config = config_of_run(run, secrets=True)
     if not original.is_file():
         raise UserError(f"There is no run in {run} that could be forked, it has no journal.db: give its folder.")
     with TemporaryDirectory() as place:

@@ -197,9 +197,8 @@ def fork_lines(runs: Iterable[Run]) -> list[str]:
         names = [*((origin.run, origin.name) for origin in run.origins), (identity, run.name)]
         path: tuple[tuple[int, str], ...] = ()
         for (each, name), step in zip(names, [0, *(origin.step for origin in run.origins)], strict=True):
-            tree[path := (*path, (step, each))] = (
-                "    " * (len(path) - 1) + name + f", from step {step} on" * bool(step)
-            )
+            tree[*path, (step, each)] = "    " * len(path) + name + f", from step {step} on" * bool(step)
+            path = (*path, (step, each))
     return [tree[path] for path in sorted(tree)] if any(len(path) > 1 for path in tree) else []
 
 

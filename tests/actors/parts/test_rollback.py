@@ -261,8 +261,8 @@ def test_a_fork_with_other_data_discards_the_prompts_that_were_open(config):
         (3, "steps=9", r"no checkpoint of step 3 to fork from: choose --at-step from 2, 4\.$"),
         (4, "name=run", r"needs a folder of its own: give it another name"),
         (4, "steps=4", r"begins with 4 steps and is to have 4: give it more, steps=N"),
-        (4, "model=other", r"model is 'm' in .*, whose checkpoint a fork begins with: keep it\.$"),
-        (4, "trainer.lora.rank=4", r"whose checkpoint a fork begins with: keep it\.$"),
+        (4, "model=other", r"^model says what the checkpoint is of that a fork of .* begins with: keep it\.$"),
+        (4, "trainer.lora.rank=4", r"^trainer.lora says what the checkpoint is of"),
         (4, "trainer.lrr=4", r"did you mean 'lr'"),
     ],
 )

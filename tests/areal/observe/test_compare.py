@@ -107,3 +107,16 @@ def test_runs_are_compared_at_equal_generated_tokens_and_by_what_they_cost(run_o
 def test_what_is_no_run_is_one_sentence(run_of, tmp_path, capsys):
     assert main(["compare", run_of("one"), str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_forks_are_lines_below_the_runs_that_they_go_on_from(run_of, tmp_path, capsys):
+    runs = [run_of(name) for name in ("late", "root", "early")]
+    root = {"name": "root", "folder": "gone", "run": "root", "step": 12}
+    (tmp_path / "late" / "fork.json").write_text(json.dumps([root]))
+    gone = {"name": "gone", "folder": "gone", "run": "g", "step": 8}
+    (tmp_path / "early" / "fork.json").write_text(json.dumps([root | {"step": 4}, gone]))
+    assert main(["compare", *runs]) == 0
+    tree = ["root", "    gone, from step 4 on", "        early, from step 8 on", "    late, from step 12 on"]
+    assert capsys.readouterr().out.splitlines()[-4:] == tree
+    assert main(["compare", runs[1]]) == 0
+    assert "from step" not in capsys.readouterr().out
