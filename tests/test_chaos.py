@@ -25,7 +25,7 @@ from conftest import ROOT, Run
 from helpers import Process, descendants, processes, processes_mentioning
 
 from areal.__main__ import main
-from areal.storage.run_folder import checkpoints_in, read_metrics, version_of
+from areal.storage.run_folder import read_metrics
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
@@ -174,18 +174,6 @@ def test_an_engine_may_hang_then_every_role_be_killed_then_the_machine_and_the_r
     summary = json.loads((copy / "summary.json").read_text())
     assert summary["masters"] >= 2
     assert summary["lineages"] >= 2
-    check_fork(run, copy)
-
-
-def check_fork(run, folder: Path) -> None:
-    """A fork of the run goes on from its last checkpoint but one, with another learning rate."""
-    step, fork = version_of(checkpoints_in(folder)[-2]), folder.with_name("fork")
-    started = run("--fork", str(folder), "--at-step", f"{step}", "name=fork", "trainer.lr=1e-4", f"steps={step + 4}")
-    output = started.wait(SECONDS_OF_A_SMALL_RUN)
-    assert started.code == 0, output
-    assert [record["step"] for record in read_metrics(fork / "metrics.jsonl")] == list(range(1, step + 5))
-    assert f"    fork, from step {step} on" in (fork / "report.html").read_text()
-    assert main(["audit", str(fork)]) == 0
 
 
 def hang_engine(run: Run, folder: Path) -> None:

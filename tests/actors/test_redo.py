@@ -1,6 +1,6 @@
-"""A trainer ends with the weights it should: killed and started again, with those of one that was not; on two nodes,
-with those of one; and where training goes wrong, with nothing of that. Real trainer processes with a real DeepSpeed, a
-real master and its journal, and the test in the place of the rollout manager."""
+"""A trainer ends with the weights it should: killed and started again, with those of one that was not, and so the one
+of a fork; on two nodes, with those of one; and where training goes wrong, with nothing of that. Real trainer processes
+with a real DeepSpeed, a real master and its journal, and the test in the place of the rollout manager."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from helpers import keys_folder, network, read_jsonl
 from safetensors.torch import load_file
 
 from actors.master import Master
+from actors.parts.fork import configuration_of_fork, fork
 from actors.runtime.actor import Ending
 from areal.__main__ import main
 from areal.config import Config
@@ -116,15 +117,17 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-async def train(config: Config, run, name: str, kill_at: int | None = None, rendezvous: int | None = None) -> Path:
-    """The checkpoint that a run ends with; its trainer is killed after step `kill_at`, and then a bit flips in the last
-    checkpoint."""
+async def train(
+    config: Config, run, name: str, kill_at: int | None = None, rendezvous: int | None = None, first: int = 0
+) -> Path:
+    """The checkpoint that a run ends with, which begins with version `first`; its trainer is killed after step
+    `kill_at`, and then a bit flips in the last checkpoint."""
     config = config.model_copy(update={"name": name})
     master = start_master(config)
     manager = Manager(config.master.address)
     processes = start_trainer(config, run, rendezvous)
     trainer = await manager.trainer()
-    for version in range(STEPS):
+    for version in range(first, STEPS):
         await manager.feed(trainer)
         await manager.until_trained(version + 1)
         if version + 1 == kill_at:
@@ -145,6 +148,15 @@ async def train(config: Config, run, name: str, kill_at: int | None = None, rend
 
 async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
     undisturbed = await train(config, run, "undisturbed")
+    # So does a fork that is given the same samples, of which a replay begins with its checkpoint.
+    forked = configuration_of_fork(undisturbed.parents[2], 2, [])
+    forked.folder.mkdir()
+    await asyncio.to_thread(fork, forked, undisturbed.parents[2], 2)
+    again = await train(forked, run, forked.name, first=2)
+    assert again.read_bytes() == undisturbed.read_bytes()
+    assert [record["step"] for record in read_jsonl(forked.folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert main(["replay", str(forked.folder)]) == 0
+    assert [record["step"] for record in read_jsonl(forked.folder / "replays/unchanged/metrics.jsonl")] == [3, 4]
     # The last checkpoint then is that of step 2. It is damaged, so all steps since the model are redone.
     killed = await train(config, run, "killed", kill_at=3)
     assert killed.read_bytes() == undisturbed.read_bytes()
