@@ -35,6 +35,7 @@ from areal.rewards import math_answers, verl_rewards
 from areal.rewards.code_tests import CodeTests
 from areal.rewards.judge import Judge
 from areal.rewards.result import RewardError
+from areal.rewards.reward_model import RewardModel
 
 GROUP = "areal.rewards"
 NO_OPTIONS: Mapping[str, Any] = {}
@@ -204,6 +205,7 @@ BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
     "addition": lambda: addition.reward,
     "reasoning_gym": lambda: reasoning_gym,
     "judge": lambda: Judge,
+    "reward_model": lambda: RewardModel,
 }
 WARMING: Mapping[str, Callable[[], object]] = {"math": math_answers.warm, "reasoning_gym": reasoning_tasks.load}
 """By reward: a function that does the work that would otherwise add seconds to the first call."""

@@ -1,0 +1,52 @@
+"""The reward `reward_model`: a sequence classifier behind an address of vLLM scores a prompt with its completion.
+
+Start it with `vllm serve MODEL --runner pooling`. An address that does not answer is a failed sample, never a score.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from areal.rewards.judge import NO_KEY
+from areal.rewards.result import Result, RewardError
+
+
+class RewardModel:
+    """url, model: where it is (such as http://host:8000), and its name there. chat: the prompt and the completion are a
+    chat in the template of the reward model; else one text. output: the number of the output that is the score, if the
+    model has several. activation: outputs are those after the model's sigmoid or softmax, which are from 0 to 1; by
+    default they are raw. retries: of a request, on top of `reward.retries`. api_key: by default OPENAI_API_KEY."""
+
+    deterministic = False  # what else is in its batch changes the last digits
+
+    def __init__(
+        self, url: str, model: str, chat: bool = True, output: int = 0, activation: bool = False, retries: int = 3,
+        api_key: str | None = None,
+    ) -> None:  # fmt: skip
+        from openai import AsyncOpenAI  # takes a second to import
+
+        self._address = f"{url.rstrip('/').removesuffix('/v1')}/classify"
+        self._chat, self._output = chat, output
+        self._request = {"model": model, "use_activation": activation}
+        key = api_key or os.environ.get("OPENAI_API_KEY") or NO_KEY
+        self._client = AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
+
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Result:
+        """The model's output, and as the part `tokens` how many it read. Raises RewardError."""
+        from openai import OpenAIError
+
+        given = row.get("prompt")
+        asked = given if isinstance(given, list) else [{"role": "user", "content": prompt}]
+        chat = {"messages": [*asked, {"role": "assistant", "content": completion}]}
+        body = self._request | (chat if self._chat else {"input": prompt + completion})
+        try:
+            answer = await self._client.post(self._address, cast_to=dict[str, Any], body=body)
+        except OpenAIError as error:
+            raise RewardError(f"the reward model at {self._address} did not answer: {error}") from None
+        try:
+            score, tokens = answer["data"][0]["probs"][self._output], answer["usage"]["total_tokens"]
+        except (KeyError, IndexError, TypeError):
+            raise RewardError(f"{self._address} gives no output {self._output} of a classifier: {answer}") from None
+        return Result(float(score), {"tokens": float(tokens)})
