@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,15 @@ def join_ranks() -> None:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(dist.destroy_process_group)
+
+
+@cache
+def control_group() -> dist.ProcessGroup:
+    """The group in which ranks agree on what is in the memory of the host, also where the others use NCCL.
+
+    All engines of a process share it: each group of gloo has threads that wake 100 times a second, even with one rank.
+    """
+    return dist.new_group(backend="gloo", timeout=SILENCE)
 
 
 def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
@@ -147,7 +156,7 @@ class TrainingEngine:
         if not cuda:
             cpu.build_communication()
         join_ranks()
-        self._control = dist.new_group(backend="gloo", timeout=SILENCE)
+        self._control = control_group()
         self._zero = deepspeed.zero
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
