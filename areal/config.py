@@ -45,7 +45,7 @@ BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     def conflicts(self) -> Iterator[str]:
         """What is wrong with the keys of this section, or with some of them together: sentences for the user, who gets

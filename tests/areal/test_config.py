@@ -75,9 +75,10 @@ def test_of_several_bases_the_later_one_wins(tmp_path):
         ({"grid": {"seed": [1]}}, "a configuration with a grid is a sweep, areal sweep"),
         ({"trainer": {"wd": 1}}, "Unknown key 'trainer.wd' in .*: `areal config trainer` lists those that are known"),
         ({"guard": {"wd": 1}}, "Unknown key 'guard.wd' in .*: known are effective_sample_size"),
+        ({"trainer": {"lr": float("inf")}}, "trainer.lr is inf in .*, but input should be a finite number"),
     ],
 )
-def test_an_unknown_key_comes_with_a_hint(tmp_path, values, sentence):
+def test_a_key_or_a_number_that_cannot_be_is_one_sentence_with_a_hint(tmp_path, values, sentence):
     with pytest.raises(UserError, match=sentence):
         load_config(written(tmp_path, mine=RUN | {"reward": {"functions": ["addition"]}} | values))
 
