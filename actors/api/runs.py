@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -212,7 +213,7 @@ class LiveRun:
         kernel = sys.modules.get("ipykernel.zmqshell")
         if self._member is None or not kernel or not kernel.ZMQInteractiveShell.initialized():
             return
-        from IPython.display import display
+        display: Any = import_module("IPython.display").display
 
         with contextlib.suppress(UserError):  # the master is busy, or has ended
             view = render(all_shown(self._member.ask(AskStatus(), LIVE_SECONDS).values))
