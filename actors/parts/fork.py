@@ -48,47 +48,47 @@ def configuration_of_fork(run: Path, step: int, overrides: Sequence[str]) -> Con
     """The configuration of a fork of the run in the folder `run` at a checkpoint: that of the run, with a name of its
     own and `overrides`. Raises UserError, also if there is no such checkpoint."""
     folder = run.resolve()
-    own = {"run_dir": str(folder.parent), "name": f"{folder.name}-fork-{step}"}
-    config = config_with(run, own | dict(parsed(override, Config) for override in overrides), secrets=True)
-    other, _ = _state_at(run, step)
+    place = {"run_dir": str(folder.parent), "name": f"{folder.name}-fork-{step}"}
+    config = config_with(run, place | dict(parsed(override, Config) for override in overrides), secrets=True)
+    parent, _ = _state_at(run, step)
     if config.folder.resolve() == folder:
         raise UserError(f"A fork of {run} needs a folder of its own: give it another name, name=NAME.")
     if config.steps <= step:
         raise UserError(f"The fork begins with {step} steps and is to have {config.steps}: give it more, steps=N.")
     if hidden := hidden_in(config.model_dump(mode="json")):
         raise UserError(f"{hidden} is hidden in {run / 'config.yaml'}: give it again, {hidden}=VALUE.")
-    if changed := [key for key in _changed(other.config, config) if within(key, KEPT)]:
+    if changed := [key for key in _changed(parent.config, config) if within(key, KEPT)]:
         raise UserError(f"{changed[0]} says what the checkpoint is of that a fork of {run} begins with: keep it.")
     return config
 
 
-def _changed(before: Config, now: Config) -> list[str]:
+def _changed(stored: Config, config: Config) -> list[str]:
     """The keys that differ, without those of what was moved."""
-    pairs = differences(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    pairs = differences(stored.model_dump(mode="json"), config.model_dump(mode="json"))
     return [key for key, old, new in pairs if not is_elsewhere(old, new)]
 
 
 def fork(config: Config, run: Path, step: int) -> list[str]:
     """Fill the folder of a new run, which is empty, with what it takes from `run`. Returns that in words. The journal
     is written last: without it, this was not completed, and the folder is no run that could be resumed."""
-    other, past = _state_at(run, step)
-    changed = _changed(other.config, config)
+    parent, past = _state_at(run, step)
+    changed = _changed(parent.config, config)
     is_comparable = not any(within(key, OF_EVALUATIONS) for key in changed)
     journal = Journal.open(config.folder / "journal.db")
     try:
         for name, key in [(METRICS, "step"), *[(EVALUATIONS, "version")] * is_comparable]:
             records = (record | {"run": journal.run} for record in read_metrics(run / name) if record[key] <= step)
             replace(config.folder / name, "".join(map(line_of, records)))
-        origin = Origin(other.config.name, str(run.resolve()), other.journal.run, step)
-        origins = [each._asdict() for each in (*origins_of(run), origin)]
+        origin = Origin(parent.config.name, str(run.resolve()), parent.journal.run, step)
+        origins = [run_before._asdict() for run_before in (*origins_of(run), origin)]
         replace(config.folder / FORK, json.dumps(origins, indent=2) + "\n")
         _take_checkpoint(checkpoint_of(run, step), checkpoint_of(config.folder, step), journal.run)
         if not is_comparable:
-            other.evaluations, other.not_evaluated = {}, {}
+            parent.evaluations, parent.not_evaluated = {}, {}
         if has_other_rows := any(within(key, OF_ROWS) for key in changed):
             past = _without_prompts(past)
         state = RunState(config, journal)
-        state.become_fork(other, past, keeps_history=not has_other_rows)
+        state.become_fork(parent, past, keeps_history=not has_other_rows)
         journal.compact(state.dump())
         journal.keep(step, state.dump(), 1)
         asyncio.run(journal.durable())
@@ -134,7 +134,7 @@ def _take_checkpoint(source: Path, target: Path, run: str) -> None:
 def _without_prompts(past: Mapping[str, Any]) -> dict[str, Any]:
     """The state, with all prompts discarded that were admitted and not trained."""
     ledger = past["ledger"]
-    counters, left = ledger["counters"], len(ledger["groups"]) + len(ledger["requeued"])
-    discarded = counters["discarded"] | {OTHER_DATA: left + counters["discarded"].get(OTHER_DATA, 0)}
-    rest = {"groups": [], "requeued": [], "counters": counters | {"discarded": discarded}}
-    return {**past, "ledger": ledger | rest, "rewards": {}, "reward_parts": {}, "tokens": {}}
+    counters, waiting = ledger["counters"], len(ledger["groups"]) + len(ledger["requeued"])
+    discarded = counters["discarded"] | {OTHER_DATA: waiting + counters["discarded"].get(OTHER_DATA, 0)}
+    emptied = {"groups": [], "requeued": [], "counters": counters | {"discarded": discarded}}
+    return {**past, "ledger": ledger | emptied, "rewards": {}, "reward_parts": {}, "tokens": {}}

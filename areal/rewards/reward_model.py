@@ -37,9 +37,9 @@ class RewardModel:
         """The model's output, and as the part `tokens` how many it read. Raises RewardError."""
         from openai import OpenAIError
 
-        given = row.get("prompt")
-        asked = given if isinstance(given, list) else [{"role": "user", "content": prompt}]
-        chat = {"messages": [*asked, {"role": "assistant", "content": completion}]}
+        stored = row.get("prompt")
+        messages = stored if isinstance(stored, list) else [{"role": "user", "content": prompt}]
+        chat = {"messages": [*messages, {"role": "assistant", "content": completion}]}
         body = self._request | (chat if self._chat else {"input": prompt + completion})
         try:
             answer = await self._client.post(self._address, cast_to=dict[str, Any], body=body)

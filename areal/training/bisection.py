@@ -49,12 +49,12 @@ def run(options: Namespace) -> int:
     set_allocator()
     console = terminal(160)
     start_ranks(config_of_run(options.run), console)
-    found = search(options.run, condition_of(options.metric), options.replays)
-    report = found.report()
-    _print(found, report, console)
+    result = search(options.run, condition_of(options.metric), options.replays)
+    report = result.report()
+    _print(result, report, console)
     if options.json and not console.quiet:
         replace(options.json, json.dumps(report, indent=2) + "\n")
-    return 0 if found.groups else 1
+    return 0 if result.groups else 1
 
 
 def smallest(suspects: Sequence[Suspect], goes: Callable[[frozenset[Suspect]], bool]) -> list[Suspect]:
@@ -65,17 +65,17 @@ def smallest(suspects: Sequence[Suspect], goes: Callable[[frozenset[Suspect]], b
     Halving finds how many of the first ones it takes. The last of those is needed. With it left out, this is repeated.
     """
     needed: list[Suspect] = []
-    rest = list(suspects)
-    while rest and not goes(frozenset(needed)):
-        low, high = 1, len(rest)
+    remaining = list(suspects)
+    while remaining and not goes(frozenset(needed)):
+        low, high = 1, len(remaining)
         while low < high:
             middle = (low + high) // 2
-            if goes(frozenset([*needed, *rest[:middle]])):
+            if goes(frozenset([*needed, *remaining[:middle]])):
                 high = middle
             else:
                 low = middle + 1
-        needed.append(rest[high - 1])
-        del rest[high - 1 :]
+        needed.append(remaining[high - 1])
+        del remaining[high - 1 :]
     return needed
 
 
@@ -108,11 +108,11 @@ class BisectionResult:
             return f"Not found: {self.reason}."
         comes = self.condition.met_by(self.alone)
         stays = bool(self.controls) and all(map(self.condition.met_by, self.controls))
-        others = f"without as many others it {'stays' if stays else 'does not always stay'}" if self.controls else ""
+        control = f"without as many others it {'stays' if stays else 'does not always stay'}" if self.controls else ""
         facts = f"it goes without them, and {'comes' if comes else 'does not come'} with them alone"
         sure = "Sure" if comes and stays else "Likely" if stays or (comes and not self.controls) else "Unsure"
         few = "" if self.is_smallest else "; the replays were used up, so not all of them may matter"
-        return f"{sure}: {facts}{'; ' * bool(others)}{others}{few}."
+        return f"{sure}: {facts}{'; ' * bool(control)}{control}{few}."
 
     def report(self) -> dict[str, Any]:
         """What the JSON file has: the above, and of each group its prompt, row and samples."""
@@ -162,8 +162,8 @@ class Trials:
         """The metric at the last step without these groups, by a replay."""
         left_out = self._measurable(left_out)
         if left_out not in self._values:
-            kept = [(step, [g for g in batch if (step, g.id) not in left_out]) for step, batch in self._batches]
-            self._values[left_out] = self._replay([(step, batch) for step, batch in kept if batch])
+            batches = [(step, [g for g in batch if (step, g.id) not in left_out]) for step, batch in self._batches]
+            self._values[left_out] = self._replay([(step, batch) for step, batch in batches if batch])
         return self._values[left_out]
 
     def _measurable(self, left_out: frozenset[Suspect]) -> frozenset[Suspect]:
@@ -198,17 +198,17 @@ def search(run: Path, condition: Condition, replays: int) -> BisectionResult:
     if replays < LEAST_REPLAYS:
         raise UserError(f"--replays {replays} is too few to find and to verify anything: give {LEAST_REPLAYS} or more.")
     result = BisectionResult(run, condition, step, value, step)
-    window, left = WINDOW, replays
+    window, budget = WINDOW, replays
     while not result.groups and not result.reason:
         start = max(first, step - 1 - window)
-        trials = Trials(run, condition, start, step, left - CONTROLS - 1)
+        trials = Trials(run, condition, start, step, budget - CONTROLS - 1)
         try:
             _search_from(trials, result)
         finally:
             trials.close()
-        result.start, left = start, left - trials.replays
-        result.replays, result.steps_replayed = replays - left, result.steps_replayed + trials.steps
-        if not result.groups and not result.reason and (start == first or left < LEAST_REPLAYS):
+        result.start, budget = start, budget - trials.replays
+        result.replays, result.steps_replayed = replays - budget, result.steps_replayed + trials.steps
+        if not result.groups and not result.reason and (start == first or budget < LEAST_REPLAYS):
             result.reason = f"the weights after step {start} give it with each half of the groups of step {step}"
         window *= WIDER
     result.seconds = time.monotonic() - began
@@ -222,12 +222,12 @@ def _search_from(trials: Trials, result: BisectionResult) -> None:
         result.reason = f"a replay does not repeat it ({_text(again)}), so the training is not the same here"
         return
     weights = _influence(result.run, trials.start + 1, trials.step)
-    before, own = (sorted(s, key=lambda each: (-weights[each], each)) for s in (trials.before, trials.own))
-    if before and trials.goes(trials.before):
-        groups, always = smallest(before, trials.goes), frozenset[Suspect]()
+    earlier, last = (sorted(s, key=lambda suspect: (-weights[suspect], suspect)) for s in (trials.before, trials.own))
+    if earlier and trials.goes(trials.before):
+        groups, always = smallest(earlier, trials.goes), frozenset[Suspect]()
     else:  # the weights before all these steps give it as well, at least with this batch
         always = trials.before
-        halves = [own[: len(own) // 2], own[len(own) // 2 :]]
+        halves = [last[: len(last) // 2], last[len(last) // 2 :]]
         half = next((half for half in halves if half and trials.goes(always | frozenset(half))), None)
         groups = smallest(half, lambda left_out: trials.goes(always | left_out)) if half else []
     result.suspects, result.is_smallest = len(trials.groups), not trials.is_used_up()
@@ -237,14 +237,14 @@ def _search_from(trials: Trials, result: BisectionResult) -> None:
 
 
 def _verify(trials: Trials, result: BisectionResult, groups: list[Suspect]) -> None:
-    found = frozenset(groups)
-    others = sorted((trials.own if found <= trials.own else trials.before) - found)
-    result.groups, result.without = groups, trials.value(found)
+    cause = frozenset(groups)
+    candidates = sorted((trials.own if cause <= trials.own else trials.before) - cause)
+    result.groups, result.without = groups, trials.value(cause)
     # All others are left out; a last batch that has none of those found remains, to measure on.
-    result.alone = trials.value(trials.groups - found)
+    result.alone = trials.value(trials.groups - cause)
     random = Random(0)
-    for _ in range(CONTROLS if len(others) >= len(found) else 0):
-        result.controls.append(trials.value(frozenset(random.sample(others, len(found)))))
+    for _ in range(CONTROLS if len(candidates) >= len(cause) else 0):
+        result.controls.append(trials.value(frozenset(random.sample(candidates, len(cause)))))
 
 
 def _versions(run: Path) -> list[int]:
