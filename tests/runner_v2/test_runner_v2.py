@@ -55,6 +55,7 @@ def test_the_interpreter_takes_a_mask_of_a_block_and_a_number(tmp_path: Path) ->
         "a_kept_kv_cache_serves_the_sequences_that_run_and_no_later_prompt",
         "guessed_tokens_have_the_logprobs_and_versions_of_what_accepts_them",
         f"{AHEAD}[experts-changes0]",
+        f"{AHEAD}[models-changes1]",
     ],
 )
 def test_the_runner_of_gpus_passes_the_test_of_the_engine(name: str) -> None:
