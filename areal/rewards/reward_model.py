@@ -5,11 +5,10 @@ Start it with `vllm serve MODEL --runner pooling`. An address that does not answ
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from areal.rewards.judge import NO_KEY
+from areal.rewards.judge import client_of
 from areal.rewards.result import Result, RewardError
 
 
@@ -25,13 +24,10 @@ class RewardModel:
         self, url: str, model: str, chat: bool = True, output: int = 0, activation: bool = False, retries: int = 3,
         api_key: str | None = None,
     ) -> None:  # fmt: skip
-        from openai import AsyncOpenAI  # takes a second to import
-
         self._address = f"{url.rstrip('/').removesuffix('/v1')}/classify"
         self._chat, self._output = chat, output
         self._request = {"model": model, "use_activation": activation}
-        key = api_key or os.environ.get("OPENAI_API_KEY") or NO_KEY
-        self._client = AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
+        self._client = client_of(url, api_key, retries)
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Result:
         """The model's output, and as the part `tokens` how many it read. Raises RewardError."""
