@@ -364,8 +364,8 @@ def unreadable(path: Path, error: Exception) -> UserError:
 def _read(path: Path, columns: list[str]) -> pa.Table:
     """The columns, without those that are not in files of earlier versions."""
     try:
-        there = set(pq.read_schema(path).names)
-        return pq.read_table(path, columns=[name for name in columns if name in there])
+        with pq.ParquetFile(path) as file:
+            return file.read([name for name in columns if name in file.schema_arrow.names])
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from None
 
