@@ -11,12 +11,11 @@ from __future__ import annotations
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from actors.parts.record import state_of
 from actors.parts.run_state import RunState
 from areal.config import Config, UserError
 from areal.storage.database import copy_store
+from areal.storage.journal import journal_copy
 from areal.storage.run_folder import config_of_run, metrics_up_to
 from areal.weights.folders import atomic_folder, link
 
@@ -72,5 +71,5 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
 
 def _state(config: Config, journal: Path, copy: Path | None = None) -> RunState:
     """The state in a journal that may be in use. copy: a folder that gets a copy of it."""
-    with TemporaryDirectory() as folder:
-        return state_of(config, copy_store(journal, copy or Path(folder)), journal)
+    with journal_copy(journal, copy) as opened:
+        return RunState(config, opened)

@@ -12,26 +12,25 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from actors.parts.rollback import EVALUATIONS, METRICS, versions_kept
 from actors.parts.run_state import RunState
 from areal.config import Config, UserError, hidden_in, parsed
-from areal.storage.database import copy_store
-from areal.storage.journal import Journal
+from areal.storage.journal import Journal, journal_copy
 from areal.storage.run_folder import (
     FORK,
+    STATE_FILE,
     Origin,
     checkpoint_of,
     config_of_run,
     config_with,
     differences,
+    facts_of,
     is_elsewhere,
     line_of,
     origins_of,
     read_metrics,
-    record_of,
     replace,
     within,
 )
@@ -105,16 +104,12 @@ def _state_at(run: Path, step: int) -> tuple[RunState, dict[str, Any]]:
     config = config_of_run(run, secrets=True)
     if not original.is_file():
         raise UserError(f"There is no run in {run} that could be forked, it has no journal.db: give its folder.")
-    with TemporaryDirectory() as place:
-        journal = Journal.open(copy_store(original, Path(place)), original)
-        try:
-            versions = versions_kept(run, journal)
-            if step not in versions:
-                there = f"choose --at-step from {', '.join(map(str, versions))}" if versions else "it has none yet"
-                raise UserError(f"The run in {run} has no checkpoint of step {step} to fork from: {there}.")
-            return RunState(config, journal), journal.kept(step)
-        finally:
-            journal.close()
+    with journal_copy(original) as journal:
+        versions = versions_kept(run, journal)
+        if step not in versions:
+            there = f"choose --at-step from {', '.join(map(str, versions))}" if versions else "it has none yet"
+            raise UserError(f"The run in {run} has no checkpoint of step {step} to fork from: {there}.")
+        return RunState(config, journal), journal.kept(step)
 
 
 def _take_checkpoint(source: Path, target: Path, run: str) -> None:
@@ -124,11 +119,9 @@ def _take_checkpoint(source: Path, target: Path, run: str) -> None:
         shutil.copytree(source, target, copy_function=link)
     except (FileNotFoundError, shutil.Error) as error:  # the other run goes on
         raise UserError(f"{source} was removed meanwhile ({error}): choose a newer checkpoint.") from None
-    file = target / "training" / "state.json"
-    facts = record_of(file.read_bytes()) if file.is_file() else None
-    if facts is None:
+    if (facts := facts_of(target)) is None:
         raise UserError(f"The checkpoint {source} is damaged: choose another one.")
-    replace(file, line_of(facts | {"run": run}))
+    replace(target / STATE_FILE, line_of(facts | {"run": run}))
 
 
 def _without_prompts(past: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
-
 from actors.parts.rollback import go_back
 from actors.parts.run_state import RunState
 from areal.config import Config, UserError
-from areal.storage.database import copy_store
-from areal.storage.journal import Journal
+from areal.storage.journal import journal_copy
 from areal.storage.run_folder import compare_record, keep_changes
 
 
@@ -30,15 +26,5 @@ def check_record(config: Config, from_step: int | None = None) -> list[str]:
 
 
 def _state(config: Config) -> RunState:
-    original = config.folder / "journal.db"
-    with TemporaryDirectory() as folder:
-        return state_of(config, copy_store(original, Path(folder)), original)
-
-
-def state_of(config: Config, file: Path, original: Path) -> RunState:
-    """The state in a copy of a journal. Raises UserError if it is damaged, which names the original."""
-    journal = Journal.open(file, original)
-    try:
+    with journal_copy(config.folder / "journal.db") as journal:
         return RunState(config, journal)
-    finally:
-        journal.close()

@@ -15,14 +15,17 @@ import asyncio
 import json
 import os
 import sqlite3
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 from zlib import crc32
 
 from areal.config import UserError
-from areal.storage.database import FACTS, fact, new_identity, note, note_program, open_store, prepare
+from areal.storage.database import FACTS, copy_store, fact, new_identity, note, note_program, open_store, prepare
 from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience, Shortage
 from areal.storage.run_folder import ways_out
 
@@ -230,3 +233,15 @@ def _body(file: Path, name: str, kind: str, body: str, crc: int | None) -> Any:
 
 def _damaged(file: Path, what: str) -> UserError:
     return UserError(f"The journal {file} is damaged ({what}): {ways_out(file.parent)}")
+
+
+@contextmanager
+def journal_copy(original: Path, folder: Path | None = None) -> Iterator[Journal]:
+    """A copy of a journal that may be in use. folder: for a copy that is kept. Raises UserError if it is damaged, which
+    names the original."""
+    with TemporaryDirectory() as place:
+        journal = Journal.open(copy_store(original, folder or Path(place)), original)
+        try:
+            yield journal
+        finally:
+            journal.close()

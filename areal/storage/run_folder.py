@@ -57,6 +57,8 @@ REDONE = ("trainer", "guard", "steps")
 CHANGES = "changes.jsonl"
 # The runs that a fork goes on from.
 FORK = "fork.json"
+# Of a checkpoint: what it says of its training.
+STATE_FILE = "training/state.json"
 
 # The configuration keys that change how fast a run is, and how stale its data, but not what it learns from them.
 SPEED_ONLY = (
@@ -283,6 +285,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoints/step_*"), key=lambda path: path.name)
 
 
+def facts_of(checkpoint: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of its training; None if that is missing or damaged."""
+    file = checkpoint / STATE_FILE
+    return record_of(file.read_bytes()) if file.is_file() else None
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of the run in `folder`, a model folder; None if it has none."""
     return next(reversed(checkpoints_in(folder)), None)
@@ -367,6 +375,11 @@ def origins_of(folder: Path) -> list[Origin]:
 def first_version(folder: Path) -> int:
     """The version that the run in `folder` has begun with: that of a fork's checkpoint, else 0, its model."""
     return origins[-1].step if (origins := origins_of(folder)) else 0
+
+
+def known_versions(folder: Path) -> list[int]:
+    """The versions whose weights the run in `folder` keeps: the one that it has begun with, and its checkpoints."""
+    return sorted({first_version(folder), *(version_of(path) for path in checkpoints_in(folder))})
 
 
 def configuration_to_resume(

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -37,20 +36,19 @@ from areal.staleness.ledger import (
     event_of,
 )
 from areal.storage import rollouts
-from areal.storage.database import copy_store
-from areal.storage.journal import Journal
+from areal.storage.journal import journal_copy
 from areal.storage.run_folder import (
     changed_back,
     checkpoints_in,
     compare_record,
     config_of_run,
+    facts_of,
     first_version,
+    known_versions,
     origins_of,
     read_metrics,
     read_summary,
-    record_of,
     replace,
-    version_of,
 )
 from areal.storage.selection import read_rows
 from areal.tokens import tokenizer_in
@@ -282,8 +280,7 @@ class Audit:
     def _check_training(self, run: str) -> None:
         weights, versions = self.findings[_WEIGHTS], self.findings[_VERSIONS]
         for checkpoint in checkpoints_in(self.folder):
-            file = checkpoint / "training" / "state.json"
-            facts = record_of(file.read_bytes()) if file.is_file() else None
+            facts = facts_of(checkpoint)
             if facts is None or facts.get("run") not in (None, "", run):
                 weights.faults.append(f"{checkpoint} is damaged, or of another run")
         possible = list(self._intervals(weights))
@@ -308,8 +305,7 @@ class Audit:
 
     def _intervals(self, weights: AuditFinding) -> Iterator[tuple[int, int]]:
         """The steps between two known weights, as far as their rollouts are there."""
-        last = max(self.records, default=0)
-        versions = sorted({self.first, *(version_of(path) for path in checkpoints_in(self.folder)), last})
+        versions = sorted({*known_versions(self.folder), max(self.records, default=0)})
         for interval in pairwise(versions):
             try:
                 plan(self.folder, [], steps="{}:{}".format(*interval))
@@ -375,12 +371,8 @@ def read_journal(folder: Path, config: Config) -> JournalFacts:
     original = folder / "journal.db"
     if not original.is_file():
         raise UserError(f"{original} is missing: put it back.")
-    with TemporaryDirectory() as place:
-        journal = Journal.open(copy_store(original, Path(place)), original)
-        try:
-            snapshot, events = journal.read()
-        finally:
-            journal.close()
+    with journal_copy(original) as journal:
+        snapshot, events = journal.read()
     settings = LedgerSettings.of(config)
     ledger = Ledger.load(snapshot["ledger"], settings) if snapshot else Ledger(settings)
     facts = JournalFacts(journal.run, ledger, {}, {}, set())

@@ -23,7 +23,7 @@ from areal.command_line import output as terminal
 from areal.config import UserError
 from areal.devices import set_allocator
 from areal.observe.rollouts import Rollouts
-from areal.storage.run_folder import checkpoints_in, config_of_run, first_version, read_metrics, replace, version_of
+from areal.storage.run_folder import config_of_run, first_version, known_versions, read_metrics, replace
 from areal.text import shown
 from areal.training.condition import Condition
 from areal.training.replay import FOLDER, Training, condition_of, plan, start_ranks
@@ -134,7 +134,7 @@ class Trials:
     done."""
 
     def __init__(self, run: Path, condition: Condition, start: int, step: int, budget: int) -> None:
-        first = max(version for version in _versions(run) if version <= start)
+        first = max(version for version in known_versions(run) if version <= start)
         (variant,) = plan(run, [], steps=f"{first}:{step}")
         self.condition, self.budget = condition, budget
         self.start, self.step, self.replays, self.steps = start, step, 0, 0
@@ -245,11 +245,6 @@ def _verify(trials: Trials, result: BisectionResult, groups: list[Suspect]) -> N
     random = Random(0)
     for _ in range(CONTROLS if len(candidates) >= len(cause) else 0):
         result.controls.append(trials.value(frozenset(random.sample(candidates, len(cause)))))
-
-
-def _versions(run: Path) -> list[int]:
-    """Those whose weights are known: of the first one and of each checkpoint."""
-    return [first_version(run), *(version_of(path) for path in checkpoints_in(run))]
 
 
 def _influence(run: Path, first: int, last: int) -> dict[Suspect, float]:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal.config import UserError
-from areal.storage.run_folder import record_of
+from areal.storage.run_folder import STATE_FILE, record_of
 from areal.training.agreement import agree
 from areal.weights.folders import sync, write_tensors
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 FOLDER = "training"
-STATE_FILE = "state.json"
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *MOMENTS)
@@ -241,9 +240,9 @@ class _StoredState:
     its identity, if it has to be that of the state. Raises UserError."""
 
     def __init__(self, model: Path, shapes: Mapping[str, list[int]], run: str) -> None:
-        file = model / FOLDER / STATE_FILE
+        file = model / STATE_FILE
         if not file.is_file():
-            raise UserError(f"{model} is not a checkpoint to resume from: it has no {FOLDER}/{STATE_FILE}.")
+            raise UserError(f"{model} is not a checkpoint to resume from: it has no {STATE_FILE}.")
         try:
             self.facts = _facts_in(file)
             if run and self.facts.get("run") not in (None, "", run):

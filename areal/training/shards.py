@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.storage.run_folder import line_of
+from areal.storage.run_folder import STATE_FILE, line_of
 from areal.training.checkpoint import FOLDER as STATE
-from areal.training.checkpoint import STATE_FILE, Share
+from areal.training.checkpoint import Share
 from areal.weights.chunks import FileSums, Manifest
 from areal.weights.folders import copy_model_files, sums_of, sync, write_index, write_weights
 from areal.weights.lora import FOLDER as ADAPTER
@@ -130,7 +130,7 @@ class ModelFolder:
             write_adapter(self.copied.module, self.copied.tensors, folder / ADAPTER)
         if self.share:
             (folder / STATE).mkdir()
-            (folder / STATE / STATE_FILE).write_text(line_of(self.share.facts))
+            (folder / STATE_FILE).write_text(line_of(self.share.facts))
 
     def write(self, folder: Path) -> None:
         if self.share:
