@@ -322,7 +322,8 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     config = ask_config(arguments)  # waits for the master here, where the wait is visible
     if arguments.scorer:  # the devices are those of its engines, whatever the run itself starts
         scorer = scorer_of(config, arguments.scorer).model_copy(update={"count": roles.count("scorer")})
-        config = config.model_copy(update={"scorers": {arguments.scorer: scorer}})
+        update = {"scorers": {arguments.scorer: scorer}, "steps": max(1, config.steps)}
+        config = config.model_copy(update=update)
     options = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     options += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)] + arguments.overrides

@@ -312,8 +312,8 @@ class RolloutManager(Sampler):
         if trainer.teacher_key:
             named["teacher_logprobs"] = row.fields.get(trainer.teacher_key) or trainer.teacher
         for name in filter(None, named.values()):
-            if name not in self.config.scorers:
-                names = ", ".join(self.config.scorers)
+            if name not in self.config.logprob_scorers:
+                names = ", ".join(self.config.logprob_scorers)
                 why = f"row {row.index} has {trainer.teacher_key}={name!r} (trainer.teacher_key): scorers has {names}"
                 raise SampleFailed("row", why)
         return {column: name for column, name in named.items() if name}

@@ -1,33 +1,51 @@
-"""The scorer: one frozen model by name, on a vLLM engine, that gives the log-probs of tokens which the policy sampled.
+"""The scorer: one frozen model by name, on a vLLM engine. It gives the log-probs of tokens which the policy sampled, as
+teachers and references do, or it is a reward model, and scores completions.
 
-Teachers and references are scorers. Like rewards they join and leave at any time, and their jobs come on flows. A row
-that an engine cannot take is refused, never given made-up log-probs; if the engine dies, the actor ends with it, and
-its rows are scored by another one.
+Like rewards scorers join and leave at any time, and their jobs come on flows. A row that an engine cannot take is
+refused, never given a made-up result; if the engine dies, the actor ends with it, and its rows are scored by another
+one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from actors.parts.serving import Serving
 from actors.runtime.actor import handles
-from areal.config import UserError
+from areal.config import ScorerConfig, UserError
 from areal.generation.engine import EngineStats, GenerationEngine, TokenScores
+from areal.rewards.result import RewardError, as_score
+from areal.rewards.reward_model import chat_of
+from areal.tokens import load_tokenizer
 from protocols.errors import RefusedError
-from protocols.messages import Done, OpenFlow, ScoreTokens, TokensScored, slices
+from protocols.messages import (
+    Completion,
+    CompletionsScored,
+    Done,
+    OpenFlow,
+    Score,
+    Scored,
+    ScoreTokens,
+    TokensScored,
+    slices,
+)
 from protocols.transport import Request
+
+T = TypeVar("T")
 
 
 class FrozenModel(Protocol):
     """The interface of the engine of a scorer (areal.generation.engine.GenerationEngine)."""
 
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
+    async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray: ...
     def stats(self) -> EngineStats: ...
     async def close(self) -> None: ...
 
@@ -37,14 +55,16 @@ class Scorer(Serving):
 
     role = "scorer"
     _engine: FrozenModel | None = None
+    _settings: ScorerConfig  # once it is healthy
 
     def __init__(
         self, *args: Any, name: str, start_engine: Callable[..., Awaitable[FrozenModel]] = GenerationEngine.start,
-        **kwargs: Any,
+        load_tokenizer: Callable[[str], Any] = load_tokenizer, **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(*args, size=lambda row: 16 + 4 * len(row.logprobs), **kwargs)
+        super().__init__(*args, size=lambda row: 16 + 4 * len(row.logprobs) if isinstance(row, _Row) else 64, **kwargs)
         self._name = name
         self._start_engine = start_engine
+        self._load_tokenizer = load_tokenizer
 
     def serves(self) -> tuple[str, ...]:
         return (self._name,)
@@ -53,8 +73,11 @@ class Scorer(Serving):
         scorer = self.config.scorers.get(self._name)
         if scorer is None:
             raise UserError(f"The run has no scorer {self._name!r} (--scorer): its configuration names others.")
+        self._settings = scorer
         self._moves = self._works.unless_other("score", self._steps)  # one for all rows
         self.activity = "starting the engine"
+        if scorer.kind == "reward_model":
+            self._tokenizer = await asyncio.to_thread(self._load_tokenizer, scorer.model)
         self._engine = await self._start_engine(Path(scorer.model), scorer.engine, version=0, seed=self.config.seed)
 
     async def main(self) -> None:
@@ -66,9 +89,12 @@ class Scorer(Serving):
             await self._engine.close()
 
     @handles(OpenFlow)
-    async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[TokensScored]:
+    async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[TokensScored | CompletionsScored]:
         async with contextlib.aclosing(self._flows.serve(request)) as parts:
             async for rows, failed in parts:
+                if self._settings.kind == "reward_model":
+                    yield CompletionsScored(scored=tuple(rows), failed=tuple(failed))
+                    continue
                 yield TokensScored(
                     jobs=np.array([row.job for row in rows], np.int64),
                     counts=np.array([len(row.logprobs) for row in rows], np.int32),
@@ -79,24 +105,70 @@ class Scorer(Serving):
     @handles(ScoreTokens)
     async def score_tokens(self, request: Request[ScoreTokens]) -> Done:
         message = request.message
-        self.check_served(message.scorer)
+        self._check(message.scorer, "logprobs")
         rows = {
             job: functools.partial(self._score, f"{request.owner} {job}", job, message.tokens[places].tolist())
             for job, places in zip(message.jobs.tolist(), slices(message.counts), strict=True)
         }
         return self.begin(request, message.flow, rows)
 
+    @handles(Score)
+    async def score(self, request: Request[Score]) -> Done:
+        message = request.message
+        completions = {
+            completion.job: functools.partial(
+                self._score_text, f"{request.owner} {completion.job}", completion, message.rows[completion.row]
+            )
+            for completion in message.completions
+        }
+        return self.begin(request, message.flow, completions)
+
     async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_Row], None]) -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
         assert self._engine is not None  # it is healthy
+        scores = await self._computed(self._engine.score(key, tokens))
+        add(_Row(job, scores.logprobs))
+
+    async def _score_text(
+        self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
+    ) -> None:
+        """Score a completion, and count the tokens that were read as a part. Raises as `_score` does."""
+        self._check(completion.function, "reward_model")
+        assert self._engine is not None  # it is healthy
         try:
-            with self.working("computing log-probs", "score", self._moves):
-                scores = await self._engine.score(key, tokens)
+            tokens = self._tokens(completion.prompt, completion.completion, row)
+        except Exception as error:  # templates and tokenizers may raise anything
+            raise RefusedError(f"{self._name} cannot read the completion: {error}") from None
+        outputs = await self._computed(self._engine.classify(key, tokens, self._settings.activation))
+        try:
+            score = as_score(float(outputs[self._settings.output]))
+        except (IndexError, RewardError) as error:
+            raise RefusedError(f"{self._name} gives no output {self._settings.output}: {error}") from None
+        add(Scored(job=completion.job, score=score, parts={"tokens": len(tokens)}))
+
+    def _tokens(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
+        """What a reward model reads."""
+        if not self._settings.chat:
+            return list(self._tokenizer.encode(prompt + completion))
+        text = self._tokenizer.apply_chat_template(chat_of(prompt, completion, row), tokenize=False)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    async def _computed(self, result: Awaitable[T]) -> T:
+        """A result of the engine. Raises RefusedError for what it cannot take."""
+        try:
+            with self.working("scoring", "score", self._moves):
+                computed = await result
         except ValueError as error:
             self._failed += 1
             raise RefusedError(str(error)) from None
         self._scored += 1
-        add(_Row(job, scores.logprobs))
+        return computed
+
+    def _check(self, name: str, kind: str) -> None:
+        """Raises RefusedError if this actor does not serve the name, or in another way."""
+        self.check_served(name)
+        if self.state == "healthy" and self._settings.kind != kind:
+            raise RefusedError(f"the scorer {name!r} is of kind {self._settings.kind}, not {kind}")
 
     def _steps(self) -> float:
         """Moves while the engine computes."""

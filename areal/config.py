@@ -402,18 +402,41 @@ class GeneratorConfig(EngineConfig):
 
 
 class ScorerConfig(EngineConfig):
-    """`scorers` is a mapping of names to frozen models on engines of their own, which give the log-probs of the sampled
-    tokens: teachers (`trainer.teacher`) and references (`trainer.reference: scorer:NAME`)."""
+    """`scorers` is a mapping of names to frozen models on engines of their own: teachers (`trainer.teacher`) and
+    references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, and reward models
+    (`reward.functions`)."""
 
-    model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart`; with the run's tokenizer")
+    model: str = Field(
+        description="folder of a Hugging Face model, hub id, or `quickstart`; for log-probs with the run's tokenizer"
+    )
+    kind: Literal["logprobs", "reward_model"] = Field(
+        "logprobs", description="logprobs: of the sampled tokens; reward_model: a sequence classifier, a reward"
+    )
     count: int = Field(
         1, ge=0, description="scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"
     )
+    repeatable: bool = Field(
+        False,
+        description="score one row at a time, without a prefix cache: its result is then the same to the last bit, "
+        "whatever else is scored",
+    )
+    chat: bool = Field(
+        True, description="a reward model reads prompt and completion as a chat in its own template; false: as one text"
+    )
+    output: int = Field(0, ge=0, description="number of a reward model's output that is the score")
+    activation: bool = Field(False, description="a reward model's outputs are those after its sigmoid or softmax")
 
     @property
     def engine(self) -> GeneratorConfig:
         """The settings of its engine."""
-        return GeneratorConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+        config = GeneratorConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+        options = dict(config.engine_options)
+        if self.kind == "reward_model":
+            options["runner"] = "pooling"
+        if not self.repeatable:
+            return config.model_copy(update={"engine_options": options})
+        options["enable_prefix_caching"] = False
+        return config.model_copy(update={"engine_options": options, "max_concurrent_rollouts": 1})
 
 
 # Fits any tokenizer.
@@ -1113,8 +1136,9 @@ class Config(ScoringConfig):
     def _conflicts_of_scorers(self) -> Iterator[str]:
         keys = {"trainer.teacher": self.trainer.teacher, "trainer.reference": self.trainer.reference_scorer}
         for key, name in keys.items():
-            if name is not None and name not in self.scorers:
-                yield f"{key} names the scorer {name!r}, but scorers has {', '.join(self.scorers) or 'none'}: add it"
+            if name is not None and name not in self.logprob_scorers:
+                names = ", ".join(self.logprob_scorers) or "none"
+                yield f"{key} names the scorer {name!r}, but scorers has {names} that gives log-probs: add it"
             if name is not None and self.sampling.temperature != 1:
                 yield (
                     f"sampling.temperature is {self.sampling.temperature:g}, but the scorer of {key} gives log-probs "
@@ -1126,10 +1150,11 @@ class Config(ScoringConfig):
                 "too: set filter_zero_signal=false"
             )
         for name in self.scorers:
-            if not re.fullmatch(NAME, name) or name in self.rewards:
+            if not re.fullmatch(NAME, name) or (name in self.rewards and name in self.logprob_scorers):
                 yield f"a scorer cannot have the name {name!r}, that of a reward or of no file: rename it in scorers"
             if name not in self.used_scorers:
-                yield f"the scorer {name!r} is not used: set trainer.teacher={name}, or leave it out of scorers"
+                key = "trainer.teacher" if name in self.logprob_scorers else "reward.functions"
+                yield f"the scorer {name!r} is not used: set {key}={name}, or leave it out of scorers"
 
     def _conflicts_of_training(self) -> Iterator[str]:
         if self.trainer.minibatches > self.batch_size:
@@ -1183,16 +1208,30 @@ class Config(ScoringConfig):
         return learns and not self.rollout_manager.gives_rewards
 
     @property
+    def logprob_scorers(self) -> list[str]:
+        """The names of the scorers that give log-probs; the others are rewards."""
+        return [name for name, scorer in self.scorers.items() if scorer.kind == "logprobs"]
+
+    @property
     def used_scorers(self) -> list[str]:
-        """The names of the scorers of the run. All of them, if rows may name their own."""
-        if self.trainer.teacher_key:
-            return list(self.scorers)
-        return [name for name in self.scorers if name in (self.trainer.teacher, self.trainer.reference_scorer)]
+        """The names of the scorers of the run. All that give log-probs, if rows may name their own."""
+        teachers = self.logprob_scorers if self.trainer.teacher_key else [self.trainer.teacher]
+        return [name for name in self.scorers if name in {*teachers, self.trainer.reference_scorer, *self.rewards}]
+
+    @property
+    def needed_scorers(self) -> list[str]:
+        """Those of `used_scorers` without which the run cannot go on; an evaluation alone needs only rewards."""
+        return [name for name in self.used_scorers if self.steps or name in self.rewards]
 
     @property
     def started_scorers(self) -> list[str]:
         """The names of the scorers that a run on one machine starts, one entry for each process."""
-        return [name for name, scorer in self.scorers.items() for _ in range(scorer.count)]
+        return [name for name in self.needed_scorers for _ in range(self.scorers[name].count)]
+
+    @property
+    def own_rewards(self) -> list[str]:
+        """As of a ScoringConfig, without those that are scorers."""
+        return [name for name in super().own_rewards if name not in self.scorers]
 
     @property
     def served_rewards(self) -> RewardConfig:

@@ -113,6 +113,11 @@ def context_of(folder: Path) -> int | None:
     return int(longest * factor) if longest and stretched else longest
 
 
+def architectures_of(folder: Path) -> list[str]:
+    """The classes of the model in `folder`, such as Qwen3ForCausalLM."""
+    return list(_read_config(folder).get("architectures") or ())
+
+
 def check_adapters(model: object, weights: Iterable[str], lora: LoraConfig) -> None:
     """Raise UserError if a model with weights of these names lacks one of the layers that `lora` names; peft refuses
     only if it lacks all."""
@@ -150,13 +155,19 @@ def weight_sizes(folder: Path) -> dict[str, int]:
 
 def _sizes(folder: Path) -> dict[str, Any]:
     """What config.json says of the model of text. Raises UserError."""
+    sizes = _read_config(folder)
+    return sizes.get("text_config") or sizes
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """What config.json says. Raises UserError."""
     try:
         sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"The model's {folder / 'config.json'} cannot be read ({error}): copy it again.") from None
     if not isinstance(sizes, dict):
         raise UserError(f"The model's {folder / 'config.json'} has no keys and values: copy it again.")
-    return sizes.get("text_config") or sizes
+    return sizes
 
 
 def quickstart_folder(parent: Path, seed: int = 0) -> Path:

@@ -77,10 +77,10 @@ ROLES = {
         ),
         Role(
             "scorer",
-            processes=lambda config: (len(config.started_scorers) or len(config.scorers)) if config.steps else 0,
+            processes=lambda config: len(config.started_scorers) or len(config.needed_scorers),
             joins=lambda config: not config.started_scorers,
             names=lambda config: config.started_scorers,
-            works_for=frozenset({"batch"}),
+            works_for=frozenset({"batch", "evaluation"}),
             devices=lambda config, index: config.scorers[config.started_scorers[index]].devices,
             devices_key="scorers.NAME.tensor_parallel",
             in_turns=False,
@@ -88,7 +88,7 @@ ROLES = {
         ),
         Role(
             "reward",
-            processes=lambda config: config.reward.count if config.rewards else 0,
+            processes=lambda config: config.reward.count if config.rewards.keys() - config.scorers.keys() else 0,
             joins=lambda config: not config.own_rewards and bool(config.reward.external),
             works_for=frozenset({"batch", "evaluation"}),
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
@@ -49,6 +49,8 @@ NO_REWARD_SECONDS = 60.0
 # request does not count as a failure of the reward function (`reward.retries`).
 REWARDS_LOST = 10
 
+ScoringRole = Literal["reward", "scorer"]
+
 log = structlog.get_logger()
 
 
@@ -66,7 +68,7 @@ class Servers:
         flow = self._flows.get(member.identity)
         if flow is None or flow.broken:
             self._flows = {name: open_flow for name, open_flow in self._flows.items() if not open_flow.broken}
-            flow = Flow(self._bus.peer(member.address), self._numbers, KINDS[member.role], self._spawn)
+            flow = Flow(self._bus.peer(member.address), self._numbers, KINDS[type(job)], self._spawn)
             self._flows[member.identity] = flow
         return await flow.do(job)
 
@@ -184,24 +186,26 @@ class TokensJob(Job):
 class RoutedRewards:
     """The reward actors and the scorers of the run. awaited: the rewards for whose actors a sample waits without a
     deadline, as it does for any scorer. on_refusal: called with the cause and the reason if a job is refused for the
-    first time."""
+    first time. scorers: their names; those of reward models are also names of rewards."""
 
     def __init__(
         self, router: Router, servers: Servers, config: RewardConfig, awaited: Set[str],
-        on_refusal: Callable[[Cause, str], None],
+        on_refusal: Callable[[Cause, str], None], scorers: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._router = router
         self._servers = servers
         self._config = config
         self._awaited = awaited
         self._on_refusal = on_refusal
+        self._scorers = scorers
         self._quarantine = Quarantine(config.quarantine_after)
 
     async def score(
         self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
     ) -> Result:
         """Raises SampleFailed."""
-        result: Result = await self._do(ScoreJob(name, prompt, completion, row, tokens), "reward", name)
+        role: ScoringRole = "scorer" if name in self._scorers else "reward"
+        result: Result = await self._do(ScoreJob(name, prompt, completion, row, tokens), role, name)
         return result
 
     async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
@@ -209,10 +213,10 @@ class RoutedRewards:
         result: np.ndarray = await self._do(TokensJob(name, tokens), "scorer", name)
         return result
 
-    async def _do(self, job: ScoreJob | TokensJob, role: Literal["reward", "scorer"], name: str) -> Any:
+    async def _do(self, job: ScoreJob | TokensJob, role: ScoringRole, name: str) -> Any:
         refused = lost = 0
         while True:
-            member = await self._choose(job)
+            member = await self._choose(job, role, name)
             try:
                 with self._router.using(member):
                     return await self._servers.do(member, job)
@@ -231,13 +235,12 @@ class RoutedRewards:
                     raise SampleFailed(role, f"{role} {name!r}: {error}") from None
                 await self._router.avoid(member)
 
-    async def _choose(self, job: ScoreJob | TokensJob) -> Member:
+    async def _choose(self, job: ScoreJob | TokensJob, role: ScoringRole, name: str) -> Member:
         """The actor to ask next. Raises SampleFailed if none is to be asked, or none comes."""
-        if isinstance(job, TokensJob):
-            return await self._router.choose("scorer", job.scorer)
-        name = job.function
+        if role == "scorer":
+            return await self._router.choose(role, name)
         try:
-            if self._quarantine:
+            if self._quarantine and isinstance(job, ScoreJob):
                 self._quarantine.check(_digest(job))
             async with asyncio.timeout(None if name in self._awaited else NO_REWARD_SECONDS):
                 return await self._router.choose("reward", name)
@@ -306,5 +309,5 @@ class TokensJobs:
         return part.failed
 
 
-KINDS: dict[str, Any] = {"generator": CallJobs, "reward": ScoreJobs, "scorer": TokensJobs}
-"""The jobs of each role."""
+KINDS: dict[type[Job], Any] = {Call: CallJobs, ScoreJob: ScoreJobs, TokensJob: TokensJobs}
+"""What is done with each kind of jobs. An actor gets jobs of one kind: a scorer is a reward model, or none."""

@@ -65,8 +65,7 @@ class Progress:
     @property
     def _needed(self) -> dict[str, str]:
         """The rewards and scorers of the run, and the roles that serve them."""
-        scorers = self._config.used_scorers if self._config.steps else ()
-        return dict.fromkeys(scorers, "scorer") | dict.fromkeys(self._state.reward_names, "reward")
+        return dict.fromkeys(self._state.reward_names, "reward") | dict.fromkeys(self._config.needed_scorers, "scorer")
 
     def _served(self) -> set[str]:
         return {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}

@@ -64,7 +64,7 @@ class Sampler(Actor):
             config.rollout_manager.workflow, config.rollout_manager.workflow_options
         )
         self._scoring = RoutedRewards(
-            self._router, self._servers, config.reward, self.awaited_rewards, self.report_failure
+            self._router, self._servers, config.reward, self.awaited_rewards, self.report_failure, config.scorers
         )
         self.services = Services(
             config=config,

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from actors.runtime.row_checks import check_prompts, check_rows
-from areal.config import Config, UserError
+from areal.config import Config, ScorerConfig, UserError
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
 from areal.devices import host_memory, visible_devices
 from areal.models import (
+    architectures_of,
     check_adapters,
     check_heads,
     context_of,
@@ -119,11 +120,28 @@ def check_scorer(config: Config, name: str, model: Path, folder: Path | None) ->
             f"scorers.{name} has room for {room} tokens, but sampling.max_new_tokens is "
             f"{config.sampling.max_new_tokens}, and a prompt comes before: lower it."
         )
+    if config.scorers[name].kind == "reward_model":
+        check_reward_model(config.scorers[name], name, model)
+        return
     both = [load_tokenizer(str(of), config.data).get_vocab() for of in (folder, model) if of]
     if both[0] != both[-1]:
         raise UserError(
             f"scorers.{name}.model, {model}, has another tokenizer than the model {folder}, whose tokens it is to "
             f"score: name a model with the same tokenizer."
+        )
+
+
+def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:
+    """Raises UserError if the model has no head that scores, or cannot read a chat."""
+    if all(architecture.endswith("ForCausalLM") for architecture in architectures_of(model)):
+        raise UserError(
+            f"scorers.{name}.model, {model}, is a language model without a head that gives a score: name a sequence "
+            f"classifier, or set scorers.{name}.kind=logprobs."
+        )
+    if scorer.chat and not load_tokenizer(str(model)).chat_template:
+        raise UserError(
+            f"scorers.{name}.model, {model}, has no chat template: set scorers.{name}.chat=false, and it reads prompt "
+            f"and completion as one text."
         )
 
 

@@ -40,7 +40,7 @@ from areal.trajectory import Finish
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 
 if TYPE_CHECKING:
-    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm import AsyncEngineArgs, PoolingParams, SamplingParams
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.core_client import AsyncMPClient
@@ -87,14 +87,15 @@ class Chunk:
     logprobs: float32 [n], log-prob of each token under the distribution it was drawn from (after temperature).
     versions: int32 [n], the policy version that sampled each token.
     finish: "stop" (a stop token ended the sequence) or "length" on the last chunk, else None.
-    prompt_logprobs: float32 [P - 1], those of the prompt's tokens but the first, if they were asked for.
+    scores: of the prompt, if they were asked for: float32 [P - 1], the log-probs of its tokens but the first, or
+    [outputs] of a classifier.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish: Finish | None
-    prompt_logprobs: np.ndarray | None = None
+    scores: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +241,24 @@ class GenerationEngine:
         params = _sampling_params(1.0, 1.0, 0, 0.0, 1, 0, (), scores=True)
         async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
             async for chunk in chunks:
-                if chunk.prompt_logprobs is not None:
-                    return TokenScores(chunk.prompt_logprobs, int(chunk.versions[-1]))
+                if chunk.scores is not None:
+                    return TokenScores(chunk.scores, int(chunk.versions[-1]))
         raise EngineError("The engine gave no log-probs of a prompt.")
 
+    async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray:
+        """The outputs of a sequence classifier for these tokens, float32 [outputs]; `activation`: after its sigmoid or
+        softmax. The engine has the option `runner: pooling`. Raises as `generate` does."""
+        from vllm import PoolingParams
+
+        params = PoolingParams(task="classify", use_activation=activation)
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
+            async for chunk in chunks:
+                if chunk.scores is not None:
+                    return chunk.scores
+        raise EngineError("The engine gave no outputs of a classifier.")
+
     async def _stream(
-        self, request_id: str, tokens: Sequence[int], params: SamplingParams, first_version: int | None
+        self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams, first_version: int | None
     ) -> AsyncGenerator[Chunk, None]:
         self._check_tokens(tokens)
         self._raise_if_failed()
@@ -415,7 +428,10 @@ class GenerationEngine:
         await asyncio.wait({self._pump})
         await asyncio.to_thread(self._core.shutdown, patience)
 
-    async def _send(self, key: str, tokens: Sequence[int], params: SamplingParams, first_version: int | None) -> None:
+    async def _send(
+        self, key: str, tokens: Sequence[int], params: SamplingParams | PoolingParams, first_version: int | None
+    ) -> None:
+        from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine import EngineCoreRequest
 
@@ -426,8 +442,8 @@ class GenerationEngine:
             request_id=key,
             prompt_token_ids=[int(token) for token in tokens],
             mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
+            sampling_params=params if isinstance(params, SamplingParams) else None,
+            pooling_params=None if isinstance(params, SamplingParams) else params,
             arrival_time=time.time(),
             lora_request=LoRARequest("policy", ADAPTER, "loaded by open_policy") if self._model.lora else None,
             cache_salt=salt if self.keeps_cache else None,
@@ -576,7 +592,7 @@ class _Sequence:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self._prompt_logprobs: np.ndarray | None = None
+        self._scores: np.ndarray | None = None
         self._finish: Finish | None = None
         self._error: EngineError | None = None
 
@@ -593,7 +609,7 @@ class _Sequence:
     @property
     def exhausted(self) -> bool:
         """True if the sequence is finished and the reader has received all of its tokens."""
-        return self.finished and not self._tokens
+        return self.finished and not self._tokens and self._scores is None
 
     def add(self, output: EngineCoreOutput, logprobs: list[float], version: str | None) -> None:
         if output.new_token_ids:
@@ -603,7 +619,9 @@ class _Sequence:
             self._logprobs += logprobs
             self._versions += [int(version)] * len(output.new_token_ids)
         if output.new_prompt_logprobs_tensors is not None:
-            self._prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+            self._scores = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+        if output.pooling_output is not None:
+            self._scores = output.pooling_output.float().numpy()
         if output.finish_reason is not None:
             self._end(str(output.finish_reason))
         elif len(self._tokens) >= self._interval:
@@ -625,9 +643,9 @@ class _Sequence:
             np.array(self._logprobs, np.float32),
             np.array(self._versions, np.int32),
             self._finish,
-            self._prompt_logprobs,
+            self._scores,
         )
-        self._tokens, self._logprobs, self._versions = [], [], []
+        self._tokens, self._logprobs, self._versions, self._scores = [], [], [], None
         return chunk
 
     def _end(self, reason: str) -> None:

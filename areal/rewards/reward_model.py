@@ -12,6 +12,13 @@ from areal.rewards.judge import client_of
 from areal.rewards.result import Result, RewardError
 
 
+def chat_of(prompt: str, completion: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The prompt and the completion as messages."""
+    stored = row.get("prompt")
+    messages = stored if isinstance(stored, list) else [{"role": "user", "content": prompt}]
+    return [*messages, {"role": "assistant", "content": completion}]
+
+
 class RewardModel:
     """url, model: where it is (such as http://host:8000), and its name there. chat: the prompt and the completion are a
     chat in the template of the reward model; else one text. output: the number of the output that is the score, if the
@@ -33,10 +40,8 @@ class RewardModel:
         """The model's output, and as the part `tokens` how many it read. Raises RewardError."""
         from openai import OpenAIError
 
-        stored = row.get("prompt")
-        messages = stored if isinstance(stored, list) else [{"role": "user", "content": prompt}]
-        chat = {"messages": [*messages, {"role": "assistant", "content": completion}]}
-        body = self._request | (chat if self._chat else {"input": prompt + completion})
+        read = {"messages": chat_of(prompt, completion, row)} if self._chat else {"input": prompt + completion}
+        body = self._request | read
         try:
             answer = await self._client.post(self._address, cast_to=dict[str, Any], body=body)
         except OpenAIError as error:

@@ -349,15 +349,21 @@ def test_the_experiments_of_the_paper_are_configurations(file):
 
 
 WISE = {"scorers": {"wise": {"model": "m"}}}
+LIKED = {"scorers": {"liked": {"model": "m", "kind": "reward_model"}}}
 
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
         ({"trainer": {"objective": "distill"}}, "need a teacher: set trainer.teacher to a scorer"),
-        ({"trainer": {"teacher": "wise"}}, "trainer.teacher names the scorer 'wise', but scorers has none"),
+        ({"trainer": {"teacher": "wise"}}, "trainer.teacher names the scorer 'wise', but scorers has none that gives"),
         ({"trainer": {"reference": "scorer:wise", "kl_coef": 1}}, "trainer.reference names the scorer 'wise'"),
         (WISE, "the scorer 'wise' is not used"),
+        (LIKED, "the scorer 'liked' is not used: set reward.functions=liked"),
+        (
+            LIKED | {"trainer": {"teacher": "liked"}},
+            "names the scorer 'liked', but scorers has none that gives log-probs",
+        ),
         (WISE | {"trainer": {"teacher_key": "t"}}, "trainer.teacher_key needs a teacher for the other rows"),
         ({"scorers": {"addition": {"model": "m"}}, "trainer": {"teacher": "addition"}}, "cannot have the name"),
         (
@@ -380,5 +386,7 @@ def test_distillation_needs_no_reward_and_then_no_reward_actor_but_a_scorer():
     assert {name: role.started(config) for name, role in ROLES.items()} == {
         "trainer": 1, "generator": 1, "scorer": 1, "reward": 0, "rollout_manager": 1, "evaluator": 0,
     }  # fmt: skip
+    evaluation = RUN | LIKED | {"steps": 0, "reward": {"functions": {"liked": 1}}}
+    assert [ROLES[name].started(Config.model_validate(evaluation)) for name in ("scorer", "reward")] == [1, 0]
     away = Config.model_validate(config.model_dump() | {"scorers": {"wise": {"model": "m", "count": 0}}})
     assert (ROLES["scorer"].started(away), ROLES["scorer"].processes(away)) == (0, 1)

@@ -127,11 +127,13 @@ class Pace:
 
 @dataclass(slots=True)
 class Mishaps:
-    """Probabilities of failures of an engine or a reward, per call. `straggler_times`: how slow stragglers are."""
+    """Probabilities of failures of an engine or a reward, per call. `straggler_times`: how slow stragglers are.
+    `wrong_columns`: of scorers that give numbers that are none, or too few."""
 
     load_fails: float = 0.0
     load_tears: float = 0.0
     score_fails: float = 0.0
+    wrong_columns: float = 0.0
     straggler: float = 0.0
     straggler_times: float = 6.0
 
@@ -595,11 +597,16 @@ class SimRewards:
         return Result(score_of(prompt, completion, row), self._parts)
 
 
-class SimTeacher:
-    """The engine of a scorer, whose log-probs depend only on the tokens (`taught`). It may refuse a row, as pools of
-    rewards fail."""
+# The scorers of a simulation: a teacher, a reference and a reward model, and the weight of the last one.
+TEACHER, REFERENCE, LIKED, LIKED_WEIGHT = "wise", "first", "liked", 0.1
 
-    def __init__(self, pace: Pace, mishaps: Mishaps, random: Random, toil: Toil) -> None:
+
+class SimScorer:
+    """The engine of the scorer of this name, whose results depend only on the name and the tokens (`taught`, `liked`).
+    It may refuse a row, as pools of rewards fail."""
+
+    def __init__(self, name: str, pace: Pace, mishaps: Mishaps, random: Random, toil: Toil) -> None:
+        self._name = name
         self._pace = pace
         self._mishaps = mishaps
         self._random = random
@@ -607,11 +614,19 @@ class SimTeacher:
         self._steps = 0
 
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
+        return TokenScores(await self._give(taught(np.array(tokens), self._name)), 0)
+
+    async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray:
+        return await self._give(np.array([liked(bytes(tokens))], np.float32))
+
+    async def _give(self, column: np.ndarray) -> np.ndarray:
         await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")
         self._steps += 1
         if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
-            raise ValueError("the simulated teacher cannot take these tokens")
-        return TokenScores(taught(np.array(tokens)), 0)
+            raise ValueError("the simulated scorer cannot take these tokens")
+        if self._mishaps.wrong_columns and self._random.random() < self._mishaps.wrong_columns:
+            return column * np.float32(np.nan) if self._random.random() < 0.5 else column[:-1]
+        return column
 
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0.0, 0, 0, steps=self._steps)
@@ -620,10 +635,22 @@ class SimTeacher:
         pass
 
 
-def taught(tokens: np.ndarray) -> np.ndarray:
-    """The log-probs that a simulated teacher gives all tokens but the first, each of which encodes all before it:
+def taught(tokens: np.ndarray, name: str) -> np.ndarray:
+    """The log-probs that the simulated scorer gives all tokens but the first, each of which encodes all before it:
     float32 [n - 1]."""
-    return ((1 + tokens.astype(np.int64).cumsum()[1:] % TOKEN_MARKS) / -SCALE).astype(np.float32)
+    return ((len(name) + tokens.astype(np.int64).cumsum()[1:] % TOKEN_MARKS) / -SCALE).astype(np.float32)
+
+
+def liked(text: bytes) -> float:
+    """The score that the simulated reward model gives."""
+    return crc32(text) % 8 / 8
+
+
+class TextTokenizer:
+    """That of the reward model."""
+
+    def encode(self, text: str) -> bytes:
+        return text.encode()
 
 
 class SimSource(PromptSource):
@@ -664,6 +691,8 @@ def text_of(calls: Sequence[Generation]) -> str:
     return SimTokenizer().decode(np.concatenate([call.tokens for call in calls]), skip_special_tokens=True)
 
 
-def reward_of(row: Row, calls: Sequence[Generation], branches: bool) -> float:
-    """The reward of a sample of `branching`, or else of a single call."""
-    return score_of(f"{row.prompt}", text_of(calls), row.fields) + CALL_REWARD * branches
+def reward_of(row: Row, calls: Sequence[Generation], branches: bool, rewards: Collection[str]) -> float:
+    """The reward of a sample of `branching`, or else of a single call, in a run with these rewards."""
+    text = text_of(calls)
+    model = LIKED_WEIGHT * liked(f"{row.prompt}{text}".encode()) if LIKED in rewards else 0.0
+    return score_of(f"{row.prompt}", text, row.fields) + model + CALL_REWARD * branches

@@ -24,7 +24,7 @@ HANDLERS: dict[str, tuple[str, ...]] = {
     "trainer": ("store_sample", "ask_samples", "store_calls", "ask_calls", "take_devices"),
     "generator": ("open_flow", "generate", "end_jobs", "yield_devices"),
     "reward": ("open_flow", "score", "end_jobs"),
-    "scorer": ("open_flow", "score_tokens", "end_jobs"),
+    "scorer": ("open_flow", "score_tokens", "score", "end_jobs"),
 }  # fmt: skip
 
 Point = Literal["before", "working", "worked", "handled", "answered"]
@@ -35,6 +35,7 @@ RESUMED = 0.15
 DAMAGED = 0.1
 # The other roles have no disk, so they have no points `working` and `worked`.
 WITH_A_DISK = ("master", "trainer")
+WITHOUT_A_DISK: tuple[Point, ...] = ("before", "handled", "answered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,25 @@ def add_damage(random: Random, plan: Plan) -> None:
         plan.faults.append(Damage(_when(random, plan)))
 
 
+def add_scorer_faults(random: Random, plan: Plan, count: int) -> None:
+    """Add to a plan what happens to the scorers: some die, leave, are replaced or slow; more join; some give wrong
+    columns."""
+    names = [f"scorer-{index}" for index in range(count)]
+    draws = (_draw_kills, _draw_leaves, _draw_replacements, _draw_pauses, _draw_scorer_points)
+    for draw_faults in random.sample(draws, random.choice((1, 2, 3))):
+        draw_faults(random, plan, [random.choice(names)] if draw_faults is _draw_leaves else names)  # none is a spare
+    if random.random() < 0.4:  # of any of the names
+        plan.faults.append(Arrive(_when(random, plan), f"scorer-{count + random.randrange(count)}"))
+    if random.random() < 0.4:
+        plan.mishaps.wrong_columns = random.choice((0.05, 0.3))
+
+
+def _draw_scorer_points(random: Random, plan: Plan, processes: list[str]) -> None:
+    for _ in range(random.choice((1, 2))):
+        kind, point = random.choice(HANDLERS["scorer"]), random.choice(WITHOUT_A_DISK)
+        plan.points.append(FailPoint("scorer", kind, point, 1 + int(random.expovariate(0.5)), _restart(random)))
+
+
 def draw_hang(random: Random, processes: list[str], until: float) -> Hang:
     """Draw a hang in one of these processes, early, since most runs are short."""
     name = random.choice([name for name in processes if name.rpartition("-")[0] in HANGS])
@@ -283,7 +303,7 @@ def _draw_points(random: Random, plan: Plan, processes: list[str]) -> None:
     for _ in range(random.choice((1, 1, 2))):
         role = random.choices(("master", "trainer", "generator", "reward"), (8, 2, 1, 1))[0]
         kind = random.choice(HANDLERS[role])
-        point = random.choice(POINTS if role in WITH_A_DISK else ("before", "handled", "answered"))
+        point = random.choice(POINTS if role in WITH_A_DISK else WITHOUT_A_DISK)
         rare = _PROVOKED_BY.get(kind)
         if rare is not None:
             rare(random, plan, processes)

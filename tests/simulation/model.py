@@ -10,7 +10,7 @@ from typing import Any
 from areal.config import Config
 from areal.staleness.standstills import UNKNOWN
 from protocols.codec import MAX_BODY_BYTES
-from simulation.engines import Pace
+from simulation.engines import LIKED, LIKED_WEIGHT, REFERENCE, TEACHER, Pace
 
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
@@ -40,8 +40,8 @@ class Model:
     generators: int = 1
     managers: int = 1
     rewards: int = 1
-    scorers: int = 0
-    """Number of scorers, all with the same teacher."""
+    scorers: tuple[str, ...] = ()
+    """The names of the scorers, one for each process."""
     eval_size: int = 0
     every: int = 0
     samples: int = 1
@@ -91,15 +91,11 @@ class Model:
             "trainer": 1,
             "generator": self.generators,
             "reward": self.rewards,
-            "scorer": self.scorers,
+            "scorer": len(self.scorers),
             "rollout_manager": self.managers,
             "evaluator": 1 if self.eval_size else 0,
         }
         return [f"{role}-{index}" for role, number in counts.items() for index in range(number)]
-
-
-# The name of what scorers serve.
-TEACHER = "wise"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,7 +124,11 @@ def config_of(model: Model) -> Config:
                 "sampler_options": SAMPLERS[model.sampler],
             },
             "sampling": {"max_new_tokens": model.max_new_tokens},
-            "reward": {"functions": ["addition"], "timeout_seconds": 2.0, "credit": "return_to_go"},
+            "reward": {
+                "functions": {"addition": 1.0} | ({LIKED: LIKED_WEIGHT} if LIKED in model.scorers else {}),
+                "timeout_seconds": 2.0,
+                "credit": "return_to_go",
+            },
             "rollout_manager": {
                 "workflow": BRANCHING if model.branching else "single_turn",
                 "save_every_tokens": model.save_every,
@@ -146,9 +146,19 @@ def config_of(model: Model) -> Config:
             "trainer": {
                 "checkpoint_every": model.checkpoint_every,
                 "minibatches": 1,
-                "teacher": TEACHER if model.scorers else None,
+                "teacher": TEACHER if TEACHER in model.scorers else None,
+                "reference": f"scorer:{REFERENCE}" if REFERENCE in model.scorers else None,
+                "kl_coef": 0.1 if REFERENCE in model.scorers else 0.0,
             },
-            "scorers": {TEACHER: {"model": MODEL, "count": model.scorers}} if model.scorers else {},
+            "scorers": {
+                name: {
+                    "model": MODEL,
+                    "count": model.scorers.count(name),
+                    "kind": "reward_model" if name == LIKED else "logprobs",
+                    "chat": False,
+                }
+                for name in dict.fromkeys(model.scorers)
+            },
             "master": {
                 "address": MASTER,
                 "lease_seconds": model.lease_seconds,
@@ -170,7 +180,15 @@ SLOW_STALL_SECONDS = 18.0
 # The share of the models in which something hangs, and the least limit of a standstill in them: an actor may wait for a
 # master that is away for almost as long.
 HANGS, HANG_SECONDS = 0.05, 20.0
+# The share of the runs that have scorers.
+SCORERS = 0.25
 OPERATIONS = ("score", "save", "restore", "load", "start", "write", "step")
+
+
+def draw_scorers(random: Random) -> tuple[str, ...]:
+    """Draw which scorers a run has, and how many of each name."""
+    names = random.sample((TEACHER, REFERENCE, LIKED), random.choice((1, 2, 3)))
+    return tuple(name for name in names for _ in range(random.choice((1, 1, 2))))
 
 
 def with_hangs(model: Model) -> Model:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from actors.parts import run_state, sessions
 from actors.parts.calls import Call
 from actors.parts.evaluations import Evaluations
 from actors.parts.hangs import Hangs
-from actors.parts.jobs import CallJobs, RoutedGenerators, ScoreJob, ScoreJobs
+from actors.parts.jobs import CallJobs, RoutedGenerators, RoutedRewards, ScoreJob, ScoreJobs
 from actors.parts.progress import Progress
 from actors.parts.run_state import RunState
 from actors.parts.services import Services
@@ -64,7 +64,7 @@ from protocols.messages import (
     TokenColumns,
 )
 from protocols.transport import STREAM_SILENCE_SECONDS, Peer, RequestServer
-from simulation.engines import HELDOUT, SimLearner, SimSource
+from simulation.engines import HELDOUT, REFERENCE, TEACHER, SimLearner, SimSource
 
 Mutant = Callable[[], AbstractContextManager[None]]
 
@@ -473,6 +473,17 @@ def scores_exchanged() -> AbstractContextManager[None]:
     return patch.multiple(ScoreJobs, deliver=staticmethod(deliver_exchanged))
 
 
+def rows_for_another_scorer() -> AbstractContextManager[None]:
+    """A row of tokens goes to a scorer of another name, if there is one."""
+    logprobs = RoutedRewards.logprobs
+
+    def logprobs_of_another(rewards: RoutedRewards, name: str, tokens: np.ndarray) -> Coroutine[Any, Any, np.ndarray]:
+        others = [other for other in (TEACHER, REFERENCE) if other in rewards._scorers and other != name]
+        return logprobs(rewards, next(iter(others), name), tokens)
+
+    return patch.multiple(RoutedRewards, logprobs=logprobs_of_another)
+
+
 def next_row_sampled() -> AbstractContextManager[None]:
     """A group is sampled for the row after its own."""
     row = SimSource.row
@@ -742,6 +753,7 @@ MUTANTS: dict[str, Mutant] = {
     "keep-alives count nothing": keep_alives_count_nothing,
     "rewards negated": rewards_negated,
     "scores exchanged": scores_exchanged,
+    "rows for another scorer": rows_for_another_scorer,
     "next row sampled": next_row_sampled,
     "stored samples sampled again": stored_samples_sampled_again,
     "stored samples of another group": stored_samples_of_another_group,

@@ -28,7 +28,7 @@ from areal.staleness.ledger import (
 )
 from areal.storage.rollouts import Rollout
 from areal.storage.saved_calls import SavedCall
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import SCORED, Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message, Permits
@@ -470,12 +470,23 @@ class Oracle:
                 for own in part.sequences():
                     if not are_whole(own.tokens, own.sampled):
                         raise Violation(f"tokens of {group.id} are lost or repeated: {own.tokens}", group.id)
-                    if self.config.scorers and not is_taught(own):
-                        raise Violation(f"tokens of {group.id} do not have the teacher's log-probs: {own}", group.id)
+                    if wrong := self._wrong_columns(own):
+                        raise Violation(f"tokens of {group.id} do not have the {wrong} of their own: {own}", group.id)
                 self._check_labels(group.id, part)
             age = version - group.start_version
             if self.memory.bounds_groups and age > self.memory.bounds[group.id]:
                 raise Violation(f"{group.id} is {age} versions old when it is trained", group.id)
+
+    def _wrong_columns(self, own: Trajectory) -> list[str]:
+        """The columns of a sequence that are not what the scorer, which is to give them, gives its tokens."""
+        names = self.config.trainer.teacher, self.config.trainer.reference_scorer
+        expected = [name and np.append(np.float32(0), taught(own.tokens, name)) * own.sampled for name in names]
+        columns = {column: getattr(own, column) for column in SCORED}
+        return [
+            column
+            for (column, found), right in zip(columns.items(), expected, strict=True)
+            if (found is None) != (right is None) or (right is not None and not np.array_equal(found, right))
+        ]
 
     def sampled(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation], trains: bool = True) -> None:
         """A workflow has made a sample of the row, of these calls. `trains`: whether it may be trained."""
@@ -484,7 +495,7 @@ class Oracle:
             self._samples[_digest(sample)] += 1
 
     def _check_sample(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation]) -> None:
-        reward = reward_of(row, calls, self._branching)
+        reward = reward_of(row, calls, self._branching, self.config.rewards)
         if abs(sample.reward - reward) > ROUNDING:
             raise Violation(f"a sample of row {row.index} has the reward {sample.reward}, but its score is {reward}")
         if mixed := [call.tokens for call in calls if not are_of_one(call.tokens)]:
@@ -655,12 +666,6 @@ class Oracle:
             check(*arguments, **more)
         except Violation as violation:
             self.fail(violation)
-
-
-def is_taught(own: Trajectory) -> bool:
-    """Whether each sampled token of a sequence has the log-prob that a simulated teacher gives it."""
-    expected = np.append(np.float32(0), taught(own.tokens))[own.sampled]
-    return own.teacher_logprobs is not None and np.array_equal(own.teacher_logprobs[own.sampled], expected)
 
 
 def credits_of(sample: Trajectory) -> set[float]:

@@ -61,6 +61,7 @@ CAUGHT_BY = {
     "awake in a turn": (5, 30),
     "rewards negated": (0, 10),
     "scores exchanged": (0, 10),
+    "rows for another scorer": (7, 40),
     "next row sampled": (0, 10),
     "log-probs reversed after a break": (0, 40),
     "ready with the newest version": (2, 20),

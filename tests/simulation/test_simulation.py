@@ -34,7 +34,7 @@ from protocols.messages import AskRecovery, Message, Policy
 from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
-from simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
+from simulation.engines import LIKED, REFERENCE, TEACHER, Mishaps, Pace, SimEngine, SimLearner, stem
 from simulation.faults import HANDLERS, HANGS, Damage, FailPoint, Hang, Kill, Leave, Pause, Plan
 from simulation.loop import FaultyLoop, WorldScheduler
 from simulation.model import OPERATIONS, draw_model, with_hangs
@@ -611,29 +611,32 @@ def test_a_reward_that_drains_while_no_master_says_so_costs_no_group() -> None:
 
 
 @pytest.mark.parametrize("branching", [False, True])
-def test_a_scorer_that_dies_leaves_is_replaced_and_joins_late_costs_no_group_and_each_token_has_its_log_prob(
+def test_a_scorer_that_dies_leaves_is_replaced_and_joins_late_costs_no_group_and_each_sample_has_its_columns(
     branching: bool,
 ) -> None:
     points = [FailPoint("scorer", kind, "handled", 2, 0.5) for kind in HANDLERS["scorer"]]
     happens = [
         Kill(0.8, "scorer-0", 4.0, silent=True), Leave(1.5, "scorer-1", 3.0), faults.Arrive(2.5, "scorer-9"),
-        faults.Replace(5.0, "scorer-1"), Kill(6.0, "scorer-0", 0.3),
+        faults.Replace(5.0, "scorer-1"), Kill(5.5, "scorer-4", 1.0), Kill(6.0, "scorer-0", 0.3),
     ]  # fmt: skip
+    scorers = (TEACHER, TEACHER, REFERENCE, LIKED, LIKED)
     for seed in range(4):
         plan = Plan(9.0, happens, points)
-        world = World(seed, Model(steps=8, max_staleness=2, scorers=2, branching=branching), plan)
+        world = World(seed, Model(steps=8, max_staleness=2, scorers=scorers, branching=branching, eval_size=4), plan)
         result = world.run()
         assert result.ok, result.story
         assert not [body for kind, body in world.oracle.events if kind in ("requeued", "discarded")]
 
 
-def test_a_teacher_that_is_away_for_long_pauses_admission_and_one_that_refuses_rows_fails_their_groups() -> None:
-    away = World(1, Model(scorers=1), Plan(20.0, [Kill(1.0, "scorer-0", 18.0)]))
+@pytest.mark.parametrize("name", [TEACHER, LIKED])
+def test_a_scorer_that_is_away_for_long_pauses_admission_and_one_that_refuses_rows_fails_their_groups(name) -> None:
+    away = World(1, Model(scorers=(name,)), Plan(20.0, [Kill(1.0, "scorer-0", 18.0)]))
     assert (result := away.run()).ok, result.story
     assert not [body for kind, body in away.oracle.events if kind in ("requeued", "discarded")]
     for seed in range(3):
-        refusing = World(seed, Model(scorers=1, managers=2), Plan(5.0, mishaps=Mishaps(score_fails=0.3)))
-        assert (result := refusing.run()).ok, result.story
+        for mishaps in (Mishaps(score_fails=0.3), Mishaps(wrong_columns=0.1)):
+            refusing = World(seed, Model(scorers=(name,), managers=2), Plan(5.0, mishaps=mishaps))
+            assert (result := refusing.run()).ok, result.story
 
 
 # --- works that never end

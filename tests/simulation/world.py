@@ -52,9 +52,10 @@ from simulation.engines import (
     SimEngine,
     SimLearner,
     SimRewards,
+    SimScorer,
     SimSource,
-    SimTeacher,
     SimTokenizer,
+    TextTokenizer,
     Weights,
 )
 from simulation.failpoints import FailPoints
@@ -62,7 +63,17 @@ from simulation.faults import Plan
 from simulation.incarnation import Incarnation, Process
 from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
 from simulation.memory import check_actor
-from simulation.model import HANGS, MASTER, MODEL, TEACHER, Model, config_of, draw_model, with_hangs
+from simulation.model import (
+    HANGS,
+    MASTER,
+    MODEL,
+    SCORERS,
+    Model,
+    config_of,
+    draw_model,
+    draw_scorers,
+    with_hangs,
+)
 from simulation.network import FaultyNetwork, FaultyWire, Weather
 from simulation.oracle import Oracle
 from simulation.quiet import quiet
@@ -143,13 +154,17 @@ class World:
             self.model = replace(self.model, save_every=Random(f"save {seed}").choice((0, 2, 8)))
             sampler = Random(f"sampler {seed}").choice(("shuffle", "difficulty", "skip_solved"))
             self.model = replace(self.model, sampler=sampler, size=3 if sampler == "skip_solved" else None)
+        scorers = Random(f"scorers {seed}")
+        if model is None and plan is None and scorers.random() < SCORERS:
+            self.model = replace(self.model, scorers=draw_scorers(scorers))
+            faults.add_scorer_faults(scorers, self.plan, len(self.model.scorers))
         self.config = config_of(self.model)
         self._source = SimSource(self.model.bytes_a_row, self.model.size)
         self.scheduler = WorldScheduler()
         self.wire = FaultyWire(self.scheduler, self.random)
         self.files = Files(MODEL)
         self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail, self.model.doubtful)
-        self.oracle.scores_fail = self.plan.mishaps.score_fails > 0.0
+        self.oracle.scores_fail = self.plan.mishaps.score_fails + self.plan.mishaps.wrong_columns > 0.0
         self.oracle.causes = self._causes()
         self.oracle.spooled, self.oracle.busy, self.oracle.heard = self._spooled, self._busy, self._see_generators
         self.oracle.samples_of, self.oracle.has_calls = self._samples_of, self._has_calls
@@ -299,7 +314,11 @@ class World:
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
             case "scorer":
-                return Scorer(one.bus, MASTER, **common, name=TEACHER, start_engine=lambda *a, **k: self._teach(one))
+                name = self.model.scorers[one.process.index % len(self.model.scorers)]
+                return Scorer(
+                    one.bus, MASTER, **common, name=name, start_engine=lambda *_, **__: self._start_scorer(one, name),
+                    load_tokenizer=lambda _: TextTokenizer(),
+                )  # fmt: skip
         common["open_source"] = lambda config, seed: self._source
         common["load_tokenizer"] = lambda *_: SimTokenizer()
         watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
@@ -337,9 +356,9 @@ class World:
         )  # fmt: skip
         return one.engine
 
-    async def _teach(self, one: Incarnation) -> SimTeacher:
+    async def _start_scorer(self, one: Incarnation, name: str) -> SimScorer:
         await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
-        return SimTeacher(self.model.pace, self.plan.mishaps, self.random, one.toil)
+        return SimScorer(name, self.model.pace, self.plan.mishaps, self.random, one.toil)
 
     def _rewards(self, one: Incarnation) -> SimRewards:
         return SimRewards(self.model.pace, self.plan.mishaps, self.random, one.toil, self.model.reward_parts)

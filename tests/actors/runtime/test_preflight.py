@@ -1,3 +1,4 @@
+import contextlib
 import json
 import re
 
@@ -175,3 +176,21 @@ def test_the_context_and_the_layers_of_the_quickstarts_model_are_known():
     assert preflight.QUICKSTART_CONTEXT == MAX_LENGTH
     layers = {name.rpartition(".")[2] for name, _ in make_model(make_tokenizer()).named_modules() if "proj" in name}
     assert {name.removeprefix("layers.") for name in preflight.QUICKSTART_LAYERS} == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture", "sentence"),
+    [
+        ({}, "Qwen3ForCausalLM", "is a language model without a head"),
+        ({}, "Qwen3ForSequenceClassification", "has no chat template: set scorers.liked.chat=false"),
+        ({"chat": False}, "Qwen3ForSequenceClassification", None),
+        ({"max_model_len": 64}, "Qwen3ForSequenceClassification", "liked has room for 64 tokens"),
+    ],
+)
+def test_a_reward_model_has_a_head_and_reads_a_chat(tmp_path, changes, architecture, sentence):
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    liked = {"model": str(tmp_path), "kind": "reward_model", **changes}
+    config = config_of("rows.jsonl", scorers={"liked": liked}, reward={"functions": "liked"})
+    with pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext():
+        preflight.check_scorer(config, "liked", tmp_path, None)
