@@ -300,6 +300,13 @@ def test_a_trainer_may_take_several_nodes(nodes):
     assert sorted(generators) == [("2", "0,1"), ("2", "2,3")]
 
 
+def test_scorers_have_devices_of_their_own_before_the_generators(nodes):
+    assert nodes.start("node.sh", NODE="1", NODES="2", HEAD="h", GPUS="4", TRAINING_GPUS="4", SCORERS="wise liked") == 0
+    assert not [words for _, _, words in nodes.called() if "generator" in words]
+    scorers = [(devices, words[-3]) for _, devices, words in nodes.called() if "scorer" in words]
+    assert sorted(scorers) == [("0,1", "wise"), ("2,3", "liked")]
+
+
 def test_part_of_a_second_node_is_refused(nodes, capfd):
     assert nodes.start("node.sh", NODE="0", NODES="3", HEAD="h", GPUS="4", TRAINING_GPUS="6") == 2
     assert "use at most the 4 of one node, or whole nodes" in capfd.readouterr().err

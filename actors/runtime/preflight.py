@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from actors.runtime.row_checks import check_prompts, check_rows
-from areal.config import Config, ScorerConfig, UserError
+from actors.runtime.row_checks import NO_ROOMS, check_prompts, check_rows
+from areal.config import Config, EngineConfig, ScorerConfig, UserError
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
@@ -81,17 +81,21 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     if config.steps:
         open_sampler(config.data, source)
     folder = None
+    scorers = {
+        name: find_model(scorer.model, f"scorers.{name}.model", weights=weights)
+        for name, scorer in config.scorers.items()
+        if scorer.model != "quickstart"
+    }
     if config.model == "quickstart":
         check_quickstart(config, source)
     else:
         folder = resolve_model(config, weights=weights)
-        check_model(config, folder, source, weights=weights)
+        check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
     resolve_reference(config, weights=weights)
-    for name, scorer in config.scorers.items():
-        if scorer.model != "quickstart":
-            check_scorer(config, name, find_model(scorer.model, f"scorers.{name}.model", weights=weights), folder)
+    for name, model in scorers.items():
+        check_scorer(config, name, model, folder)
     if machine and not visible_devices():
-        check_machine(config, weight_sizes(folder) if folder else {})
+        check_machine(config, weight_sizes(folder) if folder else {}, scorers)
     if rows:
         check_rows(config, source)
 
@@ -109,6 +113,12 @@ def check_code(config: Config) -> None:
         from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs
 
         rehearse(config.trainer)
+
+
+def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
+    """The most tokens of a row at each scorer that gives log-probs, where they are known."""
+    rooms = {name: config.scorers[name].max_model_len or context_of(model) for name, model in models.items()}
+    return {name: room for name, room in rooms.items() if room and name in config.logprob_scorers}
 
 
 def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
@@ -165,9 +175,11 @@ def check_parsers(config: Config, folder: Path) -> None:
         )
 
 
-def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool) -> None:
+def check_model(
+    config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int] = NO_ROOMS
+) -> None:
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
-    there. Raises UserError."""
+    there. rooms: of scorers. Raises UserError."""
     check_heads(folder, config.trainer.sequence_parallel)
     context = context_of(folder)
     check_context(config, context, f"the model {folder}")
@@ -184,7 +196,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
                 f"{character!r}: change rollout_manager.workflow_options, or use another model."
             )
     if workflow in ("single_turn", "multi_turn", "python_tool"):  # others may have prompts of their own
-        check_prompts(config, source, tokenizer, context)
+        check_prompts(config, source, tokenizer, context, rooms)
     if (weights or not hub_id(str(folder))) and not weight_sizes(folder):
         raise UserError(f"The model folder {folder} has no weights, *.safetensors: copy or download them.")
 
@@ -223,9 +235,9 @@ def check_context(config: Config, context: int | None, model: str) -> None:
         )
 
 
-def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
+def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str, Path]) -> None:
     """Check whether this machine, without GPUs, has the cores and the memory for all roles. sizes: the numbers of
-    elements of the model's weights, if they are known.
+    elements of the model's weights, if they are known. scorers: the folders of their models, as far as they are there.
 
     Raises UserError if the least that they need is more than there is; prints a note if engines share cores.
     """
@@ -243,14 +255,16 @@ def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
             file=sys.stderr,
         )
     elements = sum(sizes.values())
-    width = 4 if config.generator.dtype == "float32" else 2
-    needs = {"generators": engines * ENGINE_BYTES + config.generator.count * width * elements}
+    needs = {"generators": config.generator.count * _engine_bytes(config.generator, elements)}
     if config.steps:
         # Weights, gradients and Adam's moments in fp32.
         needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
     processes = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
     if config.started_scorers:
-        needs["scorers"] = len(config.started_scorers) * ENGINE_BYTES
+        of_scorer = {name: sum(weight_sizes(model).values()) for name, model in scorers.items()}
+        needs["scorers"] = sum(
+            _engine_bytes(config.scorers[name], of_scorer.get(name, 0)) for name in config.started_scorers
+        )
     needs["other roles"] = processes * OTHER_BYTES
     room = host_memory()
     if sum(needs.values()) > room:
@@ -259,6 +273,11 @@ def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
             f"This machine has {room / GIB:.0f} GiB of memory, but the run needs at least {listed}: take a smaller "
             f"model, fewer processes or trainer.lora, or a machine with more."
         )
+
+
+def _engine_bytes(engine: EngineConfig, elements: int) -> int:
+    """The least memory of an engine on a CPU with a model of so many elements."""
+    return engine.devices * ENGINE_BYTES + (4 if engine.dtype == "float32" else 2) * elements
 
 
 def with_free_port(address: str) -> str:

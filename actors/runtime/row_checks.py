@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -33,6 +34,7 @@ PROMPTS_SECONDS, PROMPTS = 3.0, 512
 ROWS_AT_ONCE = 128
 # Tests of a row may be large.
 CODE_ROWS_AT_ONCE = 16
+NO_ROOMS: Mapping[str, int] = {}
 # Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
 FEW_ROWS = 512
 
@@ -44,12 +46,15 @@ def check_rows(config: Config, source: PromptSource) -> None:
         check_tests(config, source)
 
 
-def check_prompts(config: Config, source: PromptSource, tokenizer: Any, context: int | None) -> None:
+def check_prompts(
+    config: Config, source: PromptSource, tokenizer: Any, context: int | None, rooms: Mapping[str, int] = NO_ROOMS
+) -> None:
     """Check the prompts of some rows, as the model gets them: of the held-out rows, then of the others in random order.
-    context: the most tokens of the model's sequences.
+    context: the most tokens of the model's sequences. rooms: of those of each scorer.
 
-    Raises UserError if all are longer than `data.max_prompt_tokens` or than the model takes, or if a larger share than
-    `max_failed_share` cannot be made into tokens; prints a note if some are so.
+    Raises UserError if all are longer than `data.max_prompt_tokens` or than the model takes, if a scorer has no room
+    for the longest sample, or if a larger share than `max_failed_share` cannot be made into tokens; prints a note if
+    some are so.
     """
     lengths, flaws = _lengths(config, source, tokenizer)
     checked = len(lengths) + len(flaws)
@@ -62,6 +67,15 @@ def check_prompts(config: Config, source: PromptSource, tokenizer: Any, context:
             raise UserError(f"{sentence}: correct these rows or the chat template, or choose another model.")
         print(f"Note: {sentence}.", file=sys.stderr)
     longest = config.sampling.max_new_tokens
+    limits_of_prompts = config.data.max_prompt_tokens, (config.generator.max_model_len or context or math.inf) - longest
+    last = min([max(lengths, default=0), *filter(None, limits_of_prompts)])
+    for name, room in rooms.items():
+        if last + longest >= room:
+            raise UserError(
+                f"scorers.{name} has room for {room} tokens, but a prompt of {last} and sampling.max_new_tokens="
+                f"{longest} need one more than {last + longest}: raise scorers.{name}.max_model_len, or lower "
+                f"data.max_prompt_tokens."
+            )
     if lengths and context and min(lengths) + longest > context:
         print(
             f"Note: the model has room for {context} tokens, so after prompts of {min(lengths)} or more tokens "

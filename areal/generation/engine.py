@@ -564,7 +564,7 @@ class GenerationEngine:
         if not 0 < len(tokens) < self._model.max_len:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens: the model takes 1 to {self._model.max_len - 1} "
-                f"(generator.max_model_len minus one token to sample)"
+                f"(max_model_len minus one token to sample)"
             )
         if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
             raise ValueError(f"the prompt has a token outside the model's vocabulary of {self._model.vocab_size}")

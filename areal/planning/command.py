@@ -15,6 +15,7 @@ from areal.observe.report import read_run
 from areal.planning.activations import measure_activations
 from areal.planning.split import (
     BYTES,
+    GENERATOR_OTHER,
     GENERATOR_SHARE,
     GIB,
     HOST_OTHER,
@@ -25,6 +26,7 @@ from areal.planning.split import (
     TokenLengths,
     balanced_share,
     plan,
+    step_tokens,
 )
 from areal.storage.run_folder import config_of_run
 from areal.training.optimizer import bucket_elements
@@ -61,14 +63,40 @@ def plan_run(options: Namespace) -> None:
             f"{lengths.longest}: correct one of them."
         )
     rates = Rates(numbers["generation_rate"], numbers["training_rate"])
-    split = plan(config, read_model(config), rates, lengths, options.devices, options.device_memory * GIB)
+    scoring = check_scorers(config, options.device_memory * GIB)
+    devices = max(0, options.devices - scoring)
+    split = plan(config, read_model(config), rates, lengths, devices, options.device_memory * GIB)
     console = output(120)
     console.print(table(split, rates, options.device_memory))
+    if scoring:
+        names = ", ".join(config.started_scorers)
+        console.print(f"The scorers ({names}) have {scoring} more devices of the {options.devices}.", highlight=False)
     for note in notes(split, numbers.get("starved")):
         console.print(note, highlight=False)
     console.print("\nWith these changes to the configuration:", highlight=False)
     changes = " ".join(f"{key}={value}" for key, value in split.overrides.items())
     console.print(f"  {changes}", highlight=False, soft_wrap=True)
+
+
+def check_scorers(config: Config, device_bytes: float) -> int:
+    """The number of devices that the run's scorers have. Raises UserError if the weights of one do not fit, with the
+    logits of a step."""
+    for name in dict.fromkeys(config.started_scorers):
+        scorer = config.scorers[name]
+        if scorer.model == "quickstart":
+            continue
+        sizes, module = read_modules(scorer.model)
+        weights = BYTES[scorer.dtype] * sum(p.numel() for p in module.parameters()) / scorer.tensor_parallel
+        tokens = scorer.engine_options.get("max_num_batched_tokens") or step_tokens(device_bytes)
+        logits = 8 * tokens * sizes.vocab_size * (scorer.kind == "logprobs")  # with their log-probs, in fp32
+        room = (scorer.memory_share or GENERATOR_SHARE) * device_bytes - GENERATOR_OTHER
+        if weights + logits > room:
+            raise UserError(
+                f"The scorer {name} has no room for the weights ({weights / GIB:.1f} GiB on each device) and the "
+                f"logits of a step of {tokens} tokens ({logits / GIB:.1f} GiB) in {room / GIB:.1f} GiB: raise "
+                f"scorers.{name}.tensor_parallel, or set engine_options={{max_num_batched_tokens: 2048}}."
+            )
+    return sum(config.scorers[name].devices for name in config.started_scorers)
 
 
 def measure(folder: Path, config: Config) -> dict[str, float]:

@@ -249,6 +249,11 @@ def training_memory(
     )
 
 
+def step_tokens(device_bytes: float) -> int:
+    """The most tokens that vLLM takes in a step on such a device."""
+    return LARGE_STEP if device_bytes >= LARGE_DEVICE else STEP
+
+
 def generation_memory(
     config: Config, model: ModelSizes, lengths: TokenLengths, device_bytes: float, share: float = GENERATOR_SHARE
 ) -> GenerationMemory:
@@ -260,9 +265,7 @@ def generation_memory(
     generator = config.generator
     n, size = generator.tensor_parallel, BYTES[generator.dtype]
     weights = size * model.parameters / n
-    tokens = generator.engine_options.get("max_num_batched_tokens") or (
-        LARGE_STEP if device_bytes >= LARGE_DEVICE else STEP
-    )
+    tokens = generator.engine_options.get("max_num_batched_tokens") or step_tokens(device_bytes)
     step = size * tokens * (4 * model.hidden + 3 * model.intermediate / n)
     step += 12 * model.vocabulary * generator.max_concurrent_rollouts
     room = share * device_bytes - weights - step - GENERATOR_OTHER

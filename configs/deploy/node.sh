@@ -14,6 +14,7 @@ CONFIG=${CONFIG:-configs/deploy/run.yaml}
 GPUS=${GPUS:-8}                        # per node
 TRAINING_GPUS=${TRAINING_GPUS:-4}      # over all nodes; `python -m areal plan` computes it
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-2}  # GPUs per generator
+SCORERS=${SCORERS:-}                   # names of scorers of this node, TENSOR_PARALLEL GPUs each, before the generators
 WEIGHTS=${WEIGHTS:-folder}             # stream: if the nodes share no file system
 MASTER=tcp://$HEAD:5555
 
@@ -63,7 +64,12 @@ if ((training)); then
   CUDA_VISIBLE_DEVICES=$(devices 0 $training) keep "0 2" role torchrun --nnodes $(((TRAINING_GPUS + GPUS - 1) / GPUS)) \
     --nproc-per-node $training --rdzv-backend c10d --rdzv-endpoint "$HEAD:29400" -- run.py --role trainer &
 fi
-for ((first = training; first + TENSOR_PARALLEL <= GPUS; first += TENSOR_PARALLEL)); do
+first=$training
+for name in $SCORERS; do
+  CUDA_VISIBLE_DEVICES=$(devices $first "$TENSOR_PARALLEL") keep "0 2" role python run.py --role scorer --scorer "$name" &
+  ((first += TENSOR_PARALLEL))
+done
+for ((; first + TENSOR_PARALLEL <= GPUS; first += TENSOR_PARALLEL)); do
   CUDA_VISIBLE_DEVICES=$(devices $first "$TENSOR_PARALLEL") keep "0 2" role python run.py --role generator &
 done
 others=(--role rollout_manager --role reward)

@@ -3,6 +3,8 @@ import json
 import re
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from scripted_policy import byte_tokenizer
 
 from actors.runtime import preflight, row_checks
@@ -108,6 +110,29 @@ def test_parsers_and_templates_that_do_not_fit_the_model_are_refused_before_the_
         preflight.check(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {},
+            "wise has room for 90 tokens, but a prompt of 26 and sampling.max_new_tokens=64 need one more than 90",
+        ),
+        ({"data": {"max_prompt_tokens": 25}}, None),
+        ({"scorers": {"wise": {"model": "m", "max_model_len": 91}}}, None),
+        ({"generator": {"max_model_len": 89}}, None),
+    ],
+)
+def test_a_scorer_without_room_for_the_longest_sample_is_refused_before_the_run(tmp_path, changes, sentence):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1?"}\n{"prompt": "What is 1 and what is one?"}\n')
+    data = {"source": str(tmp_path / "rows.jsonl"), "eval_size": 0, "answer_key": None} | changes.pop("data", {})
+    scorers = {"wise": {"model": "m", "max_model_len": 90}}
+    config = config_of(None, data=data, **{"scorers": scorers, "trainer": {"teacher": "wise"}, **changes})
+    source = open_source(config.data, config.seed)
+    rooms = preflight.rooms_of(config, {"wise": tmp_path})
+    with pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext():
+        row_checks.check_prompts(config, source, byte_tokenizer(), None, rooms)
+
+
 def check_tests(tmp_path, *tests, **data):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Write {test}", "tests": test}) + "\n" for test in tests))
@@ -149,24 +174,33 @@ def test_rows_all_of_which_lack_tests_are_refused(tmp_path):
             "at least 27.8 for the generators, 24.3 for the trainer, 0.2 for the other roles",
         ),
         ({"reward": {"functions": "math", "count": 999}}, 64, "124.9 for the other roles"),
+        (
+            {
+                "scorers": {"wise": {"model": "m", "count": 256, "dtype": "float32"}},
+                "trainer": {"teacher": "wise", "minibatches": 1},
+            },
+            64,
+            "129.0 for the scorers",
+        ),
         ({"generator": {"count": 17}}, 999, "generator.count is 17, but this machine has 2 cores and no GPU: lower it"),
     ],
 )
-def test_what_does_not_fit_this_machine_is_refused(monkeypatch, changes, gib, sentence):
+def test_what_does_not_fit_this_machine_is_refused(monkeypatch, tmp_path, changes, gib, sentence):
+    save_file({"weight": torch.empty(1 << 20, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     monkeypatch.setattr(preflight, "host_memory", lambda: gib << 30)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     config = config_of("rows.jsonl", **{"trainer": {"minibatches": 1}} | changes)
     if sentence is None:
-        return preflight.check_machine(config, {"weight": 1_600_000_000})
+        return preflight.check_machine(config, {"weight": 1_600_000_000}, {})
     with pytest.raises(UserError, match=re.escape(sentence)):
-        preflight.check_machine(config, {"weight": 1_600_000_000})
+        preflight.check_machine(config, {"weight": 1_600_000_000}, {"wise": tmp_path})
 
 
 def test_more_threads_of_engines_than_cores_are_told(monkeypatch, capsys):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    preflight.check_machine(config_of("rows.jsonl", generator={"count": 2}), {})
+    preflight.check_machine(config_of("rows.jsonl", generator={"count": 2}), {}, {})
     assert capsys.readouterr().err == ""
-    preflight.check_machine(config_of("rows.jsonl", generator={"count": 3}), {})
+    preflight.check_machine(config_of("rows.jsonl", generator={"count": 3}), {}, {})
     assert "Note: 3 engines with 1 threads each share the 2 cores" in capsys.readouterr().err
 
 
@@ -188,7 +222,9 @@ def test_the_context_and_the_layers_of_the_quickstarts_model_are_known():
     ],
 )
 def test_a_reward_model_has_a_head_and_reads_a_chat(tmp_path, changes, architecture, sentence):
-    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     liked = {"model": str(tmp_path), "kind": "reward_model", **changes}
     config = config_of("rows.jsonl", scorers={"liked": liked}, reward={"functions": "liked"})

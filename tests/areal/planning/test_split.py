@@ -296,6 +296,18 @@ def test_the_tool_prints_changes_that_the_configuration_takes(file, capsys):
     assert (planned.generator.count, planned.trainer.ranks, planned.run_ahead) == (12, 4, "auto")
 
 
+def test_scorers_have_devices_beside_the_split_and_have_to_fit_them(file, capsys):
+    model = load_config(file).model
+    scorers = [f"scorers.wise={{model: {model}, count: 2, tensor_parallel: 2}}", "trainer.teacher=wise"]
+    assert main(["plan", "--config", str(file), *SIZES, *RATES, *scorers]) == 0
+    said = capsys.readouterr().out
+    assert "The scorers (wise, wise) have 4 more devices of the 16." in said
+    assert load_config(file, said.splitlines()[-1].split()).generator.count == 9  # three quarters of 12
+    step = ["scorers.wise.engine_options={max_num_batched_tokens: 100000000}"]
+    assert main(["plan", "--config", str(file), *SIZES, *RATES, *scorers, *step]) == 2
+    assert "The scorer wise has no room for the weights (0.0 GiB on each device) and the" in capsys.readouterr().err
+
+
 def test_a_model_is_counted_from_its_config_json(file):
     from areal.planning.command import read_model
 
