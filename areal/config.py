@@ -547,6 +547,29 @@ class LoraConfig(Section):
     )
 
 
+class CriticConfig(Section):
+    """A critic: a value head on the policy's body, with generalised advantage estimates by token (docs/objectives.md).
+
+    There is a critic only if a key of this section is given."""
+
+    coef: float = Field(
+        1.0, ge=0, description="weight of the value loss in the gradient of the body; 0: only the head learns from it"
+    )
+    lr: float = Field(0.2, gt=0, description="learning rate of the head: about how far a value moves in a step")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount for each sampled token")
+    lam: float = Field(
+        1.0, ge=0, le=1, description="lambda of the estimates; 1: returns minus values, 0: one-step differences"
+    )
+    value_clip: float | None = Field(
+        0.2, gt=0, description="a value is held within so much of that before the training step; null: it is not"
+    )
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="first optimizer steps of the run, which train the head alone; the others of the schedule follow",
+    )
+
+
 class TrainerConfig(Section):
     """`objective` is a name, or `package.module:function` for your own objective (areal.training.objectives says how it
     is called). A named objective also sets the keys that belong to it, such as `advantage_mean` and `behaviour_weight`.
@@ -654,6 +677,7 @@ class TrainerConfig(Section):
     advantage_std: Literal["batch", "group", "none"] = Field(
         "batch", description="standard deviation that divides the difference: of the global batch, or of the group"
     )
+    critic: CriticConfig | None = Field(None, description="estimate advantages with a value head")
     loss_mean: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="mean over tokens; over sequences of their token means; or over sequences of their token sums / "

@@ -285,6 +285,7 @@ def panels(run: Run) -> list[Panel]:
         lines("KL divergence", {"to behaviour": "kl_behaviour", "to reference": "kl_reference"}, "nats"),
         lines("KL divergence to the teacher", "kl_teacher", "nats"),
         lines("Agreement with the teacher", "teacher_agreement", limits=SHARE),
+        lines("Variance that the critic explains, share", "explained_variance"),
         lines("Entropy", "entropy"),
         lines("Loss", "loss"),
         lines("Gradient norm", "grad_norm"),

@@ -1,9 +1,9 @@
-"""Advantages from rewards, without a critic.
+"""Advantages from rewards, without a critic or with one.
 
 By default the reward is given at the last token. With gamma = lambda = 1 and no value function, every sampled token of
 a sample then has the same advantage: the sample's normalised reward. A sample may also give each token a return of its
 own. A penalty on a single token (`penalties`) lowers the return of that token and of the tokens before it, since later
-tokens did not cause it.
+tokens did not cause it. With a critic, `gae` takes the place of returns and penalties.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def advantages(
         sample_returns = _mean_of(gains, samples, sampled)
         within = _mean_of((gains - sample_returns[samples]) ** 2, samples, sampled)
     if penalties is not None:
-        to_go = _to_go(penalties, samples)
+        to_go = _to_go(np.asarray(penalties, np.float64), samples)
         gains = gains - to_go
         sample_returns = sample_returns - np.bincount(samples, penalties)
     if not np.isfinite(sample_returns).all() or not np.isfinite(gains).all():
@@ -52,12 +52,38 @@ def _mean_of(values: np.ndarray, samples: np.ndarray, sampled: np.ndarray) -> np
     return np.bincount(samples, values * sampled) / np.bincount(samples, sampled)
 
 
-def _to_go(penalties: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """The sum of the penalties of each token and of all later ones of its sample, [T]."""
+def gae(
+    values: np.ndarray, returns: np.ndarray, penalties: np.ndarray | None, samples: np.ndarray, sampled: np.ndarray,
+    *, gamma: float, lam: float,
+) -> np.ndarray:  # fmt: skip
+    """Generalised advantage estimates (arXiv 1506.02438, eq. 16) of the sampled tokens, float64 [T]; 0 for others.
+
+    values: [T], the critic's estimate before each token. returns, penalties, samples, sampled: as of `advantages`, with
+    the samples in ascending order. The tokens that a sample did not sample are no steps: the next state is that before
+    its next sampled token. The reward of a token is its return minus that of the next one, minus its penalty, so a
+    reward of the whole sample is that of its last token.
+    """
+    own, gains = np.flatnonzero(sampled), np.zeros(len(values))
+    V, G, sample = values[own].astype(np.float64), returns[own], samples[own]
+    is_last = np.append(sample[1:] != sample[:-1], True)
+    next_V, next_G = (np.where(is_last, 0.0, np.roll(array, -1)) for array in (V, G))
+    rewards = G - next_G - (0.0 if penalties is None else penalties[own])
+    gains[own] = _to_go(rewards + gamma * next_V - V, sample, gamma * lam)
+    return gains
+
+
+def _to_go(values: np.ndarray, samples: np.ndarray, discount: float = 1.0) -> np.ndarray:
+    """The sum of each token's value and of all later ones of its sample, each times `discount` for every token between,
+    [T]."""
     order = samples.argsort(kind="stable")
-    ends = np.bincount(samples).cumsum()
-    to_go = np.empty(len(penalties))
-    to_go[order] = np.concatenate([p[::-1].cumsum()[::-1] for p in np.split(penalties[order], ends[:-1])])
+    lengths = np.bincount(samples)
+    longest_first = (-lengths).argsort(kind="stable")
+    lasts, lengths = lengths.cumsum()[longest_first] - 1, lengths[longest_first]
+    to_go, sums = np.empty(len(values)), np.zeros(len(lengths))
+    for back in range(int(lengths.max(initial=0))):
+        at = order[lasts[: np.count_nonzero(lengths > back)] - back]
+        sums = values[at] + discount * sums[: len(at)]
+        to_go[at] = sums
     return to_go
 
 

@@ -249,7 +249,8 @@ class _StoredState:
                 raise UserError(f"The checkpoint {model} is of another run: put back that of this run.")
             if self.facts["shapes"] != shapes:
                 raise UserError(
-                    f"The checkpoint {model} belongs to another model than the run's, or has another trainer.lora."
+                    f"The checkpoint {model} belongs to another model than the run's, or has another trainer.lora, or "
+                    f"only one of the two has a trainer.critic."
                 )
             if "shares" not in self.facts:
                 raise UserError(

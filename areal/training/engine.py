@@ -34,14 +34,28 @@ from areal.interfaces import choose_interface
 from areal.models import check_heads
 from areal.processes import importing
 from areal.storage.disk import Patience
-from areal.training.advantages import advantages
+from areal.training.advantages import advantages, gae
 from areal.training.agreement import SILENCE, Writer
 from areal.training.checkpoint import Share, TrainingState
 from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
-from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
-from areal.training.optimizer import bucket_elements, deepspeed_config, learning_rates, parameter_groups
+from areal.training.objectives import (
+    Tokens,
+    interpolated_proximal,
+    kl,
+    mask_sequences,
+    rehearse,
+    value_loss,
+    within_second_moment,
+)
+from areal.training.optimizer import (
+    bucket_elements,
+    deepspeed_config,
+    learning_rates,
+    parameter_groups,
+    value_head_group,
+)
 from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
 from areal.training.residence import Residence, tensors_in
 from areal.training.separation import keeps_apart, only_attention_mixes, what_is_missing
@@ -178,13 +192,19 @@ class TrainingEngine:
         if config.lora:
             self._module = add_adapters(self._module, config.lora)
             head.refuse_adapters()
-        self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        self._published = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        self._trained, groups = self._published, parameter_groups(self._published.values(), config.weight_decay)
+        if config.critic:
+            self._module.value_head = head.add_critic()
+            groups.append(value_head_group(self._module.value_head, config.critic.lr))
+            self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        self._critic = head.critic
         sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in self._trained.items()}
         settings["zero_optimization"].setdefault("reduce_bucket_size", bucket_elements(sizes))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
-                model_parameters=parameter_groups(self._trained.values(), config.weight_decay),
+                model_parameters=groups,
                 config=settings,
                 lr_scheduler=lambda optimizer: learning_rates(optimizer, config, optimizer_steps),
             )
@@ -274,7 +294,7 @@ class TrainingEngine:
 
     def _share_out_weights(self) -> None:
         """Decide which rank writes which weights (all ranks)."""
-        written = {**self._trained, **self._saved_buffers()}
+        written = {**self._published, **self._saved_buffers()}
         sizes = {name: getattr(tensor, "ds_numel", tensor.numel()) for name, tensor in written.items()}
         here = {"ranks": ranks_of_this_host()} if self.rank == 0 else None
         self._writers: int = self.broadcast(here)["ranks"]
@@ -392,26 +412,25 @@ class TrainingEngine:
             )
         return [pack(batch, trained, members[row].tolist(), self.device) for row in groups[self._together.number]]
 
-    def _forward(
-        self, row: PackedRow, temperature: float, module: torch.nn.Module | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, [S] each (all ranks)."""
+    def _forward(self, row: PackedRow, temperature: float, module: torch.nn.Module | None = None) -> tuple[Tensor, ...]:
+        """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, and a critic's values,
+        [S] each (all ranks)."""
         if self._together.size == 1:
             return self._forward_whole(row, temperature, module)
         part = self._together.part(row)
         part_inputs = {"input_ids": part.tokens, "position_ids": part.positions, "together": self._together}
         outputs = self._compute(part, row_inputs(part.row, self._attention) | part_inputs, temperature, module)
-        return self._together.join(part, *outputs)
+        return self._together.join(part, outputs)
 
     def _forward_whole(
         self, row: PackedRow, temperature: float, module: torch.nn.Module | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """As `_forward`, with the whole row on this rank."""
         return self._compute(row, row_inputs(row, self._attention), temperature, module)
 
     def _compute(
         self, what: PackedRow | RowPart, inputs: dict[str, Any], temperature: float, module: torch.nn.Module | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         return (module or self._deepspeed)(
             **inputs,
             predicts=what.predicts,
@@ -444,16 +463,8 @@ class TrainingEngine:
             teacher = _given(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
             for row in rows:
                 row.teacher = row.pick(teacher)
-        self._set_advantages(rows, flat, trained)
-        # The first minibatch's own forward pass still runs on these weights; but a mask has to be known before it.
-        masked = self.config.objective == "m2po"
-        if self.config.proximal == "recompute" and (masked or len(minibatches) > 1):
-            unknown = flat.minibatch >= (0 if masked else 1)
-            proximal = self._logprobs(flat, trained, np.flatnonzero(unknown), temperature, tally)
-            for row in (row for minibatch in minibatches[0 if masked else 1 :] for row in minibatch):
-                row.proximal = row.pick(proximal)
-            if masked:
-                self._set_mask(rows, flat, trained, proximal)
+        values = self._look(minibatches, flat, trained, temperature, tally)
+        explained = self._set_advantages(rows, flat, trained, values)
         for m, minibatch in enumerate(minibatches):
             self._train_minibatch(minibatch, version, temperature, tally, first=m == 0)
         if self._keep_values:
@@ -464,6 +475,8 @@ class TrainingEngine:
             tokens_total=len(flat.tokens),
             reference=self.config.kl_coef > 0,
             teacher=self.config.teacher is not None,
+            critic=self._critic is not None,
+            explained_variance=explained,
             peak_tflops=self._peak_tflops,
         )
 
@@ -481,7 +494,7 @@ class TrainingEngine:
         total = torch.zeros(1, dtype=torch.float64)
         with torch.no_grad():
             for row in self._rows(flat, trained, np.arange(len(flat.lengths))):
-                logp, _ = self._forward(row, temperature)
+                logp, *_ = self._forward(row, temperature)
                 total -= logp.double().sum().cpu()
                 self.work_done += 1
         return self._summed(total).item() / int(trained.sum())
@@ -491,26 +504,49 @@ class TrainingEngine:
         ranks)."""
         flat = self._share(batch)
         everyone = np.arange(len(flat.lengths))
-        logprobs = self._logprobs(flat, flat.trained(None), everyone, temperature, Tally(self.device))
+        logprobs = self._pass(flat, flat.trained(None), everyone, temperature, Tally(self.device))[0]
         return logprobs[flat.by_sample()]
 
-    def _logprobs(
+    def _pass(
         self, flat: FlatBatch, trained: np.ndarray, members: np.ndarray, temperature: float, tally: Tally,
         module: torch.nn.Module | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """Log-probabilities of the tokens in the loss of the sequences `members` (all ranks).
+        """Log-probabilities of the tokens in the loss of the sequences `members`, and a critic's values (all ranks).
 
-        Returns float32 [T] on all ranks, 0 for all other tokens. No gradients are needed, so sequences of several
-        minibatches share rows, which takes fewer passes.
+        Returns float32 [1 or 2, T] on all ranks, 0 for all other tokens. No gradients are needed, so sequences of
+        several minibatches share rows, which takes fewer passes.
         """
-        logprobs = torch.zeros(len(flat.tokens))
+        found = torch.zeros(1 if module or not self._critic else 2, len(flat.tokens))
         with torch.no_grad(), tally.clock("forward"):
             for row in self._rows(flat, trained, members):
-                logp, _ = self._forward(row, temperature, module)
-                logprobs[torch.from_numpy(row.places)] = logp.cpu()
+                logp, _, *values = self._forward(row, temperature, module)
+                found[:, torch.from_numpy(row.places)] = torch.stack([logp, *values]).cpu()
                 tally.operations += self._operations.of(row, backward=False) / self._together.size
                 self.work_done += 1
-        return self._summed(logprobs)
+        return self._summed(found)
+
+    def _look(
+        self, minibatches: Sequence[Sequence[PackedRow]], flat: FlatBatch, trained: np.ndarray, temperature: float,
+        tally: Tally,
+    ) -> np.ndarray | None:  # fmt: skip
+        """Set what a pass before the step finds for the tokens (all ranks). Returns a critic's values of all sampled
+        ones, float32 [T]; None without a critic.
+
+        The first minibatch's own forward pass still runs on these weights. But a mask has to be known before it, and so
+        have values.
+        """
+        masked, recompute = self.config.objective == "m2po", self.config.proximal == "recompute"
+        first = 0 if masked or self._critic else 1
+        if not self._critic and not (recompute and len(minibatches) > first):
+            return None
+        wanted = flat.trained(None) if self._critic else trained
+        proximal, *values = self._pass(flat, wanted, np.flatnonzero(flat.minibatch >= first), temperature, tally)
+        for minibatch in minibatches[first:]:
+            for row in minibatch:
+                row.proximal = row.pick(proximal) if recompute else None
+        if masked:
+            self._set_mask([row for minibatch in minibatches for row in minibatch], flat, trained, proximal)
+        return values[0] if values else None
 
     def _set_reference(
         self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
@@ -520,29 +556,42 @@ class TrainingEngine:
             reference = _given(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
         else:
             with self._module.disable_adapter() if self._reference is None else nullcontext():
-                reference = self._logprobs(flat, trained, everyone, temperature, tally, self._reference)
+                reference = self._pass(flat, trained, everyone, temperature, tally, self._reference)[0]
         for row in rows:
             row.reference = row.pick(reference)
 
-    def _set_advantages(self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray) -> None:
-        """Set the advantage and the loss weight of each token in this rank's rows (all ranks)."""
-        config = self.config
+    def _set_advantages(
+        self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, values: np.ndarray | None
+    ) -> float | None:
+        """Set the advantage and the loss weight of each token in this rank's rows, and the target of its value (all
+        ranks). values: [T], the critic's, which gives estimates in place of returns. Returns the share of the variance
+        of the targets that they explain; None without a critic, or if the targets are all the same."""
+        config, explained = self.config, None
         order = flat.by_sample()
-        gains = np.empty(len(flat.tokens))
+        samples, sampled = np.repeat(flat.samples, flat.lengths)[order], flat.versions[order] != NOT_SAMPLED
+        returns = flat.returns[order] if len(flat.returns) else None
         penalties = self._penalties(rows, len(flat.tokens))
+        if penalties is not None:
+            penalties = penalties[order]
+        if config.critic and values is not None:
+            credits = flat.rewards[samples] if returns is None else returns
+            gamma, lam = config.critic.gamma, config.critic.lam
+            returns = gae(values[order], credits, penalties, samples, sampled, gamma=gamma, lam=lam)
+            targets, penalties = np.zeros(len(values)), None
+            targets[order] = returns + values[order]
+            for row in rows:
+                row.values, row.value_targets = row.pick(values), row.pick(targets)
+            if variance := targets[order][sampled].var():
+                explained = float(1 - returns[sampled].var() / variance)
+        gains = np.empty(len(flat.tokens))
         gains[order] = advantages(
-            flat.rewards,
-            flat.groups,
-            np.repeat(flat.samples, flat.lengths)[order],
-            flat.returns[order] if len(flat.returns) else None,
-            None if penalties is None else penalties[order],
-            sampled=flat.versions[order] != NOT_SAMPLED,
-            mean=config.advantage_mean,
+            flat.rewards, flat.groups, samples, returns, penalties, sampled=sampled, mean=config.advantage_mean,
             std=config.advantage_std,
-        )
+        )  # fmt: skip
         weights = flat.weights(trained, config.loss_mean, config.loss_tokens)
         for row in rows:
             row.advantages, row.weights = row.pick(gains), row.pick(weights)
+        return explained
 
     def _set_mask(self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, proximal: np.ndarray) -> None:
         """Set the tokens of this rank's rows that the mask of their minibatch keeps. proximal: [T], log-probs."""
@@ -571,10 +620,14 @@ class TrainingEngine:
         self, rows: list[PackedRow], version: int, temperature: float, tally: Tally, *, first: bool
     ) -> None:
         """One optimizer step. first: true if none has been made on this batch yet."""
+        critic = self.config.critic
+        alone = critic is not None and self._deepspeed.lr_scheduler.last_epoch < critic.warmup_steps
+        if critic and self._critic:
+            self._critic.share = 0.0 if alone else critic.coef
         for i, row in enumerate(rows):
             self._deepspeed.set_gradient_accumulation_boundary(i == len(rows) - 1)
             with tally.clock("forward"):
-                logp, entropy = self._forward(row, temperature)
+                logp, entropy, *values = self._forward(row, temperature)
                 if row.proximal is None:
                     row.proximal = self._proximal(row, logp, version, first=first)
                 if row.teacher is not None:
@@ -586,8 +639,13 @@ class TrainingEngine:
                     loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
                 if self.config.entropy_coef:
                     loss = loss - self.config.entropy_coef * entropy
+                errors = None
+                if critic:
+                    errors = value_loss(values[0], row.values, row.value_targets, critic.value_clip)
                 if self._together.first:
-                    tally.add(row, logp, entropy, replace(out, loss=loss), version, first=first)
+                    tally.add(row, logp, entropy, replace(out, loss=loss), version, first=first, errors=errors)
+                if errors is not None:
+                    loss = errors + (0.0 if alone else 1.0) * loss
                 tally.operations += self._operations.of(row, backward=True) / self._together.size
             with tally.clock("backward"):
                 # DeepSpeed averages over ranks, but the gradient has to be a sum over ranks.
@@ -618,7 +676,7 @@ class TrainingEngine:
         Parameters are gathered one after another, all ranks in step. Nothing may be sent or written in between: under
         ZeRO-3 a rank that is late for a gather makes the others hang. Tied parameters appear once.
         """
-        for name, parameter in self._trained.items():
+        for name, parameter in self._published.items():
             with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 self._keep(copies, name, parameter)
             self.work_done += 1

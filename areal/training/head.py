@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from areal.config import UserError
 
@@ -144,6 +144,7 @@ class Head:
 
     def __init__(self, model: Any) -> None:
         self.curve = LogitCurve()
+        self.critic: ValueHead | None = None
         self._model = model
         self._linear = model.get_output_embeddings()
         if type(self._linear) is not torch.nn.Linear:
@@ -168,6 +169,11 @@ class Head:
     def embeddings(self) -> torch.nn.Module:
         """The module that makes the embeddings of the model's input."""
         return self._model.get_input_embeddings()
+
+    def add_critic(self) -> ValueHead:
+        """A new critic, whose values the model returns from now on."""
+        self.critic = ValueHead(self._linear.in_features, self._linear.weight.dtype)
+        return self.critic
 
     def refuse_adapters(self) -> None:
         """Raise UserError if adapters were put around the head: the head's own weight is then not all of it."""
@@ -200,7 +206,8 @@ class Head:
         self, *, predicts: Tensor | None = None, distribution: Tensor | None = None, targets: Tensor | None = None,
         temperature: float = 1.0, probe: Tensor | None = None, **inputs: Any,
     ) -> Any:  # fmt: skip
-        """The model's new forward method: log-probs and entropies, [S] each, of the tokens that `PackedRow` describes.
+        """The model's new forward method: log-probs and entropies, [S] each, of the tokens that `PackedRow` describes;
+        and if there is a critic, its values.
 
         probe: given back as what the model makes of these logits.
         """
@@ -209,7 +216,9 @@ class Head:
             output = self._forward(**inputs)
         if probe is not None:
             return output.logits
-        return self._linear(tap.hidden[0].index_select(0, predicts), distribution, targets, temperature)
+        hidden = tap.hidden[0].index_select(0, predicts)
+        outputs = self._linear(hidden, distribution, targets, temperature)
+        return outputs if self.critic is None else (*outputs, self.critic(hidden)[distribution])
 
     def _logprobs(
         self, hidden: Tensor, distribution: Tensor, targets: Tensor, temperature: float
@@ -225,6 +234,28 @@ class Head:
             yield
         finally:
             setattr(self._parent, self._name, self._linear)
+
+
+class ValueHead(torch.nn.Linear):
+    """The critic: what a token is expected to be credited with, from the hidden state that the token is drawn from.
+
+    That is the state before the token. The value is the mean of the products of weights and features, which have a root
+    mean square of 1: so a learning rate says how far a value moves in a step, whatever the width of the model, and the
+    gradient of the weights is small beside that of the body when the norm is clipped. At first all values are 0.
+    share: of the gradient of the values by the hidden states, what the body gets.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__(width, 1, dtype=dtype)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+        self.share = 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [U, H]. Returns fp32 [U]."""
+        hidden = hidden.detach() + self.share * (hidden - hidden.detach())
+        features = rms_norm(hidden.float(), hidden.shape[-1:])
+        return linear(features, self.weight.float() / hidden.shape[-1], self.bias.float())[:, 0]
 
 
 class _Tap(torch.nn.Module):

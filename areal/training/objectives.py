@@ -357,6 +357,16 @@ def interpolated_proximal(logp: Tensor, logp_behav: Tensor, staleness: Tensor) -
     return (alpha * logp_behav + (1 - alpha) * logp).detach()
 
 
+def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float | None) -> Tensor:
+    """The critic's loss, [S]: half the squared error of `values`, or of those held within `old` +- clip if that is
+    larger, as in OpenAI's baselines (ppo2). old: the values before the step. clip: None: not held."""
+    losses = (values - targets).square() / 2
+    if clip is None:
+        return losses
+    held = old + (values - old).clamp(-clip, clip)
+    return torch.maximum(losses, (held - targets).square() / 2)
+
+
 def kl(logp: Tensor, logp_ref: Tensor, estimator: str) -> Tensor:
     """Estimators of KL(pi || pi_ref) from tokens that pi sampled, nats [S] (Schulman, "Approximating KL divergence").
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: flo
     return [
         {"params": group, "weight_decay": weight_decay if decays else 0.0} for decays, group in groups.items() if group
     ]
+
+
+def value_head_group(head: torch.nn.Module, lr: float) -> dict[str, Any]:
+    """The critic's parameters as the last group for Adam. They do not decay."""
+    return {"params": list(head.parameters()), "lr": lr, "weight_decay": 0.0}
 
 
 def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
@@ -87,20 +92,27 @@ def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps:
     """The learning-rate schedule of a run of `optimizer_steps` steps.
 
     It is a function of the step count alone, so it can be set to any step. Warm-up ends at the full rate. A decay ends
-    at the run's last step, at the share `config.lr_final` of the full rate.
+    at the run's last step, at the share `config.lr_final` of the full rate. With a critic, whose rate is constant, all
+    this begins after the steps that train it alone.
     """
     from transformers.optimization import get_constant_schedule_with_warmup, get_wsd_schedule
 
+    before = config.critic.warmup_steps if config.critic else 0
     if config.lr_schedule == "constant":
         schedule = get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
     else:
         schedule = get_wsd_schedule(
             optimizer,
             config.warmup_steps,
-            max(1, optimizer_steps - config.warmup_steps),
+            max(1, optimizer_steps - before - config.warmup_steps),
             num_stable_steps=0,
             decay_type=config.lr_schedule,
             min_lr_ratio=config.lr_final,
         )
     # In transformers the first step has a rate of 0, or the full rate in a decay without warm-up. Ours is a step ahead.
-    return LambdaLR(optimizer, lambda step, rate=schedule.lr_lambdas[0]: rate(step + 1))
+    rate = schedule.lr_lambdas[0]
+    rates: list[Callable[[int], float]] = [lambda step: rate(step - before + 1) if step >= before else 0.0]
+    rates *= len(optimizer.param_groups)
+    if config.critic:
+        rates[-1] = lambda step: 1.0
+    return LambdaLR(optimizer, rates)

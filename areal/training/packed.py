@@ -189,8 +189,8 @@ class PackedRow:
     that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
-    advantages, weights (of each token in the loss), proximal, reference and teacher (log-probabilities): float32 [S]
-    once computed. mask: bool [S], as in `Tokens`.
+    advantages, weights (of each token in the loss), proximal, reference and teacher (log-probabilities), values (the
+    critic's before the step) and value_targets: float32 [S] once computed. mask: bool [S], as in `Tokens`.
     """
 
     tokens: Tensor
@@ -210,6 +210,8 @@ class PackedRow:
     proximal: Tensor | None = None
     reference: Tensor | None = None
     teacher: Tensor | None = None
+    values: Tensor | None = None
+    value_targets: Tensor | None = None
     mask: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:

@@ -53,14 +53,14 @@ def what_is_missing(sizes: Any, windows: Sequence[int | None], longest: int | No
 
 
 def keeps_apart(
-    forward: Callable[[PackedRow], tuple[Tensor, Tensor]], embeddings: torch.nn.Module, vocabulary: int,
+    forward: Callable[[PackedRow], tuple[Tensor, ...]], embeddings: torch.nn.Module, vocabulary: int,
     device: torch.device, *, prefix_tree: bool,
 ) -> bool:  # fmt: skip
     """Whether a row of several sequences gives each of them the log-probs that it has alone (all ranks).
 
     No log-prob of a sequence may depend on another sequence's tokens. So its gradient with respect to their embeddings
     must be exactly 0, in any dtype; besides, log-probs must be those of each sequence alone, except for rounding.
-    forward: log-probs and entropies of a row; embeddings: the module that makes its tokens' embeddings.
+    forward: log-probs of a row, and more; embeddings: the module that makes its tokens' embeddings.
     """
     flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1, prefix_tree=prefix_tree)
     trained, members = flat.trained(None), range(len(flat.lengths))
@@ -68,7 +68,7 @@ def keeps_apart(
     paths = row.paths.split(row.lengths)
     for sequence in (members[0], members[-1]):
         with torch.enable_grad(), _watching(embeddings) as seen:
-            packed, _ = forward(row)
+            packed, *_ = forward(row)
             (gradient,) = torch.autograd.grad(packed[row.sequence == sequence].sum(), seen)
         influence = gradient[0].abs().sum(-1)
         influence[paths[sequence]] = 0
@@ -80,7 +80,7 @@ def keeps_apart(
 
 
 def only_attention_mixes(
-    forward: Callable[[PackedRow], tuple[Tensor, Tensor]],
+    forward: Callable[[PackedRow], tuple[Tensor, ...]],
     embeddings: torch.nn.Module,
     vocabulary: int,
     device: torch.device,
@@ -88,12 +88,12 @@ def only_attention_mixes(
     """Whether a model without its attention takes each token by itself, so that ranks can divide a row (all ranks).
 
     The gradient of a log-prob with respect to the embeddings of all tokens but the one that predicts it must be exactly
-    0. forward: log-probs and entropies of a row, with 0 for what attention returns; embeddings: as in `keeps_apart`.
+    0. forward: log-probs of a row, and more, with 0 for what attention returns; embeddings: as in `keeps_apart`.
     """
     flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1)
     row = pack(flat, flat.trained(None), [0], device)
     with torch.enable_grad(), _watching(embeddings) as seen:
-        logp, _ = forward(row)
+        logp, *_ = forward(row)
         (gradient,) = torch.autograd.grad(logp[-1], seen)
     influence = gradient[0].abs().sum(-1)
     influence[row.predicts[row.distribution[-1]]] = 0

@@ -119,6 +119,7 @@ _OBJECTIVE = {
     "advantage_std": "none",
     "proximal": "recompute",
     "kl_coef": 0.0,
+    "critic": None,
 }
 
 

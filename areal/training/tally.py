@@ -31,6 +31,8 @@ class StepResult:
     kl_behaviour: KL(pi_behav || pi_prox), nats per token. kl_reference: KL(pi_prox || pi_ref) (k3), nats per token, or
     None. kl_teacher: KL(pi_prox || teacher) (k1), nats per token; teacher_agreement: mean of min(1, teacher / pi_prox),
     which is 1 minus the total variation distance of the two; both None without a teacher.
+    value_loss: of the critic, as `loss`. explained_variance: share of the variance of the value targets that the values
+    before the step explain. Both None without a critic.
     token_staleness_mean: versions between a token's sampling and this step.
     tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch, of each branch of a sample.
     tokens_computed: tokens that the model computed, where a prefix tree computes shared tokens once.
@@ -52,6 +54,8 @@ class StepResult:
     kl_reference: float | None
     kl_teacher: float | None
     teacher_agreement: float | None
+    value_loss: float | None
+    explained_variance: float | None
     token_staleness_mean: float
     tokens_trained: int
     tokens_total: int
@@ -67,7 +71,7 @@ class Tally:
     """Sums over the tokens of a step on one rank, the seconds of its phases, and its floating-point operations."""
 
     SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "kl_teacher",
-            "teacher_agreement", "staleness", "gap", "current", "computed")  # fmt: skip
+            "teacher_agreement", "value_loss", "staleness", "gap", "current", "computed")  # fmt: skip
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
@@ -77,10 +81,14 @@ class Tally:
         self.operations = 0.0
 
     @torch.no_grad()
-    def add(self, row: PackedRow, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
+    def add(
+        self, row: PackedRow, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool,
+        errors: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Add a row's tokens to the sums.
 
-        first: true before the first optimizer step, while `logp` is still that of `version`.
+        first: true before the first optimizer step, while `logp` is still that of `version`. errors: [S], the critic's
+        loss.
         """
         weight = torch.exp((row.proximal - row.behaviour).double())
         current = (row.versions == version) & first
@@ -95,6 +103,7 @@ class Tally:
             "kl_reference": torch.zeros(()) if row.reference is None else kl(row.proximal, row.reference, "k3"),
             "kl_teacher": -ahead,
             "teacher_agreement": ahead.clamp(max=0).exp(),
+            "value_loss": torch.zeros(()) if errors is None else errors * row.weights,
             "staleness": version - row.versions,
             "gap": (row.behaviour - logp).abs()[current],
             "current": current,
@@ -116,7 +125,7 @@ class Tally:
 
     def result(
         self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int, reference: bool,
-        teacher: bool, peak_tflops: float | None,
+        teacher: bool, critic: bool, explained_variance: float | None, peak_tflops: float | None,
     ) -> StepResult:  # fmt: skip
         """The step's result, which is the same on all ranks except for the seconds and what follows from them (all
         ranks)."""
@@ -141,6 +150,8 @@ class Tally:
             kl_reference=sums["kl_reference"] / count if reference else None,
             kl_teacher=sums["kl_teacher"] / count if teacher else None,
             teacher_agreement=sums["teacher_agreement"] / count if teacher else None,
+            value_loss=sums["value_loss"] / len(self.grad_norms) if critic else None,
+            explained_variance=explained_variance,
             token_staleness_mean=sums["staleness"] / count,
             tokens_trained=tokens_trained,
             tokens_total=tokens_total,

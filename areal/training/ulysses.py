@@ -8,7 +8,7 @@ At the end the ranks exchange log-probs, so that each has those of the whole row
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -81,16 +81,15 @@ class SequenceGroup:
             indices=indices,
         )
 
-    def join(self, part: RowPart, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-probs and entropies of the whole row, [S] each (all ranks of the group).
+    def join(self, part: RowPart, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the forward pass gives for the whole row, [S] each (all ranks of the group). own: for this rank's part.
 
         The gradient of another rank's values is computed by that rank.
         """
-        outputs = logp.new_zeros(2, len(part.row.targets))
-        outputs[:, part.indices] = torch.stack([logp.detach(), entropy.detach()])
+        outputs = own[0].new_zeros(len(own), len(part.row.targets))
+        outputs[:, part.indices] = torch.stack([values.detach() for values in own])
         dist.all_reduce(outputs, group=self._group)
-        where = (part.indices,)
-        return outputs[0].index_put(where, logp), outputs[1].index_put(where, entropy)
+        return tuple(whole.index_put((part.indices,), values) for whole, values in zip(outputs, own, strict=True))
 
     def attention(self, query: Tensor, key: Tensor, attention: Attention) -> Attention:
         """`attention` over all ranks of the group, for queries and keys of these shapes."""

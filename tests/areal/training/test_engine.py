@@ -649,7 +649,7 @@ def work(folder, out, *cases):
 
 CASES = {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
 CASES |= {f"bf16-zero{stage}": {"dtype": "bfloat16", "zero_stage": stage} for stage in (1, 2, 3)}
-ADAPTERS = {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}, "kl_coef": 0.1}
+ADAPTERS = {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}, "kl_coef": 0.1, "critic": {"warmup_steps": 1}}
 OFFLOADED = {"zero1": "optimizer", "zero2": "optimizer", "bf16-zero3": "all"}
 CASES |= {f"{name}-offload": CASES[name] | {"offload": what} for name, what in OFFLOADED.items()}
 CASES |= {f"bf16-adapters-zero{stage}": ADAPTERS | {"zero_stage": stage} for stage in (1, 3)}

@@ -31,15 +31,18 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
+    return record(tmp_path_factory.mktemp("recorded"))
+
+
+def record(folder: Path, **trainer) -> Path:
     """The folder of a run, as far as a replay needs it."""
-    folder = tmp_path_factory.mktemp("recorded")
     config = Config.model_validate(
         {
             "model": str(make_model(folder / "model")), "run_dir": folder, "name": "run", "steps": STEPS,
             "batch_size": 4, "group_size": 4, "max_staleness": 1, "on_straggler": "mask",
             "data": {"source": "addition"}, "sampling": {"max_new_tokens": 8, "temperature": TEMPERATURE},
             "reward": {"functions": ["addition"]},
-            "trainer": {"minibatches": 2, "lr": 1e-3, "lr_schedule": "linear", "advantage_mean": "group"},
+            "trainer": {"minibatches": 2, "lr": 1e-3, "lr_schedule": "linear", "advantage_mean": "group", **trainer},
         }
     )  # fmt: skip
     run = config.folder
@@ -80,6 +83,14 @@ def test_a_replay_ends_with_the_same_weights(run, capsys):
     again, before = (read_jsonl(folder / "metrics.jsonl") for folder in (run / "replays" / "unchanged", run))
     assert [m["loss"] for m in again] == [m["loss"] for m in before]
     assert not summary_of(run / "replays" / "unchanged")["off_policy"]
+
+
+def test_a_critic_goes_on_from_its_checkpoint_in_a_replay(tmp_path, capsys):
+    run = record(tmp_path, critic={"warmup_steps": 6, "coef": 1.0})
+    assert main(["replay", str(run), "--steps", "2:"]) == 0
+    assert "the same weights, bit by bit" in capsys.readouterr().out
+    again, before = (read_jsonl(folder / "metrics.jsonl") for folder in (run / "replays" / "steps-2-5", run))
+    assert [m["value_loss"] for m in again] == [m["value_loss"] for m in before[2:]]
 
 
 def test_a_replay_may_begin_and_end_at_a_checkpoint(run, capsys):
