@@ -349,11 +349,16 @@ class RewardConfig(Section):
             raise ValueError(f"reward.functions {error}") from None
 
 
+def half_on_gpus(cuda: bool) -> str:
+    """The type of weights that `auto` stands for."""
+    return "bfloat16" if cuda else "float32"
+
+
 class EngineConfig(Section):
     """A vLLM engine."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="type of the weights in the engine; a CPU without AMX is twice as fast with float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="type of the weights in the engine; auto: bfloat16 on GPUs, else float32"
     )
     threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
     max_model_len: int | None = Field(
@@ -383,6 +388,10 @@ class EngineConfig(Section):
     def devices(self) -> int:
         """Number of devices of one engine; on a CPU, of its processes."""
         return self.tensor_parallel * devices_of(self.engine_options)
+
+    def on(self, *, cuda: bool) -> Self:
+        """This configuration for engines on GPUs (cuda) or CPUs, without `auto`."""
+        return self.model_copy(update={"dtype": half_on_gpus(cuda) if self.dtype == "auto" else self.dtype})
 
 
 class GeneratorConfig(EngineConfig):
@@ -715,7 +724,7 @@ class TrainerConfig(Section):
 
     def automatic(self, *, cuda: bool) -> dict[str, Any]:
         """What `auto` stands for on GPUs (cuda) or CPUs, by key, where the configuration has it."""
-        values = {"dtype": "bfloat16" if cuda else "float32", "gradient_checkpointing": cuda}
+        values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
         return {key: value for key, value in values.items() if getattr(self, key) == "auto"}
 
     def on(self, *, cuda: bool) -> TrainerConfig:
@@ -1246,6 +1255,12 @@ class Config(ScoringConfig):
     def needed_scorers(self) -> list[str]:
         """Those of `used_scorers` without which the run cannot go on; an evaluation alone needs only rewards."""
         return [name for name in self.used_scorers if self.steps or name in self.rewards]
+
+    def on(self, *, cuda: bool) -> Config:
+        """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""
+        scorers = {name: scorer.on(cuda=cuda) for name, scorer in self.scorers.items()}
+        parts = {"trainer": self.trainer.on(cuda=cuda), "generator": self.generator.on(cuda=cuda), "scorers": scorers}
+        return self.model_copy(update=parts)
 
     @property
     def started_scorers(self) -> list[str]:

@@ -23,7 +23,7 @@ _OF_ROWS = {"data", "reward", "sandbox", "evaluator", "max_failed_share"}
 
 def on_this_machine(config: Config) -> Config:
     """`config` with the values that `auto` stands for on the devices of this machine."""
-    return config.model_copy(update={"trainer": config.trainer.on(cuda=bool(visible_devices()))})
+    return config.on(cuda=bool(visible_devices()))
 
 
 def with_own_port(config: Config, named_by_user: bool) -> Config:

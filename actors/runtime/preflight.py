@@ -11,6 +11,7 @@ from pathlib import Path
 
 from actors.runtime.row_checks import NO_ROOMS, check_prompts, check_rows
 from areal.config import Config, EngineConfig, ScorerConfig, UserError
+from areal.cpu.processor import lacks_bf16
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
@@ -241,7 +242,7 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
 
     Raises UserError if the least that they need is more than there is; prints a note if engines share cores.
     """
-    cores = len(os.sched_getaffinity(0))
+    config, cores = config.on(cuda=False), len(os.sched_getaffinity(0))
     engines = config.generator.count * config.generator.devices
     if engines > MOST_ENGINES_PER_CORE * cores:
         raise UserError(
@@ -252,6 +253,13 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
         print(
             f"Note: {engines} engines with {config.generator.threads} threads each share the {cores} cores of this "
             f"machine: one for each core, and one core for the trainer, are fastest.",
+            file=sys.stderr,
+        )
+    halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]
+    if halves and lacks_bf16():
+        print(
+            f"Note: this processor has no instructions for bfloat16, which makes matrix products several times slower: "
+            f"set {' and '.join(halves)} to float32.",
             file=sys.stderr,
         )
     elements = sum(sizes.values())

@@ -45,8 +45,10 @@ def plan_run(options: Namespace) -> None:
     config: Config = read(options.config or options.run, options.overrides)
     if config.colocate:
         raise UserError("A plan divides devices between trainer and generators, which colocate shares: colocate=false.")
-    dtype = config.trainer.on(cuda=True).dtype  # whether to checkpoint is for the plan to say
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": dtype})})
+    checkpointing = config.trainer.gradient_checkpointing  # if it is auto, the plan says whether
+    config = config.on(cuda=True)
+    trainer = config.trainer.model_copy(update={"gradient_checkpointing": checkpointing})
+    config = config.model_copy(update={"trainer": trainer})
     measured = measure(options.run, config_of_run(options.run)) if options.run else {}
     arguments = {name: getattr(options, name) for name in ("generation_rate", "training_rate", "mean_tokens")}
     numbers = measured | {name: value for name, value in arguments.items() if value is not None}

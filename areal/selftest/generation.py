@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from areal.config import Config
+from areal.devices import visible_devices
 from areal.generation.engine import Chunk, EngineError, GenerationEngine, LoadTimes, WeightLoadError
 from areal.selftest.disk import size_of
 from areal.selftest.findings import REPORT, Finding
@@ -47,7 +48,7 @@ class GenerationChecks:
     """The generator of a self-test. config: of the run, with a folder as its model."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        self._config = config.on(cuda=bool(visible_devices()))
         self._started: GenerationEngine | None = None
         self._receiving: Receiving | None = None
         self._asleep: list[asyncio.Task[Sampled]] = []

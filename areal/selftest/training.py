@@ -52,14 +52,13 @@ class TrainingChecks:
     """The trainer of a self-test, on one rank. config: of the run, with a folder as its model."""
 
     def __init__(self, config: Config) -> None:
-        trainer = config.trainer.on(cuda=torch.cuda.is_available())
-        self._config = config.model_copy(update={"trainer": trainer})
+        self._config = config.on(cuda=torch.cuda.is_available())
         self._sizes = sizes_of(config.model)
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         else:
-            cpu.set_environment(trainer.dtype)
+            cpu.set_environment(self._config.trainer.dtype)
         self._started: TrainingEngine | None = None
         self._sending: Sending | None = None
         self._resident_at_start = 0

@@ -198,10 +198,20 @@ def test_what_does_not_fit_this_machine_is_refused(monkeypatch, tmp_path, change
 
 def test_more_threads_of_engines_than_cores_are_told(monkeypatch, capsys):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("areal.cpu.processor._cpu_flags", lambda: "avx512_bf16")
     preflight.check_machine(config_of("rows.jsonl", generator={"count": 2}), {}, {})
     assert capsys.readouterr().err == ""
     preflight.check_machine(config_of("rows.jsonl", generator={"count": 3}), {}, {})
     assert "Note: 3 engines with 1 threads each share the 2 cores" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "notes"), [("avx2 fma", 1), ("avx512_bf16 avx2", 0), ("bf16 sve", 0)])
+def test_bfloat16_on_a_processor_without_it_is_noted(monkeypatch, capsys, flags, notes):
+    monkeypatch.setattr("areal.cpu.processor._cpu_flags", lambda: flags)
+    preflight.check_machine(config_of("rows.jsonl", generator={"dtype": "bfloat16"}), {}, {})
+    assert capsys.readouterr().err.count("set generator.dtype to float32") == notes
+    preflight.check_machine(config_of("rows.jsonl", generator={"dtype": "float32"}), {}, {})
+    assert capsys.readouterr().err == ""
 
 
 def test_the_context_and_the_layers_of_the_quickstarts_model_are_known():

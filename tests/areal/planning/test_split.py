@@ -50,7 +50,7 @@ def config(**changes) -> Config:
     }
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) else value
-    return Config.model_validate(values)
+    return Config.model_validate(values).on(cuda=True)
 
 
 def paper(**changes) -> Plan:
