@@ -165,13 +165,13 @@ def test_rows_all_of_which_lack_tests_are_refused(tmp_path):
         (
             {},
             16,
-            "16 GiB of memory, but the run needs at least 3.5 for the generators, 24.3 for the trainer, 0.2 for",
+            "16 GiB of memory, but the run needs at least 6.5 for the generators, 24.3 for the trainer, 0.2 for",
         ),
         ({"trainer": {"lora": {"rank": 4}, "minibatches": 1}}, 16, None),
         (
             {"generator": {"count": 8}},
             48,
-            "at least 27.8 for the generators, 24.3 for the trainer, 0.2 for the other roles",
+            "at least 51.7 for the generators, 24.3 for the trainer, 0.2 for the other roles",
         ),
         ({"reward": {"functions": "math", "count": 999}}, 64, "124.9 for the other roles"),
         (

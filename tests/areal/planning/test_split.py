@@ -46,11 +46,11 @@ def config(**changes) -> Config:
         "sampling": {"max_new_tokens": 27 * 1024},
         "reward": {"functions": ["math"]},
         "trainer": {"dtype": "bfloat16"},
-        "generator": {"max_concurrent_rollouts": 128},
+        "generator": {"dtype": "bfloat16", "max_concurrent_rollouts": 128},
     }
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) else value
-    return Config.model_validate(values).on(cuda=True)
+    return Config.model_validate(values)
 
 
 def paper(**changes) -> Plan:
