@@ -7,10 +7,12 @@ pytest tests/test_chaos.py --chaos-seed 7      the same kills again, as far as a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,14 +20,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from accounts import check_accounts
 from conftest import ROOT, Run
 from helpers import Process, descendants, processes, processes_mentioning
+from safetensors.torch import load_file, save_file
+from scorers import judging, logprobs_of, scorer_of, scores_of, verdict, write_classifier
 
 from areal.__main__ import main
-from areal.storage.run_folder import read_metrics
+from areal.storage.rollouts import batches, files
+from areal.storage.run_folder import config_of_run, read_metrics
+from areal.tokens import load_tokenizer
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
@@ -211,6 +219,88 @@ def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_mac
     again = run("--resume", str(folder))
     assert "is complete" in again.wait(60)
     assert again.code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * SECONDS_OF_A_SMALL_RUN)
+def test_columns_of_scorers_that_are_killed_and_join_are_those_of_scorers_that_nobody_disturbs(
+    run, small, tiny_model, chaos, tmp_path
+):
+    folder = tmp_path / "runs" / "test"
+    scorers = json.dumps(write_scorers(tmp_path, tiny_model))
+    with judging() as url:
+        judge = json.dumps({"url": url, "model": "m", "template": "{{ prompt }}|{{ completion }}"})
+        started = run(
+            "--config", CONFIG, *small, "steps=100000", "generator.count=1", "data.eval_size=0", "trainer.teacher=wise",
+            "trainer.kl_coef=0.01", "trainer.reference=scorer:first", f"scorers={scorers}",
+            "reward.functions={addition: 1, judge: 0.1, liked: 0.1}", f"reward.options.judge={judge}",
+        )  # fmt: skip
+        wait_for_step(started, folder, 1)
+        kill_servers(started, chaos)
+        joined = run("--role", "scorer", "--scorer", "wise", "--master", "runs/test")
+        health = ["--master", str(folder), "--actor", "scorer/3", "--wait", str(RESTART_SECONDS)]
+        subprocess.run([sys.executable, "-m", "areal", "health", *health], check=True, cwd=ROOT)
+        kill_servers(started, chaos)
+        stop(started)
+        joined.wait(RESTART_SECONDS)
+        last = steps_done(folder) + 1
+        check_finished(run("--resume", str(folder), f"steps={last}"), folder, SECONDS_OF_A_SMALL_RUN)
+    asyncio.run(check_columns(folder))
+
+
+def write_scorers(folder: Path, model: Path) -> dict[str, dict[str, object]]:
+    """The settings of a teacher, a reference and a reward model, none of which is the run's model."""
+    write_classifier(folder / "liked", model)
+    weights = load_file(model / "model.safetensors")
+    for share, name in ((1.1, "wise"), (1.2, "first")):
+        shutil.copytree(model, folder / name)
+        changed = {key: share * weight for key, weight in weights.items()}
+        save_file(changed, folder / name / "model.safetensors", metadata={"format": "pt"})
+    engine = {"dtype": "float32", "kv_cache_gib": 0.25, "repeatable": True}
+    settings: dict[str, dict[str, object]] = {
+        name: {"model": str(folder / name), **engine} for name in ("wise", "first", "liked")
+    }
+    settings["liked"]["kind"] = "reward_model"
+    return settings
+
+
+def kill_servers(run: Run, chaos: random.Random) -> None:
+    """Kill each scorer that the run has started, and its reward actor. Returns once the run needs them again."""
+    for victim in chaos.sample(["--scorer wise", "--scorer first", "--scorer liked", "--role reward"], 4):
+        time.sleep(chaos.uniform(0, PHASE_SECONDS))
+        own = lambda: [p for p in processes() if p.parent == run.process.pid and f"{victim} " in p.command]  # noqa: B023, E731
+        (process,) = wait_for(run, own)
+        print(f"kill {process.pid}, {victim}")
+        os.kill(process.pid, signal.SIGKILL)
+    after_steps(run, run.folder / "runs" / "test", 4)  # more than what was sampled by then
+
+
+async def check_columns(folder: Path) -> None:
+    """Each column of the trained samples is, to the last bit, what a scorer gives that nobody disturbs."""
+    config = config_of_run(folder)
+    tables = [pq.read_table(file, columns=["group", "sample", "reward_parts"]) for file in files(folder / "rollouts")]
+    parts = {
+        (row["group"], row["sample"]): json.loads(row["reward_parts"]) for table in tables for row in table.to_pylist()
+    }
+    groups = [group for _, groups in batches(folder / "rollouts") for group in groups]
+    samples = [(sample, parts[group.id, place]) for group in groups for place, sample in enumerate(group.trajectories)]
+    for name, column in (("wise", "teacher_logprobs"), ("first", "reference_logprobs")):
+        async with scorer_of(config, name) as scorer:
+            rows = await logprobs_of(scorer, [sample.tokens for sample, _ in samples])
+        for (sample, _), row in zip(samples, rows, strict=True):
+            expected = np.where(sample.sampled, np.append(np.float32(0), row), np.float32(0))
+            np.testing.assert_array_equal(getattr(sample, column), expected)
+    tokenizer = load_tokenizer(config.model)
+    texts = [
+        [tokenizer.decode(sample.tokens[part], skip_special_tokens=True) for part in (~sample.sampled, sample.sampled)]
+        for sample, _ in samples
+    ]
+    async with scorer_of(config, "liked") as scorer:
+        scores = await scores_of(scorer, [(prompt, completion, {}) for prompt, completion in texts])
+    for (sample, own), (prompt, completion), (score, read) in zip(samples, texts, scores, strict=True):
+        judged = verdict(f"{prompt}|{completion}")
+        assert (own["liked"], own["liked/tokens"], own["judge"]) == (score, read, judged)
+        assert sample.reward == pytest.approx(own["addition"] + 0.1 * (judged + score))
 
 
 def lose_generators(run: Run, folder: Path) -> None:

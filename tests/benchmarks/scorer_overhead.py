@@ -1,0 +1,130 @@
+"""Samples per second, and CPU time of a sample, of the quickstart with and without a scorer that answers at once.
+
+    python tests/benchmarks/scorer_overhead.py --model runs/models/quickstart-... --rounds 3
+
+The scorer is the real actor in a process of its own, with an engine that gives zeros: what remains is the way of the
+tokens to it and of the log-probs back, through spool and rollouts into the step, which measures them and learns nothing
+from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import uvloop
+from runs import QUICKSTART, ROOT, free_port, read
+
+STEPS, FIRST = 32, 8
+
+
+class AtOnce:
+    """An engine that gives zeros."""
+
+    async def score(self, request_id: str, tokens: Sequence[int]) -> Any:
+        from areal.generation.engine import TokenScores
+
+        return TokenScores(np.zeros(len(tokens) - 1, np.float32), 0)
+
+    def stats(self) -> Any:
+        from areal.generation.engine import EngineStats
+
+        return EngineStats(0, 0, 0.0, 0, 0)
+
+    async def close(self) -> None:
+        pass
+
+
+def serve(folder: str) -> None:
+    """Be the scorer of the run in the folder."""
+    from actors.runtime.actor import incarnation
+    from actors.runtime.addresses import Door, find_master, open_network
+    from actors.scorer import Scorer
+    from protocols.addresses import host_of
+    from protocols.transport import Bus
+
+    async def start(*_: Any, **__: Any) -> AtOnce:
+        return AtOnce()
+
+    async def run() -> None:
+        master = find_master(folder, 300.0)
+        door = Door.towards(master)
+        bus = Bus(f"scorer/?#{incarnation()}", open_network(host_of(master), door.bind))
+        await Scorer(bus, master, None, door, name="idle", start_engine=start).run()
+
+    asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
+
+
+def cpu_seconds(root: psutil.Process) -> Counter[str]:
+    """CPU seconds so far of a run's processes, by role."""
+    found = Counter[str]()
+    for role in [root, *root.children()]:
+        words = role.cmdline()
+        name = words[words.index("--role") + 1] if "--role" in words else "supervisor"
+        for process in [role, *(role.children(recursive=True) if name != "supervisor" else ())]:
+            times = process.cpu_times()
+            found[name] += times.user + times.system
+    return found
+
+
+def measure(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> dict[str, float]:
+    """Samples/s, and CPU milliseconds of a sample by role."""
+    command = [
+        sys.executable, str(ROOT / "run.py"), "--config", str(QUICKSTART), f"run_dir={folder}", f"name={name}",
+        f"model={model.resolve()}", f"master.address=tcp://127.0.0.1:{free_port()}", f"steps={STEPS}",
+        "data.eval_size=0", "observe.tensorboard=false", *overrides,
+    ]  # fmt: skip
+    records, looks = folder / name / "metrics.jsonl", {}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as started:
+        own = [] if not overrides else [psutil.Popen([sys.executable, __file__, "--serve", str(folder / name)])]
+        while started.poll() is None:
+            done = len(records.read_text().splitlines()) if records.is_file() else 0
+            if done in (FIRST, STEPS - 4) and done not in looks:
+                looks[done] = cpu_seconds(psutil.Process(started.pid))
+                looks[done].update({"scorer": sum(sum(process.cpu_times()[:2]) for process in own)})
+            time.sleep(0.05)
+        for process in own:
+            process.wait()
+    (begin, before), (end, after) = looks.items()
+    samples = 128 * (end - begin)
+    costs = {role: 1000 * (after[role] - before[role]) / samples for role in after}
+    return {"samples/s": read(folder / name).samples_per_second, "all": sum(costs.values())} | costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="the quickstart's model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
+    scorer = ["trainer.teacher=idle", f"scorers.idle={{model: {options.model.resolve()}, count: 0}}"]
+    found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds):
+            for kind, rounds in found.items():
+                overrides = scorer if kind == "with" else []
+                rounds.append(measure(options.model, Path(folder), f"{kind}-{number}", overrides))
+                print(kind, {name: round(value, 2) for name, value in rounds[-1].items()}, flush=True)
+    for kind, rounds in found.items():
+        print(f"{kind}, medians:", {name: round(median(each[name] for each in rounds), 2) for name in rounds[0]})
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,111 @@
+"""Scorers without a run around them, a reward model, and a judge whose verdicts are known."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from helpers import network
+
+from actors.runtime.addresses import Door
+from actors.scorer import Scorer
+from areal.config import Config
+from protocols.messages import Completion
+from protocols.transport import Bus
+
+TEMPLATE = "{% for m in messages %}{{ {'user': 0, 'assistant': 1, 'system': 2}[m.role] }}{{ m.content }}={% endfor %}"
+"""The chat template of the reward model, in the alphabet of the quickstart's model."""
+Asked = tuple[str, str, Mapping[str, Any]]
+"""A prompt, a completion and their row."""
+
+
+def write_classifier(folder: Path, model: Path) -> None:
+    """A tiny classifier with three outputs and a chat template of its own. model: has its tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = json.loads((model / "config.json").read_text())
+    config = Qwen3Config(
+        **{name: sizes[name] for name in ("vocab_size", "max_position_embeddings")}, hidden_size=64, head_dim=32,
+        intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_labels=3,
+        initializer_range=0.3, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+
+
+@contextlib.asynccontextmanager
+async def scorer_of(config: Config, name: str) -> Any:
+    """A scorer of this name, with its engine, that no run disturbs."""
+    actor = Scorer(Bus("scorer/0#1", network()), "tcp://127.0.0.1:1", 0, Door("127.0.0.1", "127.0.0.1"), name=name)
+    actor.config = config
+    try:
+        await actor.setup()
+        yield actor
+    finally:
+        await actor.teardown()
+
+
+async def scores_of(actor: Scorer, asked: Sequence[Asked]) -> list[tuple[float, float]]:
+    """The scores that a reward model gives, and the numbers of tokens that it read, by the code that a flow calls."""
+    added: list[Any] = []
+    jobs = [
+        actor._score_text(
+            f"{job}", Completion(job=job, function=actor._name, prompt=prompt, completion=completion, row=0), row,
+            added.append,
+        )
+        for job, (prompt, completion, row) in enumerate(asked)
+    ]  # fmt: skip
+    await asyncio.gather(*jobs)
+    return [(scored.score, scored.parts["tokens"]) for scored in sorted(added, key=lambda scored: scored.job)]
+
+
+async def logprobs_of(actor: Scorer, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The log-probs that a scorer gives rows of tokens, likewise."""
+    added: list[Any] = []
+    await asyncio.gather(*(actor._score(f"{job}", job, row.tolist(), added.append) for job, row in enumerate(rows)))
+    return [row.logprobs for row in sorted(added, key=lambda row: row.job)]
+
+
+def verdict(text: str) -> float:
+    """What the judge thinks of a text."""
+    return crc32(text.encode()) % 11 / 10
+
+
+@contextlib.contextmanager
+def judging() -> Iterator[str]:
+    """The address of a judge."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            content = f"{10 * verdict(asked['messages'][0]['content']):g}"
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
+            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            body = json.dumps(answer | {"usage": None}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
