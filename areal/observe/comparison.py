@@ -43,14 +43,14 @@ class Figure(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The runs with one value x of the axis: how many, their mean held-out accuracy at the end with the half width of
-    its interval, and their mean staleness."""
+    """The runs at one place x of the axis: how many, their mean held-out accuracy with the half width of its interval,
+    and the mean of their second figure."""
 
     x: float
     runs: int
     accuracy: float
     error: float
-    staleness: float
+    second: float
 
 
 def compare(options: Namespace) -> None:
@@ -88,8 +88,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
     """Draw the runs in `folders` into the SVG file `path`. Returns the numbers as a table.
 
     The horizontal axis is the setting with the most numeric values, each combination of the other settings is a line,
-    and runs that differ in their seed alone are one point, with its interval (`means`). Raises UserError if a folder
-    holds no finished run, or if the runs differ in no setting with numeric values.
+    and runs that differ in their seed alone are one point, with its interval (`means`). Runs that differ in no setting
+    with numeric values are drawn by step. Raises UserError if a folder holds no finished run.
     """
     runs = [read_run(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
@@ -98,29 +98,57 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
     settings = [run.settings for run in runs]
     keys = _dividing(settings, differing_settings(settings, (*LEFT_OUT, *SPEED_ONLY)))
     numeric = [key for key in keys if all(_is_number(value_of(config, key)) for config in settings)]
-    if not numeric:
-        raise UserError("These runs differ in no setting that is a number: a figure of them has no axis.")
-    axis = max(numeric, key=lambda key: len({value_of(config, key) for config in settings}))
-    groups = list(by_settings(settings, keys).values())
-    accuracies = means([runs[n].summary["accuracy_after"] for n in numbers] for numbers in groups)
-    lines: dict[str, list[Point]] = {}
-    for numbers, (accuracy, error) in zip(groups, accuracies, strict=True):
-        values = {key: value_of(settings[numbers[0]], key) for key in keys}
-        label = ", ".join(_text(key, value) for key, value in values.items() if key != axis)
-        staleness = statistics.fmean(staleness_of(runs[n]) for n in numbers)
-        lines.setdefault(label, []).append(Point(values[axis], len(numbers), accuracy, 2 * error, staleness))
-        lines[label].sort()
+    axis = max(numeric, key=lambda key: len({value_of(config, key) for config in settings}), default="")
+    groups: dict[str, list[list[Run]]] = {}
+    for numbers in by_settings(settings, keys).values():
+        label = ", ".join(_text(key, value_of(settings[numbers[0]], key)) for key in keys if key != axis)
+        groups.setdefault(label, []).append([runs[n] for n in numbers])
+    lines = _at_the_end(groups, axis) if axis else _by_step(groups)
     accurate = {label: [(p.x, p.accuracy, p.error) for p in line] for label, line in lines.items()}
-    stale = {label: [(p.x, p.staleness, math.nan) for p in line] for label, line in lines.items()}
-    panels = ("Held-out accuracy at the end", accurate), ("Staleness, mean", stale)
-    write_svg(path, "comparison", lambda: figure_of_points(panels, axis, COLOURS))
-    table = Table("", axis, "runs", "held-out accuracy", "staleness")
+    seconds = {label: [(p.x, p.second, math.nan) for p in line] for label, line in lines.items()}
+    titles = (
+        ("Held-out accuracy at the end", "Staleness, mean") if axis else ("Held-out accuracy", "Reward of the steps")
+    )
+    panels = list(zip(titles, (accurate, seconds), strict=True))
+    write_svg(path, "comparison", lambda: figure_of_points(panels, axis or "step", COLOURS))
+    table = Table("", axis or "step", "runs", "held-out accuracy", "staleness" if axis else "reward")
     for column in table.columns[1:]:
         column.justify = "right"
     for label, line in lines.items():
         for p in line:
-            table.add_row(label, f"{p.x:g}", f"{p.runs}", mean_text(p.accuracy, p.error, ".3f"), f"{p.staleness:.2f}")
+            cells = mean_text(p.accuracy, p.error, ".3f"), mean_text(p.second, math.nan, ".2f" if axis else ".3f")
+            table.add_row(label, f"{p.x:g}", f"{p.runs}", *cells)
     return table
+
+
+def _at_the_end(groups: Mapping[str, Sequence[Sequence[Run]]], axis: str) -> dict[str, list[Point]]:
+    """The groups of runs by their value of the setting `axis`: the final accuracy, and the mean staleness."""
+    cells = [(label, group) for label, line in groups.items() for group in line]
+    accuracies = means([run.summary["accuracy_after"] for run in group] for _, group in cells)
+    lines: dict[str, list[Point]] = {}
+    for (label, group), (accuracy, error) in zip(cells, accuracies, strict=True):
+        staleness = statistics.fmean(staleness_of(run) for run in group)
+        point = Point(value_of(group[0].settings, axis), len(group), accuracy, 2 * error, staleness)
+        lines.setdefault(label, []).append(point)
+    return {label: sorted(line) for label, line in lines.items()}
+
+
+def _by_step(groups: Mapping[str, Sequence[Sequence[Run]]]) -> dict[str, list[Point]]:
+    """The accuracy at each evaluation, and the mean reward of the steps since the one before it."""
+    places: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for label, run in ((label, run) for label, line in groups.items() for group in line for run in group):
+        rewards, earlier = dict(zip(run.steps, run.series("reward_mean"), strict=True)), 0
+        for evaluation in sorted(run.evaluations, key=lambda evaluation: evaluation["version"]):
+            version = evaluation["version"]
+            since = _mean([reward for step, reward in rewards.items() if earlier < step <= version])
+            places.setdefault((label, version), []).append((number_or_nan(evaluation.get("accuracy")), since))
+            earlier = version
+    accuracies = means([accuracy for accuracy, _ in values] for values in places.values())
+    lines: dict[str, list[Point]] = {}
+    for ((label, version), values), (accuracy, error) in zip(places.items(), accuracies, strict=True):
+        mean = _mean([reward for _, reward in values])
+        lines.setdefault(label, []).append(Point(version, len(values), accuracy, 2 * error, mean))
+    return {label: sorted(line) for label, line in lines.items()}
 
 
 def value_of(settings: Mapping[str, Any], key: str) -> Any:

@@ -14,14 +14,16 @@ from areal.__main__ import main
 def run_of(tmp_path):
     """Writes the folder of a finished run and returns it."""
 
-    def write(accuracy, *, staleness=1.0, seed=0, **settings):
+    def write(accuracy, *, staleness=1.0, seed=0, evaluations=(), **settings):
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         config = {"name": folder.name, "seed": seed, "master": {"address": folder.name}} | settings
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         ages = [99.0, 99.0, staleness, staleness]  # the first steps do not count
-        records = [{"step": step, "staleness_mean": age} for step, age in enumerate(ages, 1)]
+        records = [{"step": step, "staleness_mean": age, "reward_mean": step / 8} for step, age in enumerate(ages, 1)]
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        lines = (json.dumps({"version": version, "accuracy": value}) for version, value in evaluations)
+        (folder / "evaluations.jsonl").write_text("".join(f"{line}\n" for line in lines))
         (folder / "summary.json").write_text(json.dumps({"ok": True, "accuracy_after": accuracy}))
         return str(folder)
 
@@ -73,13 +75,25 @@ def test_single_runs_have_no_interval(run_of, capsys, tmp_path):
     assert rows == [["", "1e-05", "1", "0.500", "1.00"], ["", "3e-05", "1", "0.750", "1.00"]]
 
 
+def test_runs_that_differ_in_no_number_are_drawn_by_step(run_of, capsys, tmp_path):
+    curves = {("a", 0): (0.1, 0.5, 0.7), ("a", 1): (0.1, 0.6, 0.8), ("b", 0): (0.1, 0.3, 0.2)}
+    runs = [
+        run_of(curve[-1], model=model, seed=seed, evaluations=zip((0, 2, 4), curve, strict=True))
+        for (model, seed), curve in curves.items()
+    ]
+    rows, texts = shown(capsys, tmp_path, *runs)
+    error = 2 * (2 * 0.005 / 3 / 2) ** 0.5  # variances of three pairs, 0 at the start
+    assert rows[:4] == [
+        ["a", "0", "2", f"0.100 ± {error:.3f}", "–"],
+        ["a", "2", "2", f"0.550 ± {error:.3f}", "0.188"],
+        ["a", "4", "2", f"0.750 ± {error:.3f}", "0.438"],
+        ["b", "0", "1", f"0.100 ± {error * 2**0.5:.3f}", "–"],
+    ]
+    assert {"a", "b", "step", "Held-out accuracy", "Reward of the steps"} <= set(texts)
+
+
 def test_what_cannot_be_drawn_is_one_sentence(run_of, capsys, tmp_path):
-    first, other, unfinished = run_of(0.5, model="a"), run_of(0.6, model="b"), run_of(None, model="c")
-    figure = tmp_path / "figure.svg"
-    for runs, sentence in (
-        ([first, other], "differ in no setting that is a number"),
-        ([first, unfinished], unfinished),
-    ):
-        assert main(["report", "--figure", str(figure), *runs]) == 2
-        assert sentence in capsys.readouterr().err
+    figure, unfinished = tmp_path / "figure.svg", run_of(None, model="c")
+    assert main(["report", "--figure", str(figure), run_of(0.5, model="a"), unfinished]) == 2
+    assert unfinished in capsys.readouterr().err
     assert not figure.exists()
