@@ -95,7 +95,7 @@ def measured(engine):
     first = engine.rank == 0
     metrics = asdict(engine.step(BATCHES["tree"] if first else None, version=3, temperature=TEMPERATURE))
     others = ("_seconds", "_computed", "tflops", "mfu")
-    found = {name: value for name, value in metrics.items() if not name.endswith(others)}
+    found = {name: value for name, value in metrics.items() if value is not None and not name.endswith(others)}
     found["after"] = engine.loss(BATCHES["many"] if first else None, temperature=TEMPERATURE)
     engine.close()
     return found
