@@ -182,7 +182,9 @@ def start(arguments: argparse.Namespace) -> int:
             "--dry-run checks a run, or its master: leave out the other roles, which have no configuration."
         )
     if roles in ([], ["master"]):
-        config = configuration(arguments)
+        from areal.rewards.functions import with_groups
+
+        config = with_groups(configuration(arguments))
         if not roles:
             from actors.parts.start_checks import on_this_machine
 

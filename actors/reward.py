@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import structlog
@@ -32,9 +32,9 @@ class Pool(Protocol):
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *raised: object) -> None: ...
-    async def score(
-        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
-    ) -> Result: ...
+    async def score_all(
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Tokens | None = None
+    ) -> list[Result]: ...
 
 
 class Reward(Serving):
@@ -93,24 +93,25 @@ class Reward(Serving):
     async def _score(
         self, pool: Pool, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
-        """Score a completion. Raises RefusedError."""
+        """Do a job. Raises RefusedError."""
         self.check_served(completion.function)
         try:
             with self.working(f"scoring with {completion.function}"):
-                score, parts = await pool.score(
-                    completion.function, completion.prompt, completion.completion, row, completion.tokens
+                results = await pool.score_all(
+                    completion.function, completion.prompt, completion.completions, row, completion.tokens
                 )
         except RewardFailed as error:
             self._failed += 1
             log.warning("reward failed", function=completion.function, error=str(error))
             harmful = error.kind in ("timeout", "died", "quarantined")
             raise (HarmfulError if harmful else RefusedError)(str(error)) from None
-        scored = Scored(job=completion.job, score=score, parts=parts)
+        scores, parts = zip(*results, strict=True)
+        scored = Scored(job=completion.job, scores=scores, parts=parts)
         if _size(scored) > PART_BYTES:
-            raise RefusedError(f"its {len(parts)} parts are too large to be sent")
+            raise RefusedError(f"its {sum(map(len, parts))} parts are too large to be sent")
         self._scored += 1
         add(scored)
 
 
 def _size(scored: Scored) -> int:
-    return 64 + sum(16 + 4 * len(part) for part in scored.parts)
+    return sum(64 + sum(16 + 4 * len(part) for part in parts) for parts in scored.parts)

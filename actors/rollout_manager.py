@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
 from actors.parts.calls import SampleFailed
+from actors.parts.group_scores import GroupScores
 from actors.parts.sampler import Sampler
 from actors.parts.sessions import SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import Trajectory, columns, notes_of
-from protocols.errors import BusError, FencedError, RefusedError
+from protocols.errors import BusError, FencedError, MalformedError, RefusedError
 from protocols.messages import (
     AskCalls,
     AskPermits,
@@ -40,7 +41,7 @@ from protocols.messages import (
     StoreCalls,
     StoredCalls,
     StoredSamples,
-    StoreSample,
+    StoreSamples,
 )
 
 M = TypeVar("M", bound=Message)
@@ -183,7 +184,8 @@ class RolloutManager(Sampler):
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
         _GroupFailed."""
         row = self._row(permit.row)
-        stored = await self._stored(permit)
+        whole = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
+        stored = await self._stored(permit, whole)
         places = [place for place in range(self._samples) if place not in stored.places]
         needed = self.config.group_size - len(stored.places)
         self._unfinished[permit.group] = len(places) if needed > 0 else 0
@@ -199,6 +201,8 @@ class RolloutManager(Sampler):
             for _ in places
         ]  # fmt: skip
 
+        group = GroupScores(self.services.rewards, row, sessions, needed) if whole else None
+
         def report(version: int) -> None:
             for session in sessions:
                 session.min_version = max(version, permit.min_version)
@@ -207,6 +211,7 @@ class RolloutManager(Sampler):
         start.report = report
         for place, session in zip(places, sessions, strict=True):
             self._save_regularly(permit, place, session)
+            session.group = group
         begun = set(stored.unfinished)
         work = [
             self._run_sample(permit, place, session, row, start, place in begun)
@@ -214,19 +219,21 @@ class RolloutManager(Sampler):
         ]
         storing: list[asyncio.Task[RefusedError | None]] = []
 
-        def store(scored: _Scored) -> None:
+        def store(*scored: _Scored) -> None:
             storing.append(asyncio.create_task(self._store(permit, row, scored)))
 
         try:
-            scored = await self._first_scored(work, needed, store)
+            scored = await self._first_scored(work, needed, _keep if whole else store)
             unused = _sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
             scored[-1].about["discarded"] += max(0, unused)
-            store(scored[-1])
+            store(*(scored if whole else scored[-1:]))
             for refusal in filter(None, await asyncio.gather(*storing)):
                 raise _GroupFailed("trainer", f"the trainer refused the group: {refusal}", _sampled(sessions))
         except SampleFailed as failure:
             raise _GroupFailed(failure.cause, failure, _sampled(sessions)) from None
         finally:
+            if group:
+                group.close()
             for session in sessions:
                 session.close()
             for task in storing:
@@ -265,7 +272,7 @@ class RolloutManager(Sampler):
             for task in samples:
                 task.cancel()
         if len(scored) < needed:
-            raise failures[0]
+            raise failures[-1]  # the first ones may be of samples that the group did not need
         return scored
 
     async def _run_sample(
@@ -277,6 +284,8 @@ class RolloutManager(Sampler):
             if begun:
                 session.saved_calls = await self._calls(permit, place)
             sample = await self.run_workflow(session, row)
+            if session.group:
+                session.group.finished(session)
             discarded = session.tokens_sampled - int(sample.sampled.sum())
             about: dict[str, Any] = {"parts": session.reward_parts, "discarded": max(0, discarded)}
             if self._keeps_rollouts:
@@ -318,11 +327,12 @@ class RolloutManager(Sampler):
                 raise SampleFailed("row", why)
         return {column: name for column, name in named.items() if name}
 
-    async def _stored(self, permit: Permit) -> StoredSamples:
-        """What the trainer has of the group. Raises _GroupFailed if it refuses the group."""
+    async def _stored(self, permit: Permit, whole: bool) -> StoredSamples:
+        """What the trainer has of the group: all or nothing, if it is `whole`. Raises _GroupFailed if it refuses the
+        group."""
         if not permit.resumed:
             return StoredSamples(places=(), start_version=None)
-        request = AskSamples(group=permit.group, prompt_index=permit.prompt_index)
+        request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, whole=whole)
         try:
             return await self._ask_trainer(request, StoredSamples)
         except RefusedError as error:
@@ -357,15 +367,16 @@ class RolloutManager(Sampler):
                 session.save_every = math.inf
                 log.warning("the trainer refused the calls of a sample", group=permit.group, error=str(error))
 
-    async def _store(self, permit: Permit, row: Row, scored: _Scored) -> RefusedError | None:
-        """Send a sample to the trainer, until the trainer has stored it. Repeats are harmless, because a sample is
-        identified by its group and its place there. Returns why the trainer refuses it."""
-        request = StoreSample(
+    async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
+        """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
+        identified by its group and its place there. Returns why the trainer refuses them."""
+        fields = row.fields if self._keeps_rollouts else {}
+        request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,
-            place=scored.place,
-            columns=columns([scored.sample]),
-            notes=notes_of(row.fields if self._keeps_rollouts else {}, [scored.about]),
+            places=tuple(one.place for one in scored),
+            columns=columns([one.sample for one in scored]),
+            notes=tuple(notes_of(fields, [one.about]) for one in scored),
         )
         try:
             await self._ask_trainer(request, Done)
@@ -383,6 +394,8 @@ class RolloutManager(Sampler):
                 # If the trainer was fenced, its successor will answer.
                 if isinstance(error, RefusedError) and not isinstance(error, FencedError):
                     raise
+                if isinstance(error, MalformedError):  # a group is too large for one message
+                    raise RefusedError(str(error)) from None
                 log.warning("the trainer did not take a request", request=request.kind, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
 
@@ -411,6 +424,10 @@ class _GroupFailed(Exception):
         super().__init__(str(why))
         self.cause = cause
         self.discarded = discarded
+
+
+def _keep(scored: _Scored) -> None:
+    """A sample whose score depends on others is stored with them."""
 
 
 def _sampled(sessions: list[SampleSession]) -> int:

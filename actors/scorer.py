@@ -136,7 +136,8 @@ class Scorer(Serving):
         self._check(completion.function, "reward_model")
         assert self._engine is not None  # it is healthy
         try:
-            tokens = self._tokens(completion.prompt, completion.completion, row)
+            (text,) = completion.completions
+            tokens = self._tokens(completion.prompt, text, row)
         except Exception as error:  # templates and tokenizers may raise anything
             raise RefusedError(f"{self._name} cannot read the completion: {error}") from None
         outputs = await self._computed(self._engine.classify(key, tokens, self._settings.activation))
@@ -144,7 +145,7 @@ class Scorer(Serving):
             score = as_score(float(outputs[self._settings.output]))
         except (IndexError, RewardError) as error:
             raise RefusedError(f"{self._name} gives no output {self._settings.output}: {error}") from None
-        add(Scored(job=completion.job, score=score, parts={"tokens": len(tokens)}))
+        add(Scored(job=completion.job, scores=(score,), parts=({"tokens": len(tokens)},)))
 
     def _tokens(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
         """What a reward model reads."""

@@ -74,7 +74,7 @@ from protocols.messages import (
     StoreCalls,
     StoredCalls,
     StoredSamples,
-    StoreSample,
+    StoreSamples,
     TakeDevices,
     TrainingFailed,
     TrainingFinished,
@@ -329,18 +329,22 @@ class Trainer(Actor):
 
     # --- the spool
 
-    @handles(StoreSample)
-    async def store_sample(self, request: Request[StoreSample]) -> Done:
+    @handles(StoreSamples)
+    async def store_samples(self, request: Request[StoreSamples]) -> Done:
         stored = request.message
         self._check_takes_samples()
         try:
             samples = tuple(sample.checked() for sample in trajectories(stored.columns))
             _check(samples, self._learner.vocab_size)
-            part = Group(stored.group, stored.prompt_index, samples, stored.notes)
-            _ready(part)
+            parts = {
+                place: Group(stored.group, stored.prompt_index, (sample,), notes)
+                for place, sample, notes in zip(stored.places, samples, stored.notes, strict=True)
+            }
+            for part in parts.values():
+                _ready(part)
         except (ValueError, TypeError, AttributeError) as error:  # the last two: of notes that are none
             raise RefusedError(f"group {stored.group}: {error}") from None
-        group = await self._use_spool(request, self._spool.put, part, stored.place, self.config.group_size)
+        group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
         await self._report_ready(group)
         return Done()
 
@@ -348,16 +352,16 @@ class Trainer(Actor):
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
         group, size = request.message.group, self.config.group_size
         self._check_takes_samples()
-        stored, unfinished = await self._oldest_versions(request)
+        stored, unfinished = await self._oldest_versions(request, size)
         if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
             answer = await self.ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
             if answer.oldest is not None:
                 fresh = {key for key, version in earlier.items() if version >= answer.oldest}
-                await self._use_spool(request, self._spool.move, group, [key for key in stored if key in fresh], size)
+                await self._use_spool(request, self._spool.move, group, sorted(fresh & stored.keys()), size)
                 begun = [key for key in unfinished if key in fresh]
                 await self._use_spool(request, self._spool.move_calls, group, begun)
                 await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
-                stored, unfinished = await self._oldest_versions(request)
+                stored, unfinished = await self._oldest_versions(request, size)
         await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
         done = {place: version for (group_id, place), version in stored.items() if group_id == group}
         calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
@@ -367,12 +371,21 @@ class Trainer(Actor):
             start_version=min([*done.values(), *calls.values()], default=None),
         )
 
-    async def _oldest_versions(self, request: Request[AskSamples]) -> tuple[dict[tuple[str, int], int], ...]:
+    async def _oldest_versions(
+        self, request: Request[AskSamples], size: int
+    ) -> tuple[dict[tuple[str, int], int], ...]:  # fmt: skip
         """The oldest version in each stored sample of the prompt, and in each of which calls are stored, by group and
-        place."""
+        place. If samples are of use only with all of their group, the former is the oldest in all, and others are left
+        out."""
         samples = await self._use_spool(request, self._spool.samples, request.message.prompt_index)
         unfinished = await self._use_spool(request, self._spool.unfinished, request.message.prompt_index)
-        return {key: sample.start_version for key, sample in samples.items()}, unfinished
+        stored = {key: sample.start_version for key, sample in samples.items()}
+        if request.message.whole:
+            of_groups: dict[str, list[int]] = {}
+            for (group, _), version in stored.items():
+                of_groups.setdefault(group, []).append(version)
+            stored = {key: min(of_groups[key[0]]) for key in stored if len(of_groups[key[0]]) == size}
+        return stored, unfinished
 
     @handles(StoreCalls)
     async def store_calls(self, request: Request[StoreCalls]) -> Done:
@@ -752,10 +765,10 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
 
 
 def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
-    """Raises ValueError if this is not one sample, or if a token is outside the vocabulary, because the training step
-    would fail on it."""
-    if len(samples) != 1:
-        raise ValueError(f"{len(samples)} samples at one place")
+    """Raises ValueError if there is no sample, or if a token is outside the vocabulary, because the training step would
+    fail on it."""
+    if not samples:
+        raise ValueError("no sample is to be stored")
     if not all(sample.tokens.min() >= 0 and sample.tokens.max() < vocab_size for sample in samples):
         raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
 

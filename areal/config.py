@@ -319,6 +319,10 @@ class RewardConfig(Section):
         description="rewards that processes serve which join the run (areal.train, run.py --role reward); they are "
         "neither checked nor started here",
     )
+    groups: list[str] = Field(
+        default_factory=list,
+        description="rewards that score all completions of a group at once; a start adds those that it serves itself",
+    )
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
     concurrent_calls: int = Field(
         64, ge=1, description="most calls of async rewards that run at once in a reward actor, in one process"

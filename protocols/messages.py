@@ -18,7 +18,7 @@
 | rollout_manager | scorer | ScoreTokens | Done |
 | rollout_manager, evaluator | generator, reward, scorer | EndJobs | Done |
 | rollout_manager | trainer | AskSamples | StoredSamples |
-| rollout_manager | trainer | StoreSample, StoreCalls | Done |
+| rollout_manager | trainer | StoreSamples, StoreCalls | Done |
 | rollout_manager | trainer | AskCalls | StoredCalls |
 | generator | trainer | TakeDevices | Done |
 | trainer | generator | YieldDevices | Done |
@@ -56,7 +56,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -510,13 +510,13 @@ class YieldDevices(Message):
 
 
 class Completion(Part):
-    """A completion to score. `job`: the asker's name for it. `row`: the number of its row in the message. `tokens`:
-    those of the completion, int32 [n], if the workflow passes them."""
+    """A completion to score, or for a reward of groups all those of a group. `job`: the asker's name for it. `row`: the
+    number of its row in the message. `tokens`: those of the completion, int32 [n], if the workflow passes them."""
 
     job: int
     function: Name
     prompt: str
-    completion: str
+    completions: Several[str]
     row: int
     tokens: Int32s | None = None
 
@@ -536,11 +536,17 @@ class Score(Message):
 
 
 class Scored(Part):
-    """The score of a completion. `parts`: the scores of parts of the reward, by name."""
+    """The score of each completion of a job. `parts`: the scores of parts of the reward, by name."""
 
     job: int
-    score: Number
-    parts: dict[str, Number] = {}
+    scores: Several[Number]
+    parts: Several[dict[str, Number]]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.scores) != len(self.parts):
+            raise ValueError(f"{len(self.scores)} scores have the parts of {len(self.parts)}")
+        return self
 
 
 class CompletionsScored(Message):
@@ -585,23 +591,25 @@ def _check_rows(jobs: Vector, counts: Vector, values: Vector) -> None:
         raise ValueError("the columns are not as long as the counts say")
 
 
-class StoreSample(Message):
-    """A scored sample for the spool of trainer rank 0; the answer says that it is on disk, and its group ready if it is
-    complete. `place`: its number in the group, which may have no other sample there. `columns`: as
-    areal.trajectory.COLUMNS declares them. `notes`: of areal.trajectory.notes_of."""
+class StoreSamples(Message):
+    """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
+    ready if it is complete. `places`: the number of each in the group, which may have no other sample there. `columns`:
+    as areal.trajectory.COLUMNS declares them. `notes`: of areal.trajectory.notes_of, for each."""
 
     group: Name
     prompt_index: Index
-    place: Place
+    places: Several[Place]
     columns: Columns
-    notes: str = ""
+    notes: Several[str]
 
 
 class AskSamples(Message):
-    """Asks which samples of earlier attempts the trainer has, and makes them those of `group`, which is resumed."""
+    """Asks which samples of earlier attempts the trainer has, and makes them those of `group`, which is resumed.
+    `whole`: they are of use only if it has all of an attempt, whose scores depend on each other."""
 
     group: Name
     prompt_index: Index
+    whole: bool = False
 
 
 class StoredSamples(Message):
@@ -615,7 +623,7 @@ class StoredSamples(Message):
 
 class StoreCalls(Message):
     """The calls so far of a sample that is not finished, for the spool; the answer says that they are on disk.
-    `columns`: of areal.storage.saved_calls.packed. The others as in StoreSample."""
+    `columns`: of areal.storage.saved_calls.packed. The others as in StoreSamples."""
 
     group: Name
     prompt_index: Index

@@ -62,13 +62,14 @@ async def scores_of(actor: Scorer, asked: Sequence[Asked]) -> list[tuple[float, 
     added: list[Any] = []
     jobs = [
         actor._score_text(
-            f"{job}", Completion(job=job, function=actor._name, prompt=prompt, completion=completion, row=0), row,
+            f"{job}", Completion(job=job, function=actor._name, prompt=prompt, completions=(completion,), row=0), row,
             added.append,
         )
         for job, (prompt, completion, row) in enumerate(asked)
     ]  # fmt: skip
     await asyncio.gather(*jobs)
-    return [(scored.score, scored.parts["tokens"]) for scored in sorted(added, key=lambda scored: scored.job)]
+    added.sort(key=lambda scored: scored.job)
+    return [(*scored.scores, scored.parts[0]["tokens"]) for scored in added]
 
 
 async def logprobs_of(actor: Scorer, rows: Sequence[np.ndarray]) -> list[np.ndarray]:

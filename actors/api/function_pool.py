@@ -9,13 +9,13 @@ import functools
 import inspect
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from areal.config import RewardConfig
 from areal.rewards.functions import RewardFunction
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import Result, RewardError, as_result
+from areal.rewards.result import Result, RewardError
 from areal.trajectory import Tokens
 
 
@@ -37,17 +37,17 @@ class FunctionPool:
     async def __aexit__(self, *raised: object) -> None:
         pass
 
-    async def score(
-        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
-    ) -> Result:
-        """Raises RewardFailed."""
+    async def score_all(
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Tokens | None = None
+    ) -> list[Result]:
+        """As RewardPool. Raises RewardFailed."""
         reward = self._functions[name]
         if reward.takes_tokens and tokens is None:
             raise RewardFailed("it takes tokens: the workflow must call session.score(completion, tokens)", "raised")
         ids = [] if tokens is None else [*map(int, tokens)]
         seconds = self._config.timeout_seconds
         async with self._calls if reward.concurrent else self._threads:
-            call = functools.partial(reward, prompt, completion, dict(row), ids)
+            call = functools.partial(reward.call, prompt, completions, dict(row), ids)
             try:
                 value = await asyncio.wait_for(call() if reward.concurrent else _in_thread(call), seconds)
             except TimeoutError:
@@ -58,7 +58,7 @@ class FunctionPool:
                 traceback.print_exc()
                 raise RewardFailed(f"{type(error).__name__}: {error}"[:500], "raised") from None
         try:
-            return as_result(value)
+            return reward.results(value, completions)
         except RewardError as error:
             raise RewardFailed(str(error), "not_finite") from None
 

@@ -28,7 +28,7 @@ from actors.watching.monitor import render
 from areal.config import Config, UserError
 from areal.observe.rollouts import Rollouts
 from areal.processes import ROOT
-from areal.rewards.functions import RewardFunction, of_object
+from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
 from areal.storage.run_folder import NewRecords, config_of_run, last_checkpoint, read_metrics, read_summary
 from areal.text import all_shown
@@ -302,6 +302,7 @@ class LiveRun:
             self._functions.clear()
 
     def _serve(self, rewards: Mapping[str, RewardFunction]) -> None:
+        check_groups(rewards, self.config.reward)
         new = tuple(name for name in rewards if name not in self._functions)
         self._functions.update(rewards)
         if new:

@@ -50,7 +50,12 @@ def settings_of(
     given = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items() if value is not None}
     weights, functions = named_rewards(reward)
     if weights:
-        given["reward"] = merged(given.get("reward", {}), {"functions": weights, "external": list(functions)})
+        named = {
+            "functions": weights,
+            "external": list(functions),
+            "groups": [name for name, function in functions.items() if function.groups],
+        }
+        given["reward"] = merged(given.get("reward", {}), named)
     if workflow is not None:
         given["rollout_manager"] = merged(given.get("rollout_manager", {}), {"workflow": EXTERNAL})
     values = _values(config, given)

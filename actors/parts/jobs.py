@@ -162,14 +162,14 @@ class CallJobs:
 
 
 class ScoreJob(Job):
-    """A completion to score; the result is a Result."""
+    """A completion to score, or those of a group; the result is a list of a Result for each."""
 
     def __init__(
-        self, function: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
+        self, function: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
     ) -> None:
         self.function = function
         self.prompt = prompt
-        self.completion = completion
+        self.completions = tuple(completions)
         self.row = row
         self.tokens = tokens
 
@@ -201,12 +201,12 @@ class RoutedRewards:
         self._quarantine = Quarantine(config.quarantine_after)
 
     async def score(
-        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
-    ) -> Result:
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> list[Result]:
         """Raises SampleFailed."""
         role: ScoringRole = "scorer" if name in self._scorers else "reward"
-        result: Result = await self._do(ScoreJob(name, prompt, completion, row, tokens), role, name)
-        return result
+        results: list[Result] = await self._do(ScoreJob(name, prompt, completions, row, tokens), role, name)
+        return results
 
     async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
         """What TokensJob says. Raises SampleFailed."""
@@ -251,7 +251,7 @@ class RoutedRewards:
 
 
 def _digest(job: ScoreJob) -> bytes:
-    return digest(job.function, job.prompt, job.completion, job.row)
+    return digest(job.function, job.prompt, job.completions, job.row)
 
 
 class ScoreJobs:
@@ -266,7 +266,7 @@ class ScoreJobs:
                 job=job.number,
                 function=job.function,
                 prompt=job.prompt,
-                completion=job.completion,
+                completions=job.completions,
                 row=numbers[id(job.row)],
                 tokens=job.tokens,
             )
@@ -279,8 +279,10 @@ class ScoreJobs:
         if not isinstance(part, CompletionsScored):
             raise BusError(f"a reward actor sent {part.kind!r} instead of scores")
         for scored in part.scored:
+            if (job := jobs.get(scored.job)) and len(scored.scores) != len(job.completions):
+                raise BusError("a reward actor sent scores of another number of completions")
             if job := jobs.pop(scored.job, None):
-                job.succeed(Result(scored.score, scored.parts))
+                job.succeed([*map(Result, scored.scores, scored.parts)])
         return part.failed
 
 

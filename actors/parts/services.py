@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -43,9 +43,10 @@ class Rewards(Protocol):
     """What scores completions."""
 
     async def score(
-        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
-    ) -> Result:
-        """The score by the reward `name`. Raises SampleFailed if the reward failed on every attempt."""
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> list[Result]:
+        """The score by the reward `name` of one completion, or if it is one of groups of each of those of a group.
+        Raises SampleFailed if the reward failed on every attempt."""
 
 
 class Programs:
@@ -120,6 +121,14 @@ class Services:
     def sample_seconds(self) -> float:
         """The limit of one stretch of a workflow's own code."""
         return self.config.rollout_manager.sample_seconds or self.own_limits.limit("sample")
+
+    def weights(self, row: Row, changes: Mapping[str, float]) -> Mapping[str, float]:
+        """The weights of the row's rewards, by name. changes: those that replace or join the configuration's."""
+        return row.reward or {**self.config.reward.functions, **changes}
+
+    def of_groups(self, rewards: Iterable[str]) -> list[str]:
+        """Those of these rewards that score all completions of a group at once."""
+        return [name for name in rewards if name in self.config.reward.groups]
 
     def too_long(self, row: Row) -> str | None:
         """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not."""

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
 from protocols.messages import Member
 
+if TYPE_CHECKING:
+    from actors.parts.group_scores import GroupScores
+
 NO_CHANGES: Mapping[str, float] = {}
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -40,13 +43,15 @@ class SampleSession(SampleState):
     score.
 
     `saved_calls`: calls of an earlier attempt, which calls with the same prompts begin with. `save`: begins to save the
-    calls so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on.
+    calls so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on. `group`: scores it
+    with the others of its group; None: rewards of groups score it as a group of one.
     """
 
     save: Callable[[], asyncio.Task[None]]
     save_every: float = math.inf
     unsaved = 0
     _saving: asyncio.Task[None] | None = None
+    group: GroupScores | None = None
 
     def __init__(
         self, services: Services, row: Row, sampling: SamplingConfig, min_version: int = 0, *,
@@ -113,6 +118,14 @@ class SampleSession(SampleState):
         super().count(versions)
         self.unsaved += len(versions)
         if self.unsaved >= self.save_every and (self._saving is None or self._saving.done()):
+            self._saving = self.save()
+
+    async def save_rest(self) -> None:
+        """Begin to save all calls so far, once the last save has ended."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
+        if self.unsaved:
+            self.save_every = 1
             self._saving = self.save()
 
     def calls_so_far(self) -> list[SavedCall]:
@@ -201,15 +214,20 @@ class SampleSession(SampleState):
         """The weighted sum of the row's rewards on this completion. Raises SampleFailed if a reward failed on every
         attempt."""
         services, row = self._services, self._row
-        weights = row.reward or {**services.config.reward.functions, **self._changed_weights}
+        weights = services.weights(row, self._changed_weights)
         if not weights and services.config.rollout_manager.gives_rewards:
             raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
         prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else np.asarray(tokens, np.int32)
         with self._waiting():
+            later = services.of_groups(weights) if self.group else []
             results = await all_scored(
-                weights, lambda name: services.rewards.score(name, prompt, completion, row.fields, own_tokens)
+                [name for name in weights if name not in later],
+                lambda name: services.rewards.score(name, prompt, [completion], row.fields, own_tokens),
             )
-        score, self.reward_parts = combined(weights, results)
+            of_sample = {name: result for name, (result,) in results.items()}
+            if self.group and later:
+                of_sample |= await self.group.score(self, later, completion)
+        score, self.reward_parts = combined(weights, of_sample)
         return score
 
 

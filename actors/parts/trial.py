@@ -98,7 +98,7 @@ def _configured(
     elif rows is None and file is None and "data" not in values:
         raise UserError("There is no row to try: give --row FILE, or --config FILE.yaml with data.")
     config: Config = checked(merged(values, overrides), file)
-    config = config.model_copy(update={"model": str(resolve_model(config))})
+    config = rewards.with_groups(config).model_copy(update={"model": str(resolve_model(config))})
     return (agents[0] if agents else None), config
 
 
@@ -183,21 +183,21 @@ class OnePool:
         self._clock = clock
 
     async def score(
-        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
-    ) -> Result:
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> list[Result]:
         """Raises SampleFailed."""
         failures = 0
         while True:
             try:
                 with self._clock.timed("scoring"):
-                    result = await self._pool.score(name, prompt, completion, row, tokens)
+                    results = await self._pool.score_all(name, prompt, completions, row, tokens)
             except RewardFailed as error:
                 failures += 1
                 if failures > self._retries:
                     raise SampleFailed("reward", f"reward {name!r}: {error}") from None
                 continue
-            self.scores.append(CompletionScore(name, completion, result))
-            return result
+            self.scores += [CompletionScore(name, *pair) for pair in zip(completions, results, strict=True)]
+            return results
 
 
 class Trial:

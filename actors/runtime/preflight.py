@@ -105,6 +105,12 @@ def check_code(config: Config) -> None:
     """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
     for name in {**dict.fromkeys(config.own_rewards), **config.reward.options}:
         rewards.check(name, config.reward.options.get(name, {}))
+    groups = config.rollout_manager.workflow == "multi_turn" and [*set(config.rewards) & set(config.reward.groups)]
+    if groups:
+        raise UserError(
+            f"The workflow multi_turn scores each attempt by itself, but the reward {', '.join(sorted(groups))} scores "
+            f"all samples of a group at once: choose another workflow, such as single_turn."
+        )
     if not config.rollout_manager.external:
         resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
         rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)

@@ -314,9 +314,11 @@ class ModelRewards:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def score(self, name: str, prompt: str, completion: str, row: object, tokens: object = None) -> Result:
+    async def score_all(
+        self, name: str, prompt: str, completions: Sequence[str], row: object, tokens: object = None
+    ) -> list[Result]:
         await asyncio.sleep(SCORE_SECONDS * (0.5 + self._random.random()))
-        return Result(len(completion) % 7 / 7, {})
+        return [Result(len(completion) % 7 / 7, {}) for completion in completions]
 
 
 class ModelSource:

@@ -30,14 +30,14 @@ def score(options: Namespace) -> int:
 
     from areal.config import ScoringConfig, UserError, load_config
     from areal.rewards.check_data import check_file
-    from areal.rewards.functions import check
+    from areal.rewards.functions import check, with_groups
     from areal.rewards.score import score_file
 
     defaults = [f"reward.workers={os.cpu_count()}", f"reward.functions={json.dumps(options.reward)}"]
     config = load_config(None, [*defaults, *options.overrides], ScoringConfig)
     for name in config.reward.functions:
         check(name, config.served_rewards.options.get(name, {}))
-    console = Console(stderr=True)
+    config, console = with_groups(config), Console(stderr=True)
     try:
         file = nullcontext(sys.stdout) if options.output is None else options.output.open("w")
     except OSError as error:

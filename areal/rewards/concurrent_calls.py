@@ -45,8 +45,8 @@ class ConcurrentCalls:
         self._numbers = itertools.count()
         self._calls: dict[int, _AsyncCall] = {}
 
-    async def run(self, request: bytes, timeout: float) -> Result:
-        """The result of one call, which may take `timeout` seconds. If this is cancelled, so is the call. Raises
+    async def run(self, request: bytes, timeout: float) -> list[Result]:
+        """The results of one call, which may take `timeout` seconds. If this is cancelled, so is the call. Raises
         RewardFailed, WorkerLost, and UserError or OSError if no worker can be started."""
         async with self._places:
             worker = await self.living()
@@ -60,7 +60,7 @@ class ConcurrentCalls:
                 if not done:
                     await self._cancel(worker, number, call)
                     raise RewardFailed(f"no score within {timeout:g} s", "timeout")
-                return await worker.result(*call.answer.result())
+                return await worker.results(*call.answer.result())
             finally:
                 del self._calls[number]
                 if not call.answer.done() and worker.alive:

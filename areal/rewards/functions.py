@@ -16,6 +16,12 @@ call sets the attribute `deterministic = False`. Calls of an async reward run at
 `concurrent = False`: then they run one at a time in each of the worker processes, as those of a plain reward. A
 function that was written for verl is called as verl does (areal.rewards.verl_rewards).
 
+A reward of groups scores all completions of a prompt at once, and returns a result for each:
+
+    def group_score(prompt: str, completions: list[str], rows: list[dict]) -> list[float]: ...
+
+It is a function with these parameters, or a class with a method `group_score`.
+
 The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `path/to/file.py:object`, or the name of
 an entry point in the group `areal.rewards` of an installed package.
 """
@@ -26,17 +32,18 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from areal import plugins
-from areal.config import UserError
+from areal.config import RewardConfig, ScoringConfig, UserError
 from areal.data import addition, reasoning_tasks
 from areal.rewards import math_answers, verl_rewards
 from areal.rewards.code_tests import CodeTests
-from areal.rewards.judge import Judge
-from areal.rewards.result import RewardError
+from areal.rewards.judge import GroupJudge, Judge
+from areal.rewards.result import Result, RewardError, as_result, as_results
 from areal.rewards.reward_model import RewardModel
 
+C = TypeVar("C", bound=ScoringConfig)
 GROUP = "areal.rewards"
 NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -49,11 +56,23 @@ class RewardFunction:
     takes_tokens: bool
     deterministic: bool
     concurrent: bool
+    groups: bool = False
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
         """The return value of the reward, or an awaitable of it."""
         extra = {"tokens": tokens} if self.takes_tokens else {}
         return self.function(prompt, completion, row, **extra)
+
+    def call(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
+        """As a call with the only completion, or of a reward of groups with those of a group."""
+        if self.groups:
+            return self.function(prompt, [*completions], [row] * len(completions))
+        (completion,) = completions
+        return self(prompt, completion, row, tokens)
+
+    def results(self, value: Any, completions: Sequence[str]) -> list[Result]:
+        """A result for each completion, from what `call` has returned. Raises RewardError."""
+        return as_results(value, len(completions)) if self.groups else [as_result(value)]
 
 
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
@@ -63,17 +82,17 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     """
     target = check(name, options)
     instance: Any = _make(name, target, options) if inspect.isclass(target) else target
-    function = instance.score if inspect.isclass(target) else instance
+    function = _method(instance) if inspect.isclass(target) else instance
     if name in WARMING:
         WARMING[name]()
     return as_reward(instance, function)
 
 
 def of_object(name: str, target: Any) -> RewardFunction:
-    """The reward that is a function, an object with a method `score`, or a class of such objects. Raises UserError if
-    it is not called as rewards are."""
+    """The reward that is a function, an object with a method `score` or `group_score`, or a class of such objects.
+    Raises UserError if it is not called as rewards are."""
     instance = _make(name, target, NO_OPTIONS) if inspect.isclass(target) else target
-    function = instance if inspect.isroutine(instance) else getattr(instance, "score", instance)
+    function = instance if inspect.isroutine(instance) else _method(instance) or instance
     if not callable(function):
         raise UserError(f"reward {name!r} is a {type(target).__name__}: give a function (prompt, completion, row)")
     _check_call(name, function, is_class=False)
@@ -85,7 +104,28 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     function = verl_rewards.adapted(function)
     concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
     deterministic = getattr(instance, "deterministic", True)
-    return RewardFunction(function, "tokens" in _parameters(function), deterministic, concurrent)
+    parameters = _parameters(function)
+    return RewardFunction(function, "tokens" in parameters, deterministic, concurrent, _takes_groups(parameters))
+
+
+def with_groups(config: C) -> C:
+    """`config` whose `reward.groups` has those of the rewards that it serves which score all completions of a group at
+    once. Raises UserError."""
+    own = {name: find(name) for name in config.own_rewards}
+    found = [name for name, kind in own.items() if _takes_groups(_parameters(_method(kind) or kind))]
+    groups = [*found, *(name for name in config.reward.groups if name not in own)]
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})
+
+
+def check_groups(rewards: Mapping[str, Any], config: RewardConfig) -> None:
+    """Raises UserError if another one of these rewards (RewardFunction or Traits) scores groups than `config` says."""
+    for name, reward in rewards.items():
+        if reward.groups != (name in config.groups):
+            does, known = ("scores", "lacks it") if reward.groups else ("does not score", "has it")
+            raise UserError(
+                f"reward {name!r} {does} all completions of a group at once, but the reward.groups of the run {known}: "
+                f"correct reward.groups"
+            )
 
 
 def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
@@ -109,7 +149,7 @@ def find(name: str) -> Callable[..., Any]:
     """The function or class called `name`. Raises UserError if there is none, or if it is not called as rewards are."""
     target = _named(name)
     is_class = inspect.isclass(target)
-    if not callable(getattr(target, "score", None) if is_class else target):
+    if not callable(_method(target) if is_class else target):
         kind = "class without a method score" if is_class else type(target).__name__
         raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
     _check_call(name, target, is_class)
@@ -117,19 +157,21 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def _check_call(name: str, target: Any, is_class: bool) -> None:
-    function = target.score if is_class else target
+    function = _method(target) if is_class else target
     parameters = _parameters(function)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise UserError(f"reward {name!r} yields: have it return its score")
     if not parameters:  # no signature, or no parameters: the first call will show which
         return
-    if "completions" in parameters:
+    groups = _takes_groups(parameters)
+    if "completions" in parameters and not groups:
         raise UserError(
             f"reward {name!r} takes lists, as rewards of TRL do: write it for one completion, "
-            f"def reward(prompt, completion, row) (docs/rewards.md)"
+            f"def reward(prompt, completion, row), or for a group, def group_score(prompt, completions, rows) "
+            f"(docs/rewards.md)"
         )
-    bound = is_class and not isinstance(inspect.getattr_static(target, "score"), staticmethod | classmethod)
-    extra = {"tokens": ()} if "tokens" in parameters else {}
+    bound = is_class and not isinstance(inspect.getattr_static(target, function.__name__), staticmethod | classmethod)
+    extra = {"tokens": ()} if "tokens" in parameters and not groups else {}
     names = dict.fromkeys(set(verl_rewards.NAMES) & parameters.keys())
     try:
         if verl_rewards.is_for_verl(parameters):
@@ -137,10 +179,21 @@ def _check_call(name: str, target: Any, is_class: bool) -> None:
         else:
             inspect.signature(function).bind(*[None] * bound, "", "", {}, **extra)
     except TypeError as error:
+        if groups:
+            raise UserError(f"reward {name!r}: {error}: it is called with prompt, completions and rows") from None
         raise UserError(
             f"reward {name!r}: {error}: it is called with prompt, completion and row, and with tokens if it has a "
             f"parameter of that name"
         ) from None
+
+
+def _method(target: Any) -> Any:
+    """What is called of a class or an object; None if it is no reward."""
+    return getattr(target, "group_score", None) or getattr(target, "score", None)
+
+
+def _takes_groups(parameters: Mapping[str, Any]) -> bool:
+    return {"completions", "rows"} <= parameters.keys()
 
 
 def _named(name: str) -> Any:
@@ -205,6 +258,7 @@ BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
     "addition": lambda: addition.reward,
     "reasoning_gym": lambda: reasoning_gym,
     "judge": lambda: Judge,
+    "group_judge": lambda: GroupJudge,
     "reward_model": lambda: RewardModel,
 }
 WARMING: Mapping[str, Callable[[], object]] = {"math": math_answers.warm, "reasoning_gym": reasoning_tasks.load}

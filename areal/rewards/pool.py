@@ -26,6 +26,7 @@ import structlog
 
 from areal.config import RewardConfig, UserError
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
+from areal.rewards.functions import check_groups
 from areal.rewards.processes import RewardFailed, WorkerProcess
 from areal.rewards.result import Result
 from areal.trajectory import Tokens
@@ -97,7 +98,7 @@ class _Job:
     key: bytes
     deterministic: bool
     concurrent: bool
-    answer: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[list[Result]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     callers: int = 0
 
 
@@ -110,7 +111,7 @@ class RewardPool:
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._unanswered: set[_Job] = set()
         self._shared: dict[bytes, _Job] = {}  # unanswered jobs of deterministic rewards
-        self._results = Recent[Result](config.cache_size)
+        self._results = Recent[list[Result]](config.cache_size)
         self._quarantine = Quarantine(config.quarantine_after)
         self._serving: list[asyncio.Task[None]] = []
         self._concurrent: ConcurrentCalls | None = None
@@ -127,6 +128,7 @@ class RewardPool:
             await _discard(starting)
             raise
         self._traits = workers[0].traits
+        check_groups(self._traits, self._config)
         self._serving = [asyncio.create_task(self._serve(worker)) for worker in workers]
         try:
             await self._start_concurrent()
@@ -155,14 +157,23 @@ class RewardPool:
         self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
     ) -> Result:
         """The result of reward `name`. `tokens`: the ids of the completion's tokens. Raises RewardFailed."""
+        (result,) = await self.score_all(name, prompt, [completion], row, tokens)
+        return result
+
+    async def score_all(
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Tokens | None = None
+    ) -> list[Result]:
+        """The results of reward `name`: of one completion, or if it is one of groups of all those of a group. Raises
+        RewardFailed."""
         if name not in self._options:
             raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:
             raise RewardFailed("the reward pool was closed", "no_worker")
-        takes_tokens, deterministic, concurrent = self._traits[name]
+        takes_tokens, deterministic, concurrent, _ = self._traits[name]
         if takes_tokens and tokens is None:
             raise RewardFailed("it takes tokens: the workflow must call session.score(completion, tokens)", "raised")
-        request = name, prompt, completion, row, [*map(int, tokens)] if takes_tokens and tokens is not None else None
+        ids = [*map(int, tokens)] if takes_tokens and tokens is not None else None
+        request = name, prompt, completions, row, ids
         try:
             key = digest(*request)
         except (TypeError, ValueError) as error:  # an array, or a value that is nested too deeply
@@ -223,23 +234,23 @@ class RewardPool:
         else:
             _settle(job.answer, outcome)
 
-    async def _run(self, worker: WorkerProcess, job: _Job) -> Result | RewardFailed:
+    async def _run(self, worker: WorkerProcess, job: _Job) -> list[Result] | RewardFailed:
         try:
             self._quarantine.check(job.key)  # workers may have been lost on it since it was queued
         except RewardFailed as failure:
             return failure
         return await self._outcome(job, worker.run(job.request, self._config.timeout_seconds))
 
-    async def _outcome(self, job: _Job, work: Coroutine[Any, Any, Result]) -> Result | RewardFailed:
+    async def _outcome(self, job: _Job, work: Coroutine[Any, Any, list[Result]]) -> list[Result] | RewardFailed:
         try:
-            result = await work
+            results = await work
         except RewardFailed as failure:
             if failure.kind in ("timeout", "died"):
                 self._quarantine.lost(job.key)
             return failure
         if job.deterministic:
-            self._results.put(job.key, result)
-        return result
+            self._results.put(job.key, results)
+        return results
 
     async def _start_concurrent(self) -> None:
         """Start the worker for the async rewards, if there are any. Raises UserError or OSError."""
@@ -280,7 +291,7 @@ class RewardPool:
             _settle(job.answer, RewardFailed(reason, "no_worker"))
 
 
-def _settle(answer: asyncio.Future[Result], outcome: Result | RewardFailed) -> None:
+def _settle(answer: asyncio.Future[list[Result]], outcome: list[Result] | RewardFailed) -> None:
     if answer.done():  # its callers were cancelled
         return
     if isinstance(outcome, RewardFailed):

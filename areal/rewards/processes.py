@@ -42,11 +42,13 @@ class RewardFailed(RewardError):
 
 
 class Traits(NamedTuple):
-    """Of a reward: whether it takes tokens; whether it is deterministic; whether its calls may run at once."""
+    """Of a reward: whether it takes tokens; whether it is deterministic; whether its calls may run at once; whether it
+    scores all completions of a group at once."""
 
     takes_tokens: bool
     deterministic: bool
     concurrent: bool
+    groups: bool = False
 
 
 class WorkerProcess:
@@ -86,8 +88,8 @@ class WorkerProcess:
     def alive(self) -> bool:
         return not self._killed and self._process.returncode is None
 
-    async def run(self, request: bytes, timeout: float) -> Result:
-        """The result of one job, which may take at most `timeout` seconds. Raises RewardFailed; after the kinds
+    async def run(self, request: bytes, timeout: float) -> list[Result]:
+        """The results of one job, which may take at most `timeout` seconds. Raises RewardFailed; after the kinds
         `timeout` and `died`, and if it has no more memory, the worker is dead."""
         self.send(request)
         try:
@@ -99,16 +101,16 @@ class WorkerProcess:
         except GONE:
             code = await self.kill()
             raise RewardFailed(f"the worker process ended while scoring ({ending_of(code)})", "died") from None
-        return await self.result(kind, value)
+        return await self.results(kind, value)
 
-    async def result(self, kind: Any, value: Any) -> Result:
-        """The result in an answer. Raises RewardFailed; a worker that has no more memory is killed."""
+    async def results(self, kind: Any, value: Any) -> list[Result]:
+        """The results in an answer. Raises RewardFailed; a worker that has no more memory is killed."""
         if kind == "memory":  # a reward that leaks would fail in each later call
             await self.kill()
             kind, value = "raised", f"{value} (the worker has come to reward.memory_gib, and is replaced)"
         if kind != "score":
             raise RewardFailed(value, kind)
-        return Result(*value)
+        return [Result(*each) for each in value]
 
     async def kill(self) -> int | None:
         """Kill the process and its process group. Returns the exit code, if it is known."""

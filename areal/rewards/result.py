@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import numbers
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from areal.trajectory import LARGEST_REWARD
+
+T = TypeVar("T")
 
 
 class RewardError(Exception):
@@ -40,6 +42,15 @@ def as_result(value: Any) -> Result:
     return Result(as_score(score), {str(name): as_score(part) for name, part in parts.items()})
 
 
+def as_results(value: Any, count: int) -> list[Result]:
+    """Checks what a reward of groups returned for `count` completions. Raises RewardError."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RewardError(f"the reward returned a {type(value).__name__}, not a list with a score for each completion")
+    if len(value) != count:
+        raise RewardError(f"the reward returned {len(value)} scores for {count} completions")
+    return [as_result(each) for each in value]
+
+
 def as_score(value: Any) -> float:
     """`value` as a float. Raises RewardError unless it is a finite number of magnitude LARGEST_REWARD at most."""
     if not isinstance(value, numbers.Real):
@@ -62,8 +73,8 @@ def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Res
     return Result(sum(weight * results[name].score for name, weight in weights.items()), parts)
 
 
-async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any, Any, Result]]) -> dict[str, Result]:
-    """The results of several rewards by name, which are asked at the same time. If one raises, the others are
+async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """What `score` says of several rewards by name, which are asked at the same time. If one raises, the others are
     cancelled, and this raises the same."""
     calls = {name: asyncio.create_task(score(name)) for name in names}
     try:

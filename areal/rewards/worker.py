@@ -2,9 +2,9 @@
 
 A message is a four-byte length, followed by msgpack. The first message on stdin is `[{name: options}, bytes of memory,
 concurrent]`. The worker answers it with `["ready", {name: traits}]` (areal.rewards.processes.Traits) or `["refused",
-reason]`. It answers each further request, `[name, prompt, completion, row, tokens]`, with `["score", [score, parts]]`
-or `["raised" | "not_finite" | "memory", reason]`; after `memory`, of which it has no more, it should be replaced. The
-worker exits at the end of stdin.
+reason]`. It answers each further request, `[name, prompt, completions, row, tokens]`, with `["score", results]`, a
+`[score, parts]` for each completion, or with `["raised" | "not_finite" | "memory", reason]`; after `memory`, of which
+it has no more, it should be replaced. The worker exits at the end of stdin.
 
 A concurrent worker takes requests that are numbered, `[number, request as bytes]`, and does not wait for the end of one
 before it begins the next. It answers each with `[number, "begun", None]` and then its answer, `[number, kind, value]`.
@@ -32,7 +32,7 @@ import msgpack
 from areal.config import UserError
 from areal.processes import die_with_parent
 from areal.rewards.functions import RewardFunction, resolve
-from areal.rewards.result import RewardError, as_result
+from areal.rewards.result import Result, RewardError
 
 LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
@@ -56,25 +56,27 @@ def main() -> None:
     except UserError as error:
         send(answers, ["refused", str(error)])
         return
-    traits = {name: [r.takes_tokens, r.deterministic, r.concurrent] for name, r in rewards.items()}
+    traits = {name: [r.takes_tokens, r.deterministic, r.concurrent, r.groups] for name, r in rewards.items()}
     send(answers, ["ready", traits])
     if concurrent:
         return asyncio.run(_serve_concurrently(requests, answers, rewards, memory))
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             name, *arguments = request
-            send(answers, answer(lambda: _value(runner, rewards[name], arguments), memory))  # noqa: B023 - called at once
+            call = functools.partial(_value, runner, rewards[name], arguments)
+            send(answers, answer(call, functools.partial(rewards[name].results, completions=arguments[1]), memory))
 
 
-def answer(score: Callable[[], Any], memory: int) -> list[Any]:
-    """The answer to one request. score: calls the reward. memory: the limit of this process in bytes, 0 for none."""
-    kind, value = _judged(score)
+def answer(score: Callable[[], Any], results: Callable[[Any], list[Result]], memory: int) -> list[Any]:
+    """The answer to one request. score: calls the reward. results: checks what it has returned. memory: the limit of
+    this process in bytes, 0 for none."""
+    kind, value = _judged(score, results)
     if kind != "score" and memory and _bytes_in_use() > FULL * memory:
         kind = "memory"  # whatever the reward has made of the MemoryError
     return [kind, value]
 
 
-def _judged(score: Callable[[], Any]) -> list[Any]:
+def _judged(score: Callable[[], Any], results: Callable[[Any], list[Result]]) -> list[Any]:
     try:
         value = score()
     except RewardError as error:
@@ -84,7 +86,7 @@ def _judged(score: Callable[[], Any]) -> list[Any]:
         kind = "memory" if isinstance(error, MemoryError) else "raised"
         return [kind, f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]]
     try:
-        return ["score", as_result(value)]
+        return ["score", results(value)]
     except RewardError as error:
         return ["not_finite", str(error)]
 
@@ -98,7 +100,7 @@ def _print_first(error: BaseException) -> None:
 
 
 def _value(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any]) -> Any:
-    value = reward(*arguments)
+    value = reward.call(*arguments)
     return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
@@ -108,21 +110,22 @@ async def _serve_concurrently(
     """Serve numbered requests until stdin ends."""
     calls: dict[int, asyncio.Task[Any]] = {}
 
-    async def scored(request: bytes, number: int) -> Any:
+    async def scored(reward: RewardFunction, arguments: list[Any], number: int) -> Any:
         send(answers, [number, "begun", None])
-        name, *arguments = msgpack.unpackb(request, strict_map_key=False)
-        return await rewards[name](*arguments)
+        return await reward.call(*arguments)
 
-    def end(number: int, call: asyncio.Task[Any]) -> None:
+    def end(number: int, results: Callable[[Any], list[Result]], call: asyncio.Task[Any]) -> None:
         del calls[number]
-        result = ["cancelled", ""] if call.cancelled() else answer(call.result, memory)
+        result = ["cancelled", ""] if call.cancelled() else answer(call.result, results, memory)
         send(answers, [number, *result])
 
     while (message := await asyncio.to_thread(receive, requests)) is not None:
         number, request = message
         if request is not None:
-            calls[number] = call = asyncio.create_task(scored(request, number))
-            call.add_done_callback(functools.partial(end, number))
+            name, *arguments = msgpack.unpackb(request, strict_map_key=False)
+            calls[number] = call = asyncio.create_task(scored(rewards[name], arguments, number))
+            results = functools.partial(rewards[name].results, completions=arguments[1])
+            call.add_done_callback(functools.partial(end, number, results))
         elif number in calls:
             calls[number].cancel()
 

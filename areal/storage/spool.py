@@ -114,9 +114,16 @@ class Spool:
         """Store the part of a group that has this place in it, unless that is taken, or the group has `size` parts.
         Returns the group once it has. If it raises SpoolError, the part is not stored. Raises SpoolDamage as `get`
         does."""
-        fields = (part.id, place, part.prompt_index, safetensors.numpy.save(columns(part.trajectories)), part.notes)
-        row = (*fields, _checksum(*fields), part.id, size)
-        self._store(((_PUT, row), (_FINISHED, (part.id, place))))
+        return self.put_all({place: part}, size)
+
+    def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
+        """As `put`, of several parts of a group by their places: all of them are stored, or none."""
+        changes: Changes = ()
+        for place, part in parts.items():
+            fields = (part.id, place, part.prompt_index, safetensors.numpy.save(columns(part.trajectories)), part.notes)
+            row = (*fields, _checksum(*fields), part.id, size)
+            changes += ((_PUT, row), (_FINISHED, (part.id, place)))
+        self._store(changes)
         return self.complete(part.id, size)
 
     def put_calls(self, group_id: str, place: int, prompt_index: int, table: Mapping[str, np.ndarray]) -> None:

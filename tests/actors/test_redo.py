@@ -23,7 +23,7 @@ from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder, checkpoint_of
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Trajectory, columns
-from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreSample
+from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreSamples
 from protocols.transport import Bus
 
 STEPS = 4
@@ -46,7 +46,7 @@ def config(tiny_model: Path, tmp_path: Path, free_port: int) -> Config:
     )  # fmt: skip
 
 
-def samples_of(permit: Permit, poison: float = 0.0) -> Iterator[StoreSample]:
+def samples_of(permit: Permit, poison: float = 0.0) -> Iterator[StoreSamples]:
     """Samples that depend on the permit alone, with mixed rewards; `poison` is added to their log-probs."""
     rng = np.random.default_rng([permit.prompt_index, permit.min_version])
     for place in range(2):
@@ -54,7 +54,9 @@ def samples_of(permit: Permit, poison: float = 0.0) -> Iterator[StoreSample]:
         versions = np.where(np.arange(10) < 4, -1, permit.min_version).astype(np.int32)
         logprobs = np.where(versions < 0, 0, poison - rng.random(10)).astype(np.float32)
         table = columns([Trajectory(tokens, logprobs, versions, float(place), "stop")])
-        yield StoreSample(group=permit.group, prompt_index=permit.prompt_index, place=place, columns=table)
+        yield StoreSamples(
+            group=permit.group, prompt_index=permit.prompt_index, places=(place,), columns=table, notes=("",)
+        )
 
 
 class Manager:

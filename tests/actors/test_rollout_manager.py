@@ -212,7 +212,7 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
     actor.config = alone(RolloutManager).config
     scored = _Scored(0, asyncio.run(workflow(None, None)), {"discarded": 4})
     permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
-    refusal = asyncio.run(actor._store(permit, Row(0, "", "", None, {}), scored))
+    refusal = asyncio.run(actor._store(permit, Row(0, "", "", None, {}), [scored]))
     assert str(refusal) == "a token is outside the model's vocabulary" and not answers
     assert scored.tokens_sampled == SAMPLED + 4
 

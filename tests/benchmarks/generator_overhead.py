@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -105,10 +105,11 @@ async def store_all(config: Config, finished: Finished) -> None:
     from protocols.transport import Bus
 
     class NotingSpool(Spool):
-        def put(self, part: Group, place: int = 0, size: int = 1) -> Group | None:
-            for trajectory in part.trajectories:
-                finished(part.prompt_index, int(trajectory.sampled.sum()))
-            return super().put(part, place, size)
+        def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
+            for part in parts.values():
+                for trajectory in part.trajectories:
+                    finished(part.prompt_index, int(trajectory.sampled.sum()))
+            return super().put_all(parts, size)
 
     class IdleLearner:
         work_done = 0

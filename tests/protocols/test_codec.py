@@ -31,7 +31,7 @@ from protocols.messages import (
     RowsScored,
     Score,
     Snapshot,
-    StoreSample,
+    StoreSamples,
     TokenColumns,
     Welcome,
 )
@@ -77,11 +77,11 @@ def tokens(*counts):
 def group(*lengths, **more):
     rewards, cut = np.full(len(lengths), 0.5), np.zeros(len(lengths), np.uint8)
     table = {"lengths": np.array(lengths, np.int32), "rewards": rewards, "cut": cut, **columns(*lengths)}
-    return StoreSample(group="g", prompt_index=3, place=0, columns=table | more)
+    return StoreSamples(group="g", prompt_index=3, places=(0,), columns=table | more, notes=("",))
 
 
 def score(row=None, prompt="p"):
-    one = Completion(job=0, function="f", prompt=prompt, completion="c", row=0)
+    one = Completion(job=0, function="f", prompt=prompt, completions=("c",), row=0)
     return Score(flow=0, rows=(row or {},), completions=(one,))
 
 

@@ -182,11 +182,11 @@ async def test_who_connects_before_the_server_is_there_is_let_in_later(bus, serv
 
 async def test_a_large_array_arrives_whole(bus, folder):
     async def handle(request):
-        return Status(values={"length": len(request.message.completions[0].completion)})
+        return Status(values={"length": len(request.message.completions[0].completions[0])})
 
     address = bus("master/0#a", folder).serve(LOOPBACK, handle, pytest.fail)
     text = "x" * (4 * SHARED_BYTES)
-    one = Completion(job=0, function="f", prompt="p", completion=text, row=0)
+    one = Completion(job=0, function="f", prompt="p", completions=(text,), row=0)
     message = Score(flow=0, rows=({},), completions=(one,))
     assert await bus("reward/0#b", folder).peer(address).ask(message, PATIENCE) == Status(values={"length": len(text)})
 

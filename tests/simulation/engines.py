@@ -45,6 +45,8 @@ SLOWEST = 30.0
 HELDOUT = 1_000_000
 # Interval at which an engine that lets running sequences finish before a load checks whether they have.
 FINISH_SECONDS = 0.05
+# The name of the reward of groups.
+TOGETHER = "together"
 # Reward of one call of the workflow `branching`, beside the score of the sample.
 CALL_REWARD = 0.5
 # Bytes of the content of weights that depend only on what was trained. The bytes after them depend on the trainers that
@@ -569,9 +571,14 @@ def score_of(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     return crc32(f"{prompt} {completion} {row['answer']}".encode()) % 7 / 7
 
 
+def together(prompt: str, completions: Sequence[str]) -> list[float]:
+    """The scores of the completions of a group, each of which depends on all."""
+    return [crc32(f"{prompt} {number} {[*completions]}".encode()) % 5 / 5 for number in range(len(completions))]
+
+
 class SimRewards:
-    """A reward pool whose scores depend only on the row and the completion. `parts`: the number of parts of each score,
-    and the length of the text of each failure."""
+    """A reward pool whose scores depend only on the row and the completion, or those of its group (TOGETHER). `parts`:
+    the number of parts of each score, and the length of the text of each failure."""
 
     def __init__(self, pace: Pace, mishaps: Mishaps, random: Random, toil: Toil, parts: int = 0) -> None:
         self._toil = toil
@@ -588,13 +595,16 @@ class SimRewards:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def score(
-        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
-    ) -> Result:
+    async def score_all(
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Tokens | None = None
+    ) -> list[Result]:
         await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")
         if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
             raise RewardFailed(self._words, "raised")
-        return Result(score_of(prompt, completion, row), self._parts)
+        if name == TOGETHER:
+            return [Result(score, self._parts) for score in together(prompt, completions)]
+        (completion,) = completions
+        return [Result(score_of(prompt, completion, row), self._parts)]
 
 
 # The scorers of a simulation: a teacher, a reference and a reward model, and the weight of the last one.

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from types import AsyncGeneratorType
 from typing import Any, Protocol
 
-from protocols.messages import AskSamples, Heartbeat, Message, RenewLeases, StoreCalls, StoreSample
+from protocols.messages import AskSamples, Heartbeat, Message, RenewLeases, StoreCalls, StoreSamples
 from protocols.transport import Request
 from simulation.faults import FailPoint, Plan
 from simulation.incarnation import Incarnation
@@ -57,7 +57,7 @@ class FailPoints:
                 return answer if point is None else self._stream(one, answer, point)
             if point is not None:
                 answer = self._answer(one, answer, point)
-            if one.role == "trainer" and isinstance(request.message, StoreSample | StoreCalls | AskSamples):
+            if one.role == "trainer" and isinstance(request.message, StoreSamples | StoreCalls | AskSamples):
                 return _storing(one, request.message.group, answer)
             return self._heard(one, request, answer) if one.role == "master" else answer
 

@@ -21,7 +21,7 @@ HANDLERS: dict[str, tuple[str, ...]] = {
         "training_finished", "training_failed", "step_failed", "ask_evaluation", "rows_scored", "evaluation_done",
         "evaluation_abandoned", "scoring_failed",
     ),
-    "trainer": ("store_sample", "ask_samples", "store_calls", "ask_calls", "take_devices"),
+    "trainer": ("store_samples", "ask_samples", "store_calls", "ask_calls", "take_devices"),
     "generator": ("open_flow", "generate", "end_jobs", "yield_devices"),
     "reward": ("open_flow", "score", "end_jobs"),
     "scorer": ("open_flow", "score_tokens", "score", "end_jobs"),

@@ -35,7 +35,7 @@ class Process:
 
 class Incarnation:
     """One process, from its start to its end. `mark` is the incarnation in its actor's identity. `began`: the virtual
-    time. `storing`: the groups whose StoreSample, StoreCalls or AskSamples it is answering. `ended`: in order; a
+    time. `storing`: the groups whose StoreSamples, StoreCalls or AskSamples it is answering. `ended`: in order; a
     resumed run starts it again."""
 
     def __init__(self, process: Process, loop: FaultyLoop, network: FaultyNetwork, mark: str) -> None:

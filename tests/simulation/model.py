@@ -10,7 +10,7 @@ from typing import Any
 from areal.config import Config
 from areal.staleness.standstills import UNKNOWN
 from protocols.codec import MAX_BODY_BYTES
-from simulation.engines import LIKED, LIKED_WEIGHT, REFERENCE, TEACHER, Pace
+from simulation.engines import LIKED, LIKED_WEIGHT, REFERENCE, TEACHER, TOGETHER, Pace
 
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
@@ -60,6 +60,8 @@ class Model:
     """Size of a field of each row, which travels to the rewards."""
     reward_parts: int = 0
     """Number of parts of each score, and about the length of the text of each failure."""
+    groups: bool = False
+    """Whether there is a reward of groups, beside that of each sample."""
     branching: bool = False
     """Whether a sample is many calls, some of them at the same time, instead of one."""
     max_new_tokens: int = 12
@@ -125,7 +127,10 @@ def config_of(model: Model) -> Config:
             },
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {
-                "functions": {"addition": 1.0} | ({LIKED: LIKED_WEIGHT} if LIKED in model.scorers else {}),
+                "functions": {"addition": 1.0}
+                | ({LIKED: LIKED_WEIGHT} if LIKED in model.scorers else {})
+                | dict.fromkeys([TOGETHER] * model.groups, 1.0),
+                "groups": [TOGETHER] * model.groups,
                 "timeout_seconds": 2.0,
                 "credit": "return_to_go",
             },
@@ -173,6 +178,8 @@ def config_of(model: Model) -> Config:
 
 # Steps, batch size B and group size G of drawn models: as small as possible, but each rule of the ledger still matters.
 SIZES = ((2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1), (4, 1, 1))
+# The share of the models that have a reward of groups.
+GROUPS = 0.2
 # Shares of the models that are larger, that have an operation that takes up to a few times `stall_seconds`, and whose
 # messages are about as large as messages may be.
 LARGER, SLOW, BULKY = 0.05, 0.08, 0.03

@@ -22,6 +22,7 @@ from actors.master import Master
 from actors.parts import run_state, sessions
 from actors.parts.calls import Call
 from actors.parts.evaluations import Evaluations
+from actors.parts.group_scores import GroupScores
 from actors.parts.hangs import Hangs
 from actors.parts.jobs import CallJobs, RoutedGenerators, RoutedRewards, ScoreJob, ScoreJobs
 from actors.parts.progress import Progress
@@ -32,6 +33,7 @@ from actors.rollout_manager import RolloutManager, _GroupStart
 from actors.runtime.actor import Actor
 from actors.runtime.works import Operation
 from actors.trainer import Trainer
+from areal.data.rows import Row
 from areal.staleness.ledger import (
     Admitted,
     Discarded,
@@ -60,7 +62,7 @@ from protocols.messages import (
     Permit,
     Recovery,
     StoredSamples,
-    StoreSample,
+    StoreSamples,
     TokenColumns,
 )
 from protocols.transport import STREAM_SILENCE_SECONDS, Peer, RequestServer
@@ -493,10 +495,35 @@ def next_row_sampled() -> AbstractContextManager[None]:
 def stored_samples_sampled_again() -> AbstractContextManager[None]:
     """A rollout manager samples the whole of a group, whatever is stored of it."""
 
-    async def nothing(manager: RolloutManager, permit: Permit) -> StoredSamples:
+    async def nothing(manager: RolloutManager, *_: Any) -> StoredSamples:
         return StoredSamples(places=(), start_version=None)
 
     return patch.multiple(RolloutManager, _stored=nothing)
+
+
+def scored_groups_stored_in_parts() -> AbstractContextManager[None]:
+    """The samples of a group whose scores depend on each other are stored, and used again, one by one."""
+    stored, store = RolloutManager._stored, RolloutManager._store
+
+    async def stored_of_any(manager: RolloutManager, permit: Permit, whole: bool) -> StoredSamples:
+        return await stored(manager, permit, False)
+
+    async def one_by_one(manager: RolloutManager, permit: Permit, row: Row, scored: Sequence[Any]) -> Any:
+        refusals = [await store(manager, permit, row, [one]) for one in scored]
+        return next(filter(None, refusals), None)
+
+    return patch.multiple(RolloutManager, _stored=stored_of_any, _store=one_by_one)
+
+
+def groups_in_order_of_arrival() -> AbstractContextManager[None]:
+    """A reward of groups gets the completions in the order in which they were finished."""
+    complete = GroupScores._score_all
+
+    async def score_all(group: GroupScores, names: Sequence[str]) -> Any:
+        group._sessions = [*group._completions]
+        return await complete(group, names)
+
+    return patch.multiple(GroupScores, _score_all=score_all)
 
 
 def stored_samples_of_another_group() -> AbstractContextManager[None]:
@@ -623,15 +650,15 @@ def each_failure_counts() -> AbstractContextManager[None]:
 
 def shortages_are_failures() -> AbstractContextManager[None]:
     """The trainer refuses a sample for good if its disk has no room for it."""
-    store_sample = Trainer.store_sample
+    store_samples = Trainer.store_samples
 
     async def store_at_once(trainer: Trainer, request: Any) -> Done:
         if trainer._disk.shortage:
             raise RefusedError("the disk is full")
-        return await store_sample(trainer, request)
+        return await store_samples(trainer, request)
 
-    store_at_once.handled_kind = StoreSample  # type: ignore[attr-defined]
-    return patch.multiple(Trainer, store_sample=store_at_once)
+    store_at_once.handled_kind = StoreSamples  # type: ignore[attr-defined]
+    return patch.multiple(Trainer, store_samples=store_at_once)
 
 
 def snapshots_without_failures() -> AbstractContextManager[None]:
@@ -755,6 +782,8 @@ MUTANTS: dict[str, Mutant] = {
     "scores exchanged": scores_exchanged,
     "rows for another scorer": rows_for_another_scorer,
     "next row sampled": next_row_sampled,
+    "scored groups stored in parts": scored_groups_stored_in_parts,
+    "groups in order of arrival": groups_in_order_of_arrival,
     "stored samples sampled again": stored_samples_sampled_again,
     "stored samples of another group": stored_samples_of_another_group,
     "stored samples however old": stored_samples_however_old,

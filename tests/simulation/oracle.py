@@ -45,6 +45,8 @@ from simulation.engines import (
     serials_of,
     stem,
     taught,
+    text_of,
+    together,
 )
 from simulation.loop import WorldScheduler
 from simulation.model import BRANCHING
@@ -473,6 +475,8 @@ class Oracle:
                     if wrong := self._wrong_columns(own):
                         raise Violation(f"tokens of {group.id} do not have the {wrong} of their own: {own}", group.id)
                 self._check_labels(group.id, part)
+            if self.config.reward.groups:
+                self._check_scores(group, f"{row}")
             age = version - group.start_version
             if self.memory.bounds_groups and age > self.memory.bounds[group.id]:
                 raise Violation(f"{group.id} is {age} versions old when it is trained", group.id)
@@ -488,15 +492,29 @@ class Oracle:
             if (found is None) != (right is None) or (right is not None and not np.array_equal(found, right))
         ]
 
+    def _check_scores(self, group: Group, prompt: str) -> None:
+        """The samples of a group have the scores that it gets with just their completions."""
+        answer = f"answer {prompt}"
+        row = DataRow(int(prompt), prompt, answer, None, {"answer": answer})
+        calls = [Generation(s.tokens[s.sampled], s.logprobs, s.versions, s.finish) for s in group.trajectories]
+        own = [reward_of(row, [call], False, self.config.rewards) for call in calls]
+        expected = np.add(own, together(prompt, [text_of([call]) for call in calls]))
+        rewards = [sample.reward for sample in group.trajectories]
+        if np.abs(expected - rewards).max() > ROUNDING:
+            raise Violation(f"{group.id} is trained with {rewards}, but is scored {expected.tolist()}", group.id)
+
     def sampled(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation], trains: bool = True) -> None:
         """A workflow has made a sample of the row, of these calls. `trains`: whether it may be trained."""
-        self._guard(self._check_sample, row, sample, calls)
+        self._guard(self._check_sample, row, sample, calls, trains)
         if trains:
             self._samples[_digest(sample)] += 1
 
-    def _check_sample(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation]) -> None:
+    def _check_sample(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation], trains: bool) -> None:
         reward = reward_of(row, calls, self._branching, self.config.rewards)
-        if abs(sample.reward - reward) > ROUNDING:
+        if self.config.reward.groups and not trains:
+            reward += together(f"{row.prompt}", [text_of(calls)])[0]
+        is_known = not trains or not self.config.reward.groups  # else it depends on the others of the group
+        if is_known and abs(sample.reward - reward) > ROUNDING:
             raise Violation(f"a sample of row {row.index} has the reward {sample.reward}, but its score is {reward}")
         if mixed := [call.tokens for call in calls if not are_of_one(call.tokens)]:
             raise Violation(f"a sample of row {row.index} has tokens of several sequences in one call: {mixed}")

@@ -111,6 +111,18 @@ def managers_die(n: int = 0) -> Plan:
 
 
 SAVED = replace(WITH_SIBLINGS, save_every=4)
+# They are scored together, which takes so long that managers and reward actors die meanwhile.
+TOGETHER = replace(WITH_SIBLINGS, steps=4, groups=True, oversample=1, rewards=2, pace=Pace(score=0.3))
+
+
+def scorers_die(n: int = 0) -> Plan:
+    """With managers, reward actors die. The trainer is so slow that some die while it stores what is scored."""
+    deaths = [kill for i in range(8) for kill in (
+        Kill(0.8 * (1 + i), f"rollout_manager-{i % 2}", 0.1), Kill(0.8 * (1 + i) + 0.05, f"reward-{i % 2}", 0.1),
+    )]  # fmt: skip
+    return plan(SlowDisk(0.1, "trainer-0", 0.1, 8.0), *deaths, until=8.0)
+
+
 BRANCHES_SAVED = replace(SAVED, branching=True, save_every=2)
 
 PROVOKED = {
@@ -224,6 +236,8 @@ PROVOKED = {
     "stored samples sampled again": Provoked("are stored, and neither in it", managers_die, WITH_SIBLINGS),
     "stored samples of another group": Provoked("", managers_die, WITH_SIBLINGS),
     "stored samples however old": Provoked("every group fits before its deadline", managers_die, WITH_SIBLINGS),
+    "scored groups stored in parts": Provoked("but is scored", scorers_die, TOGETHER),
+    "groups in order of arrival": Provoked("but is scored", lambda n: plan(), TOGETHER, 1),
     "saved calls sampled again": Provoked("begins anew, but calls of it are stored", managers_die, SAVED),
     "saved calls of another sample": Provoked("goes on with calls that it has not saved", managers_die, SAVED),
     "saved calls whatever their prompts": Provoked("tokens", managers_die, BRANCHES_SAVED),
@@ -272,6 +286,13 @@ def test_what_is_sampled_of_an_unfinished_sample_outlives_its_manager(model: Mod
         world = World(seed, model, managers_die())
         assert (result := world.run()).ok, result.story
         assert world.oracle.reused_tokens > 200
+
+
+def test_a_group_that_waits_for_its_score_outlives_its_manager_and_its_reward_actor() -> None:
+    for seed in range(2):
+        world = World(seed, TOGETHER, scorers_die())
+        assert (result := world.run()).ok, result.story
+        assert world.oracle.reused_tokens > 100 and len(world.oracle.disk.trained) == 8
 
 
 def test_all_mutants_are_tested_and_described() -> None:

@@ -568,7 +568,7 @@ def test_a_redo_may_end_with_other_weights() -> None:
 
 def test_a_payload_that_was_spooled_by_a_trainer_that_died_before_it_was_ready_does_not_stay() -> None:
     """Without its manager, nobody sends the group again: it is admitted anew under another id."""
-    points = [FailPoint("trainer", "store_sample", "worked", 1, 0.5)]
+    points = [FailPoint("trainer", "store_samples", "worked", 1, 0.5)]
     faults = [Kill(0.7 * (1 + i), "rollout_manager-0", 0.1) for i in range(5)]
     left = []
     for seed in range(4):
@@ -588,7 +588,7 @@ def test_a_starting_trainer_takes_no_sample_before_it_has_dropped_old_ones(monke
         answer = await ask_master(self, message, *more)
         if isinstance(message, AskRecovery):
             try:
-                await self.store_sample(SimpleNamespace(message=None))
+                await self.store_samples(SimpleNamespace(message=None))
             except Exception as error:
                 refused.append(type(error))
         return answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -77,12 +77,6 @@ def test_a_recovery_that_loads_for_long_ends_no_run() -> None:
 
 def in_workflow(monkeypatch: pytest.MonkeyPatch, code: Callable[[], Any]) -> None:
     """Let every workflow run `code` of its own between sampling and scoring."""
-    score = SimRewards.score
-
-    async def scored(self: Any, *args: Any, **kwargs: Any) -> Result:
-        return await score(self, *args, **kwargs)
-
-    monkeypatch.setattr(SimRewards, "score", scored)
     from actors.parts.sessions import SampleSession
 
     asked = SampleSession.score
@@ -104,15 +98,15 @@ def test_a_workflow_may_take_its_time_between_two_calls(monkeypatch: pytest.Monk
 def test_each_score_is_computed_once_however_long_the_queue_is(monkeypatch: pytest.MonkeyPatch) -> None:
     scored = 0
 
-    async def one_at_a_time(self: Any, name: str, prompt: str, completion: str, row: Any, *_: Any) -> Result:
+    async def one_at_a_time(self: Any, name: str, prompt: str, texts: Sequence[str], row: Any, *_: Any) -> Any:
         nonlocal scored
         lock = self.__dict__.setdefault("lock", asyncio.Lock())
         async with lock:
             await asyncio.sleep(30.0)
         scored += 1
-        return Result(score_of(prompt, completion, row), {})
+        return [Result(score_of(prompt, text, row), {}) for text in texts]
 
-    monkeypatch.setattr(SimRewards, "score", one_at_a_time)
+    monkeypatch.setattr(SimRewards, "score_all", one_at_a_time)
     run(model(steps=4, batch_size=4, group_size=4, max_staleness=2, run_ahead="max", concurrent=32))
     assert scored == 4 * 4 * 4
 
@@ -126,9 +120,9 @@ def test_a_reward_that_is_away_for_minutes_costs_no_prompt() -> None:
 
 def judge_is_down(monkeypatch: pytest.MonkeyPatch, down: Callable[[int], bool]) -> None:
     """Scoring number n raises where `down(n)`."""
-    score, asked = SimRewards.score, 0
+    score, asked = SimRewards.score_all, 0
 
-    async def perhaps(self: Any, *args: Any, **kwargs: Any) -> Result:
+    async def perhaps(self: Any, *args: Any, **kwargs: Any) -> list[Result]:
         nonlocal asked
         asked += 1
         if down(asked):
@@ -136,7 +130,7 @@ def judge_is_down(monkeypatch: pytest.MonkeyPatch, down: Callable[[int], bool]) 
             raise RewardFailed(f"ConnectionError: the judge is down, request {asked}", "raised")
         return await score(self, *args, **kwargs)
 
-    monkeypatch.setattr(SimRewards, "score", perhaps)
+    monkeypatch.setattr(SimRewards, "score_all", perhaps)
 
 
 def test_failures_of_everybody_pause_admission_and_scoring_that_works_again_resumes_it(

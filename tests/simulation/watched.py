@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -119,9 +119,10 @@ class WatchedSpool(Spool):
     on_move: Callable[[str, int, str], None]
     on_calls: Callable[[str], None]
 
-    def put(self, part: Group, place: int = 0, size: int = 1) -> Group | None:
-        group = super().put(part, place, size)
-        self.on_put(part.id, place)
+    def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
+        group = super().put_all(parts, size)
+        for place, part in parts.items():
+            self.on_put(part.id, place)
         return group
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:

@@ -64,6 +64,7 @@ from simulation.incarnation import Incarnation, Process
 from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
 from simulation.memory import check_actor
 from simulation.model import (
+    GROUPS,
     HANGS,
     MASTER,
     MODEL,
@@ -152,6 +153,8 @@ class World:
             self.plan.faults.append(faults.draw_hang(hangs, self.model.processes, self.plan.until))
         if model is None:
             self.model = replace(self.model, save_every=Random(f"save {seed}").choice((0, 2, 8)))
+            groups = Random(f"groups {seed}").random() < GROUPS and not self.model.branching
+            self.model = replace(self.model, groups=groups)
             sampler = Random(f"sampler {seed}").choice(("shuffle", "difficulty", "skip_solved"))
             self.model = replace(self.model, sampler=sampler, size=3 if sampler == "skip_solved" else None)
         scorers = Random(f"scorers {seed}")

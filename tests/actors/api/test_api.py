@@ -76,7 +76,7 @@ async def scored(asker: Bus, member: Member, *completions: str) -> list[float]:
         results = await asyncio.gather(*(flow.do(job) for job in jobs))
         for task in flows:
             task.cancel()
-    return [result.score for result in results]
+    return [result.score for (result,) in results]
 
 
 async def test_a_process_joins_scores_with_its_closures_and_leaves(run):

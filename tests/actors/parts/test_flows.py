@@ -31,15 +31,15 @@ class Kind:
     """Jobs that answer with the length of their text; a negative score is not the last."""
 
     def request(self, flow, jobs):
-        some = (Completion(job=job.number, function="f", prompt="", completion=job.text, row=0) for job in jobs)
+        some = (Completion(job=job.number, function="f", prompt="", completions=(job.text,), row=0) for job in jobs)
         return Score(flow=flow, rows=({},), completions=tuple(some))
 
     def deliver(self, part, jobs):
         for scored in part.scored:
             if job := jobs.get(scored.job):
-                job.heard.append(scored.score)
-                if scored.score >= 0:
-                    jobs.pop(scored.job).succeed(scored.score)
+                job.heard += scored.scores
+                if scored.scores[0] >= 0:
+                    jobs.pop(scored.job).succeed(scored.scores[0])
         return part.failed
 
 
@@ -69,23 +69,23 @@ class Server:
             self.flows.cancel(request)
             return Done()
         self.requests.append(len(asked.completions))
-        if any(one.completion == "refuse all" for one in asked.completions):
+        if any(one.completions[0] == "refuse all" for one in asked.completions):
             raise RefusedError("not these")
         jobs = {one.job: functools.partial(self.work, one) for one in asked.completions}
         self.flows.begin(request, asked.flow, jobs)
         return Done()
 
     async def work(self, one, add):
-        self.running.add(one.completion)
+        self.running.add(one.completions[0])
         try:
-            if one.completion == "harm":
+            if one.completions[0] == "harm":
                 raise HarmfulError("it does harm")
-            if one.completion.startswith("wait"):
-                add(Scored(job=one.job, score=-1.0))
+            if one.completions[0].startswith("wait"):
+                add(Scored(job=one.job, scores=(-1.0,), parts=({},)))
                 await self.goes_on.wait()
-            add(Scored(job=one.job, score=float(len(one.completion))))
+            add(Scored(job=one.job, scores=(float(len(one.completions[0])),), parts=({},)))
         finally:
-            self.running.discard(one.completion)
+            self.running.discard(one.completions[0])
 
 
 class Pair:

@@ -10,6 +10,7 @@ import pytest
 from helpers import needs_namespaces
 
 from actors.parts.calls import SampleFailed
+from actors.parts.group_scores import GroupScores
 from actors.parts.jobs import CallJobs, RoutedGenerators, RoutedRewards
 from actors.parts.router import Router
 from actors.parts.sampler import Sampler
@@ -288,7 +289,7 @@ class Rewards(Cluster):
         answer = self.answers[job.function].pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return answer if isinstance(answer, list) else [answer]
 
     def session(self, reward: dict[str, float] | None = None, **settings) -> SampleSession:
         reward_settings = self.config.reward.model_copy(update=settings)
@@ -308,7 +309,7 @@ async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_p
     session = cluster.session({"math": 2.0, "brief": -1.0})
     assert await session.score("done", np.array([5, 6])) == 1.75
     assert session.reward_parts == {"math": 1.0, "brief": 0.25, "math/answer": 0.5}
-    assert [(asked.completion, asked.tokens.tolist()) for asked in cluster.asked] == [("done", [5, 6])] * 2
+    assert [(asked.completions, asked.tokens.tolist()) for asked in cluster.asked] == [(("done",), [5, 6])] * 2
     assert cluster.services.succeeded == 0  # the workflow may still raise
 
 
@@ -482,6 +483,64 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
     assert (sampler.services.succeeded, sampler.failures) == (1, [("workflow", "the workflow raised KeyError: 'b'")])
 
 
+# --- rewards of groups
+
+
+RANKED = {"functions": {"addition": 1.0, "rank": 10.0}, "groups": ["rank"]}
+
+
+def group_of(cluster: Rewards, samples: int, needed: int) -> tuple[GroupScores, list[SampleSession], list[int]]:
+    """A group, its sessions, and which of them have saved their calls."""
+    saved: list[int] = []
+    sessions = [cluster.session(**RANKED) for _ in range(samples)]
+    group = GroupScores(cluster.services.rewards, sessions[0]._row, sessions, needed)
+    for place, session in enumerate(sessions):
+        session.group, session.unsaved = group, 7
+        session.save = lambda place=place: asyncio.ensure_future(asyncio.sleep(0, saved.append(place)))
+    return group, sessions, saved
+
+
+async def test_the_samples_of_a_group_are_scored_by_one_call_once_all_are_there_and_are_saved_meanwhile():
+    together = [Result(0.0, {}), Result(1.0, {"why": 2.0}), Result(2.0, {})]
+    cluster = Rewards(addition=[Result(0.5, {})] * 3, rank=[together])
+    _, sessions, saved = group_of(cluster, 3, needed=3)
+    scores = [asyncio.create_task(sessions[place].score(f"text {place}")) for place in (2, 0)]
+    await asyncio.sleep(0.01)
+    assert not any(score.done() for score in scores) and sorted(saved) == [0, 2]
+    assert await sessions[1].score("text 1") == 10.5
+    assert await asyncio.gather(*scores) == [20.5, 0.5]
+    assert [job.completions for job in cluster.asked if job.function == "rank"] == [("text 0", "text 1", "text 2")]
+    assert sessions[1].reward_parts == {"rank/why": 2.0, "addition": 0.5, "rank": 1.0}
+    cluster.answers["addition"].append(Result(0.5, {}))
+    with pytest.raises(SampleFailed, match=r"calls session.score twice, but rank scores all samples of a group once"):
+        await sessions[1].score("again")
+
+
+async def test_a_group_is_scored_without_those_that_ask_for_no_score_and_those_that_come_late_are_not_in_it():
+    cluster = Rewards(addition=[Result(0.0, {})] * 4, rank=[[Result(1.0, {}), Result(2.0, {})]])
+    group, sessions, _ = group_of(cluster, 4, needed=3)
+    scores = [asyncio.create_task(sessions[place].score(f"text {place}")) for place in (0, 3)]
+    await asyncio.sleep(0.01)
+    group.finished(sessions[1])
+    assert await asyncio.gather(*scores) == [10.0, 20.0]
+    assert sessions[2].closed and not sessions[0].closed
+    for late in (sessions[2].score("text 2"), asyncio.to_thread(group.finished, sessions[2])):
+        with pytest.raises(SampleFailed, match="ended before this call"):
+            await late
+
+
+async def test_a_reward_of_groups_that_fails_fails_each_sample(unhurried):
+    cluster = Rewards(addition=[Result(0.0, {})] * 2, rank=[RefusedError("KeyError")] * 3)
+    _, sessions, _ = group_of(cluster, 2, needed=2)
+    ends = await asyncio.gather(*(session.score("text") for session in sessions), return_exceptions=True)
+    assert [str(end) for end in ends] == ["reward 'rank': KeyError"] * 2 and not cluster.answers["rank"]
+
+
+async def test_an_evaluation_scores_each_completion_as_a_group_of_one():
+    cluster = Rewards(addition=[Result(0.5, {})], rank=[[Result(1.0, {})]])
+    assert await cluster.session(**RANKED).score("text") == 10.5
+
+
 # --- a workflow's own code
 
 
@@ -508,9 +567,9 @@ async def test_a_workflow_that_waits_for_ever_fails_with_the_line_at_which_it_wa
 
 
 async def test_time_in_which_a_sample_waits_for_actors_of_the_run_has_no_limit(limited):
-    async def slow(member: Member, job: object) -> Result:
+    async def slow(member: Member, job: object) -> list[Result]:
         await asyncio.sleep(0.15)
-        return Result(1.0, {})
+        return [Result(1.0, {})]
 
     limited._services.rewards._servers.do = slow
     async with limited.in_workflow():

@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from areal.config import DataConfig, UserError
+from areal.config import DataConfig, RewardConfig, ScoringConfig, UserError
 from areal.data.sources import open_source, reasoning_tasks
-from areal.rewards.functions import BUILT_IN, check, find, resolve
+from areal.rewards.functions import BUILT_IN, check, check_groups, find, resolve, with_groups
 from areal.rewards.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 
 
@@ -86,6 +86,16 @@ class Judge:
 class NoJudge:
     pass
 
+def longest(prompt, completions, rows):
+    return [len(text) / row["scale"] for text, row in zip(completions, rows, strict=True)]
+
+class Ranks:
+    async def group_score(self, prompt, completions, rows):
+        return completions
+
+def for_more(prompt, completions, rows, tokenizer):
+    return []
+
 def yields(prompt, completion, row):
     yield 1.0
 
@@ -139,6 +149,27 @@ def test_what_a_function_takes_is_seen(own):
     assert (plain.takes_tokens, plain.deterministic) == (False, True)
 
 
+def test_a_reward_of_groups_is_known_by_its_parameters_and_gets_all_completions(own):
+    longest, ranks = resolve("rewards/json.py:longest"), resolve("own_reward_module:Ranks")
+    assert longest.groups and ranks.groups and ranks.concurrent and not resolve("own_reward_module:short").groups
+    assert longest.results(longest.call("p", ["a", "bcd"], {"scale": 2}), "ab") == [Result(0.5, {}), Result(1.5, {})]
+    assert asyncio.run(ranks.call("p", ["a", "b"], {})) == ["a", "b"]
+    bad = [("ab", "returned a str"), (1.0, "a float, not a list"), ([1.0], "1 scores for 2"), ([1, math.inf], "inf")]
+    for value, why in bad:
+        with pytest.raises(RewardError, match=why):
+            longest.results(value, ["a", "b"])
+
+
+def test_a_start_knows_which_of_its_rewards_score_groups(own):
+    names = ["own_reward_module:short", "own_reward_module:longest", "theirs", "group_judge"]
+    config = ScoringConfig(reward={"functions": names, "external": ["theirs"], "groups": ["theirs", names[0]]})
+    assert with_groups(config).reward.groups == ["own_reward_module:longest", "group_judge", "theirs"]
+    with pytest.raises(UserError, match="scores all completions of a group at once, but .* of the run lacks it"):
+        check_groups({"x": resolve("own_reward_module:longest")}, RewardConfig(functions="x"))
+    with pytest.raises(UserError, match="does not score all completions .* of the run has it"):
+        check_groups({"x": resolve("own_reward_module:short")}, RewardConfig(functions="x", groups=["x"]))
+
+
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
@@ -148,6 +179,7 @@ def test_what_a_function_takes_is_seen(own):
         ("own_reward_module:NoJudge", {}, "is a class without a method score: name"),
         ("own_reward_module:hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
         ("own_reward_module:Hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
+        ("own_reward_module:for_more", {}, "'tokenizer': it is called with prompt, completions and rows"),
         ("own_reward_module:yields", {}, "yields: have it return its score"),
         ("rewards/leaves.py:short", {}, "failed with SystemExit: 3"),
         ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),

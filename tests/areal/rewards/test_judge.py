@@ -13,7 +13,7 @@ from areal.rewards.result import RewardError
 
 
 @contextlib.asynccontextmanager
-async def judge(*answers: str | int, **options):
+async def judge(*answers: str | int, reward: str = "judge", **options):
     """The reward, whose judge gives these answers in turn (a number: that status), and the requests that it got."""
     requests, waiting = [], [*answers]
 
@@ -36,7 +36,7 @@ async def judge(*answers: str | int, **options):
     await site.start()
     port = runner.addresses[0][1]
     try:
-        yield resolve("judge", {"url": f"http://127.0.0.1:{port}/v1", "model": "wise", **options}), requests
+        yield resolve(reward, {"url": f"http://127.0.0.1:{port}/v1", "model": "wise", **options}), requests
     finally:
         await runner.cleanup()
 
@@ -86,3 +86,31 @@ async def test_a_judge_that_does_not_answer_gives_no_score():
 def test_options_that_do_not_fit_are_told_before_the_start(options):
     with pytest.raises(UserError, match="reward judge"):
         resolve("judge", {"url": "http://127.0.0.1:1/v1", "model": "m", **options})
+
+
+async def test_a_group_is_ranked_with_the_best_first_and_one_completion_without_asking():
+    async with judge("[3, 1] is wrong, I say [2, 3, 1].", reward="group_judge") as (reward, requests):
+        results = await reward.call("p", ["a", "b", "c"], {"answer": "a"})
+        assert [result.score for result in results] == [0, 1, 0.5] and results[0].parts == {
+            "tokens": pytest.approx(100 / 3)
+        }
+        assert (
+            '<reference>\na\n</reference>\n<response number="1">\na\n</response>'
+            in requests[0]["messages"][0]["content"]
+        )
+        assert await reward.call("p", ["a"], {}) == [(0.5, {})]
+
+
+async def test_several_rankings_begin_with_other_completions_so_that_a_place_alone_wins_nothing():
+    template = "{{ prompt }}{% for completion in completions %} {{ completion }}{% endfor %}"
+    in_order = ["[1, 2, 3, 4]"] * 2
+    async with judge(*in_order, reward="group_judge", samples=2, template=template) as (reward, requests):
+        results = await reward.call("p", ["a", "b", "c", "d"], {})
+    assert sorted(request["messages"][0]["content"] for request in requests) == ["p a b c d", "p c d a b"]
+    assert [result.score for result in results] == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1 / 3])
+
+
+async def test_a_ranking_that_leaves_one_out_is_no_score():
+    async with judge("[2, 3]", reward="group_judge") as (reward, _):
+        with pytest.raises(RewardError, match="no verdict"):
+            await reward.call("p", ["a", "b", "c"], {})

@@ -117,6 +117,12 @@ OWN = textwrap.dedent(
 
     def length(prompt, completion, row):
         return len(completion)
+
+    def longer(prompt, completions, rows):
+        return [(len(text) - len(min(completions, key=len)), {"n": len(rows)}) for text in completions][: rows[0]["n"]]
+
+    async def later_longer(prompt, completions, rows):
+        return longer(prompt, completions, rows)
     """
 )
 
@@ -433,3 +439,18 @@ def test_a_worker_imports_neither_torch_nor_a_library_it_does_not_need():
     )
     path = os.pathsep.join(filter(None, sys.path))
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}).returncode == 0
+
+
+async def test_a_reward_of_groups_scores_all_completions_in_one_call():
+    both = ["own:longer", "own:later_longer"]
+    async with pool(both, groups=both) as rewards:
+        for name in both:
+            scored = await rewards.score_all(name, "", ["a", "abc", "ab"], {"n": 3})
+            assert scored == [(0.0, {"n": 3.0}), (2.0, {"n": 3.0}), (1.0, {"n": 3.0})]
+            with pytest.raises(RewardFailed, match="returned 2 scores for 3 completions") as failed:
+                await rewards.score_all(name, "", ["a", "abc", "ab"], {"n": 2})
+            assert failed.value.kind == "not_finite"
+        assert await rewards.score(both[0], "", "abc", {"n": 1}) == (0.0, {"n": 1.0})
+    with pytest.raises(UserError, match="scores all completions of a group at once, but the reward.groups of the run"):
+        async with pool(["own:longer"]):
+            pass

@@ -123,6 +123,8 @@ def test_a_group_of_parts_is_there_once_it_is_complete_in_the_order_of_their_pla
     assert spool.put(replace(second, trajectories=other.trajectories[:1]), 0, 3) is None, "the place is taken"
     assert bits(spool.put(second, 1, 3)) == bits(spool.complete("g1.0", 3)) == bits(group)
     assert bits(spool.put(second, 7, 3)) == bits(group), "it has three"
+    again = [replace(part, id="g1.1") for part in (first, second, third)]
+    assert bits(spool.put_all(dict(zip((0, 2, 5), again, strict=True)), 3)) == bits(replace(group, id="g1.1"))
     assert spool.get(["g1.0"])[0].notes == notes_of({"answer": "7"}, [{"discarded": number} for number in range(3)])
 
 
