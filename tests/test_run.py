@@ -361,7 +361,7 @@ def test_what_is_automatic_depends_on_the_devices_of_the_trainer(
     assert (trainer["dtype"], trainer["gradient_checkpointing"]) == (dtype, checkpointing)
 
 
-PLAIN = "def plain(session, row):\n    return None\n"
+PLAIN = "def plain(session, row):\n    return None\n\ndef ranks(prompt, completions, rows):\n    return []\n"
 JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def score(self, prompt, completion, row): ...\n"
 
 
@@ -396,6 +396,10 @@ JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def scor
         (["data.answer_key=null", "reward.functions=exact_match"], "cannot read the answers of 1 of the 1 rows"),
         (["rollout_manager.workflow=plain.py:plain"], "The workflow 'plain.py:plain' is no async function"),
         (["rollout_manager.workflow=multi_turn"], "The workflow multi_turn writes 'That is not correct. Try again.'"),
+        (
+            ["rollout_manager.workflow=multi_turn", "reward.functions=plain.py:ranks"],
+            "The workflow multi_turn scores each attempt by itself, but the reward plain.py:ranks scores all samples",
+        ),
         (["--config", "twice.yaml"], "twice.yaml has the key 'steps' twice, in lines 1 and 3: remove one"),
         (["trainer.betas=[0.9]"], "trainer.betas.1 is [0.9]"),
         (["model=quickstart", "data.chat_template=none.jinja"], "The chat template none.jinja cannot be read"),
