@@ -184,8 +184,8 @@ class RolloutManager(Sampler):
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
         _GroupFailed."""
         row = self._row(permit.row)
-        whole = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
-        stored = await self._stored(permit, whole)
+        all_or_none = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
+        stored = await self._stored(permit, all_or_none)
         places = [place for place in range(self._samples) if place not in stored.places]
         needed = self.config.group_size - len(stored.places)
         self._unfinished[permit.group] = len(places) if needed > 0 else 0
@@ -201,7 +201,7 @@ class RolloutManager(Sampler):
             for _ in places
         ]  # fmt: skip
 
-        group = GroupScores(self.services.rewards, row, sessions, needed) if whole else None
+        group = GroupScores(self.services.rewards, row, sessions, needed) if all_or_none else None
 
         def report(version: int) -> None:
             for session in sessions:
@@ -223,10 +223,10 @@ class RolloutManager(Sampler):
             storing.append(asyncio.create_task(self._store(permit, row, scored)))
 
         try:
-            scored = await self._first_scored(work, needed, _keep if whole else store)
+            scored = await self._first_scored(work, needed, _keep if all_or_none else store)
             unused = _sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
             scored[-1].about["discarded"] += max(0, unused)
-            store(*(scored if whole else scored[-1:]))
+            store(*(scored if all_or_none else scored[-1:]))
             for refusal in filter(None, await asyncio.gather(*storing)):
                 raise _GroupFailed("trainer", f"the trainer refused the group: {refusal}", _sampled(sessions))
         except SampleFailed as failure:
@@ -327,12 +327,11 @@ class RolloutManager(Sampler):
                 raise SampleFailed("row", why)
         return {column: name for column, name in named.items() if name}
 
-    async def _stored(self, permit: Permit, whole: bool) -> StoredSamples:
-        """What the trainer has of the group: all or nothing, if it is `whole`. Raises _GroupFailed if it refuses the
-        group."""
+    async def _stored(self, permit: Permit, all_or_none: bool) -> StoredSamples:
+        """What the trainer has of the group. Raises _GroupFailed if it refuses the group."""
         if not permit.resumed:
             return StoredSamples(places=(), start_version=None)
-        request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, whole=whole)
+        request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, all_or_none=all_or_none)
         try:
             return await self._ask_trainer(request, StoredSamples)
         except RefusedError as error:
@@ -374,9 +373,9 @@ class RolloutManager(Sampler):
         request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,
-            places=tuple(one.place for one in scored),
-            columns=columns([one.sample for one in scored]),
-            notes=tuple(notes_of(fields, [one.about]) for one in scored),
+            places=tuple(sample.place for sample in scored),
+            columns=columns([sample.sample for sample in scored]),
+            notes=tuple(notes_of(fields, [sample.about]) for sample in scored),
         )
         try:
             await self._ask_trainer(request, Done)

@@ -380,7 +380,7 @@ class Trainer(Actor):
         samples = await self._use_spool(request, self._spool.samples, request.message.prompt_index)
         unfinished = await self._use_spool(request, self._spool.unfinished, request.message.prompt_index)
         stored = {key: sample.start_version for key, sample in samples.items()}
-        if request.message.whole:
+        if request.message.all_or_none:
             of_groups: dict[str, list[int]] = {}
             for (group, _), version in stored.items():
                 of_groups.setdefault(group, []).append(version)

@@ -605,11 +605,11 @@ class StoreSamples(Message):
 
 class AskSamples(Message):
     """Asks which samples of earlier attempts the trainer has, and makes them those of `group`, which is resumed.
-    `whole`: they are of use only if it has all of an attempt, whose scores depend on each other."""
+    `all_or_none`: they are of use only if it has all of an attempt, since their scores depend on each other."""
 
     group: Name
     prompt_index: Index
-    whole: bool = False
+    all_or_none: bool = False
 
 
 class StoredSamples(Message):

@@ -111,9 +111,9 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 def with_groups(config: C) -> C:
     """`config` whose `reward.groups` has those of the rewards that it serves which score all completions of a group at
     once. Raises UserError."""
-    own = {name: find(name) for name in config.own_rewards}
-    found = [name for name, kind in own.items() if _takes_groups(_parameters(_method(kind) or kind))]
-    groups = [*found, *(name for name in config.reward.groups if name not in own)]
+    kinds = {name: find(name) for name in config.own_rewards}
+    groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
+    groups += [name for name in config.reward.groups if name not in kinds]
     return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})
 
 
@@ -121,9 +121,9 @@ def check_groups(rewards: Mapping[str, Any], config: RewardConfig) -> None:
     """Raises UserError if another one of these rewards (RewardFunction or Traits) scores groups than `config` says."""
     for name, reward in rewards.items():
         if reward.groups != (name in config.groups):
-            does, known = ("scores", "lacks it") if reward.groups else ("does not score", "has it")
+            fact, entry = ("scores", "lacks it") if reward.groups else ("does not score", "has it")
             raise UserError(
-                f"reward {name!r} {does} all completions of a group at once, but the reward.groups of the run {known}: "
+                f"reward {name!r} {fact} all completions of a group at once, but the reward.groups of the run {entry}: "
                 f"correct reward.groups"
             )
 

@@ -198,8 +198,8 @@ def _ranking_of(count: int) -> Callable[[str], list[float] | None]:
     """Reads the last ranking of 1 to `count` in a text, as scores from 1 to 0 in the order of these numbers."""
 
     def read(text: str) -> list[float] | None:
-        for found in reversed(_LIST.findall(text)):
-            ranking = [int(number) for number in re.findall(r"\d+", found)]
+        for numbers in reversed(_LIST.findall(text)):
+            ranking = [int(number) for number in re.findall(r"\d+", numbers)]
             if sorted(ranking) == [*range(1, count + 1)]:
                 return [1 - ranking.index(number) / (count - 1) for number in range(1, count + 1)]
         return None
