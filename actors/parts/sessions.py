@@ -210,11 +210,15 @@ class SampleSession(SampleState):
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
         return self._services.endpoint.serve(self)
 
-    async def score(self, completion: str, tokens: Tokens | None = None) -> float:
-        """The weighted sum of the row's rewards on this completion. Raises SampleFailed if a reward failed on every
-        attempt."""
+    async def score(self, completion: str, tokens: Tokens | None = None, reward: str | None = None) -> float:
+        """The weighted sum of the row's rewards on this completion, or the score of one `reward`. Raises SampleFailed
+        if a reward failed on every attempt."""
         services, row = self._services, self._row
-        weights = services.weights(row, self._changed_weights)
+        weights = {reward: 1.0} if reward else services.weights(row, self._changed_weights)
+        if reward and services.of_groups(weights):
+            raise SampleFailed(
+                "workflow", f"the reward {reward!r} scores all samples of a group: it cannot be asked alone"
+            )
         if not weights and services.config.rollout_manager.gives_rewards:
             raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
         prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else np.asarray(tokens, np.int32)
@@ -227,7 +231,8 @@ class SampleSession(SampleState):
             of_sample = {name: result for name, (result,) in results.items()}
             if self.group and later:
                 of_sample |= await self.group.score(self, later, completion)
-        score, self.reward_parts = combined(weights, of_sample)
+        score, parts = combined(weights, of_sample)
+        self.reward_parts |= parts | ({reward: score} if reward else {})
         return score
 
 

@@ -32,8 +32,9 @@ class Session(CallsPolicy, Protocol):
         ValueError if nothing was sampled, if there is no reward, or if it is not a valid score.
         """
 
-    async def score(self, completion: str, tokens: Tokens | None = None) -> float:
-        """The weighted sum of the row's rewards on this completion; `tokens` are for rewards that take them."""
+    async def score(self, completion: str, tokens: Tokens | None = None, reward: str | None = None) -> float:
+        """The weighted sum of the row's rewards on this completion; `tokens` are for rewards that take them. reward:
+        the name of one that the run has, whose score this is alone, and which counts for nothing else."""
 
     async def run_python(self, code: str) -> str:
         """Runs code in a sandbox. Returns its output, errors included."""

@@ -313,6 +313,16 @@ async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_p
     assert cluster.services.succeeded == 0  # the workflow may still raise
 
 
+async def test_a_workflow_may_ask_one_reward_whose_score_is_a_part_and_no_more():
+    cluster = Rewards(judge=[Result(0.5, {"tokens": 9.0})], addition=[Result(1.0, {})])
+    session = cluster.session(groups=["rank"])
+    assert await session.score("draft", reward="judge") == 0.5
+    assert await session.score("done") == 1.0
+    assert session.reward_parts == {"judge": 0.5, "judge/tokens": 9.0}
+    with pytest.raises(SampleFailed, match="'rank' scores all samples of a group: it cannot be asked alone"):
+        await session.score("draft", reward="rank")
+
+
 async def test_a_single_reward_is_the_score_and_no_part_of_it():
     cluster = Rewards(addition=[Result(0.5, {"answer": 0.25})])
     session = cluster.session()
