@@ -105,7 +105,8 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
     deterministic = getattr(instance, "deterministic", True)
     parameters = _parameters(function)
-    return RewardFunction(function, "tokens" in parameters, deterministic, concurrent, _takes_groups(parameters))
+    groups = _takes_groups(parameters)
+    return RewardFunction(function, "tokens" in parameters and not groups, deterministic, concurrent, groups)
 
 
 def with_groups(config: C) -> C:
@@ -170,7 +171,7 @@ def _check_call(name: str, target: Any, is_class: bool) -> None:
             f"def reward(prompt, completion, row), or for a group, def group_score(prompt, completions, rows) "
             f"(docs/rewards.md)"
         )
-    bound = is_class and not isinstance(inspect.getattr_static(target, function.__name__), staticmethod | classmethod)
+    bound = is_class and not isinstance(inspect.getattr_static(target, _called(target)), staticmethod | classmethod)
     extra = {"tokens": ()} if "tokens" in parameters and not groups else {}
     names = dict.fromkeys(set(verl_rewards.NAMES) & parameters.keys())
     try:
@@ -187,9 +188,14 @@ def _check_call(name: str, target: Any, is_class: bool) -> None:
         ) from None
 
 
+def _called(target: Any) -> str:
+    """The name of the method of a class or an object that is called."""
+    return "group_score" if hasattr(target, "group_score") else "score"
+
+
 def _method(target: Any) -> Any:
     """What is called of a class or an object; None if it is no reward."""
-    return getattr(target, "group_score", None) or getattr(target, "score", None)
+    return getattr(target, _called(target), None)
 
 
 def _takes_groups(parameters: Mapping[str, Any]) -> bool:
