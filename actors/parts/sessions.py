@@ -11,11 +11,12 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from actors.parts.calls import Call, SampleFailed, SampleState
+from actors.parts.group_scores import GroupScores
 from actors.parts.services import Generators, Services
 from areal.config import SamplingConfig
 from areal.data.rows import Row, prompt_text
@@ -26,9 +27,6 @@ from areal.workflows.conversation import Generation, Keep, first_of, keep_until_
 from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
 from protocols.messages import Member
-
-if TYPE_CHECKING:
-    from actors.parts.group_scores import GroupScores
 
 NO_CHANGES: Mapping[str, float] = {}
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
