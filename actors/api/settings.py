@@ -61,21 +61,21 @@ def settings_of(
     values = _values(config, given)
     if data is None:
         own_rows = False
-        whole = _configured(values, given)
+        complete = _configured(values, given)
     else:
         own_rows = not rows.is_source(data)
-        whole = _configured(_with_source(values, rows.FILE if own_rows else str(data)), given)
-    folder = whole.folder
+        complete = _configured(_with_source(values, rows.FILE if own_rows else str(data)), given)
+    folder = complete.folder
     check_room(folder, resume=False)
     check_free(folder, resume=False)
     os.close(claim(folder))  # an earlier run of the name is moved
     if own_rows:
         file, has_answers = rows.write_rows(data, folder)
         values = _with_source(values, str(file.absolute()), has_answers)
-        whole = _configured(values, given)
-        rows.check(whole)
-    replace(folder / FILE, yaml.safe_dump(whole.model_dump(mode="json", exclude_unset=True)), mode=0o600)
-    return Settings(whole, (folder / FILE).absolute(), functions, workflow)
+        complete = _configured(values, given)
+        rows.check(complete)
+    replace(folder / FILE, yaml.safe_dump(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
+    return Settings(complete, (folder / FILE).absolute(), functions, workflow)
 
 
 def _configured(values: Mapping[str, Any], given: Mapping[str, Any]) -> Config:

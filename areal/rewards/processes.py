@@ -110,7 +110,7 @@ class WorkerProcess:
             kind, value = "raised", f"{value} (the worker has come to reward.memory_gib, and is replaced)"
         if kind != "score":
             raise RewardFailed(value, kind)
-        return [Result(*each) for each in value]
+        return [Result(*pair) for pair in value]
 
     async def kill(self) -> int | None:
         """Kill the process and its process group. Returns the exit code, if it is known."""

@@ -48,7 +48,7 @@ def as_results(value: Any, count: int) -> list[Result]:
         raise RewardError(f"the reward returned a {type(value).__name__}, not a list with a score for each completion")
     if len(value) != count:
         raise RewardError(f"the reward returned {len(value)} scores for {count} completions")
-    return [as_result(each) for each in value]
+    return [as_result(result) for result in value]
 
 
 def as_score(value: Any) -> float:
