@@ -12,7 +12,7 @@ from areal.data.rows import Row, prompt_text
 from areal.rewards.result import Result, all_scored
 
 
-class Waiting(Protocol):
+class Sibling(Protocol):
     """A sample that waits for the others of its group (actors.parts.sessions.SampleSession)."""
 
     async def save_rest(self) -> None: ...
@@ -22,16 +22,16 @@ class Waiting(Protocol):
 class GroupScores:
     """The scores of a group of `sessions`, in the order of their places. `needed`: as many samples make the group."""
 
-    def __init__(self, rewards: Rewards, row: Row, sessions: Sequence[Waiting], needed: int) -> None:
+    def __init__(self, rewards: Rewards, row: Row, sessions: Sequence[Sibling], needed: int) -> None:
         self._rewards = rewards
         self._row = row
         self._sessions = sessions
         self._needed = needed
-        self._completions: dict[Waiting, str] = {}
+        self._completions: dict[Sibling, str] = {}
         self._complete = asyncio.Event()
-        self._scoring: asyncio.Task[dict[Waiting, dict[str, Result]]] | None = None
+        self._scoring: asyncio.Task[dict[Sibling, dict[str, Result]]] | None = None
 
-    async def score(self, session: Waiting, names: Iterable[str], completion: str) -> dict[str, Result]:
+    async def score(self, session: Sibling, names: Iterable[str], completion: str) -> dict[str, Result]:
         """The results of these rewards for a sample's completion, once the group has all. What the sample has sampled
         is saved meanwhile. Raises SampleFailed if a reward fails, or if the group has enough without the sample."""
         if session in self._completions:
@@ -47,7 +47,7 @@ class GroupScores:
             self._scoring = asyncio.create_task(self._score_all([*names]))
         return (await asyncio.shield(self._scoring))[session]
 
-    def finished(self, session: Waiting) -> None:
+    def finished(self, session: Sibling) -> None:
         """A workflow has ended. If it did not ask for scores, the group is complete without its completion. Raises
         SampleFailed if the group has enough without the sample."""
         if session not in self._completions:
@@ -67,7 +67,7 @@ class GroupScores:
                 if session not in self._completions:
                     session.close()
 
-    async def _score_all(self, names: Sequence[str]) -> dict[Waiting, dict[str, Result]]:
+    async def _score_all(self, names: Sequence[str]) -> dict[Sibling, dict[str, Result]]:
         sessions = [session for session in self._sessions if session in self._completions]
         completions, prompt = [self._completions[session] for session in sessions], prompt_text(self._row.prompt)
         results = await all_scored(
