@@ -34,6 +34,7 @@ from protocols.messages import (
     GroupStarted,
     LoadColumns,
     LostLeases,
+    Member,
     Message,
     Permit,
     Permits,
@@ -193,24 +194,9 @@ class RolloutManager(Sampler):
             return
         home = await self._router.choose("generator", min_version=permit.min_version)
         start = _GroupStart(len(places), stored.start_version)
-        sessions = self._sessions[permit.group] = [
-            SampleSession(
-                self.services, row, self.config.sampling, permit.min_version, home=home,
-                place=self._router.place_at(home), on_start=start.sample_started, rewards=permit.rewards,
-            )
-            for _ in places
-        ]  # fmt: skip
-
+        sessions = self._open_sessions(permit, row, places, home, start)
         group = GroupScores(self.services.rewards, row, sessions, needed) if all_or_none else None
-
-        def report(version: int) -> None:
-            for session in sessions:
-                session.min_version = max(version, permit.min_version)
-            self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
-
-        start.report = report
-        for place, session in zip(places, sessions, strict=True):
-            self._save_regularly(permit, place, session)
+        for session in sessions:
             session.group = group
         begun = set(stored.unfinished)
         work = [
@@ -238,6 +224,28 @@ class RolloutManager(Sampler):
                 session.close()
             for task in storing:
                 task.cancel()
+
+    def _open_sessions(
+        self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: _GroupStart
+    ) -> list[SampleSession]:
+        """A session for the sample at each of these places. `start` gives all of them the group's version."""
+        sessions = self._sessions[permit.group] = [
+            SampleSession(
+                self.services, row, self.config.sampling, permit.min_version, home=home,
+                place=self._router.place_at(home), on_start=start.sample_started, rewards=permit.rewards,
+            )
+            for _ in places
+        ]  # fmt: skip
+
+        def report(version: int) -> None:
+            for session in sessions:
+                session.min_version = max(version, permit.min_version)
+            self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
+
+        start.report = report
+        for place, session in zip(places, sessions, strict=True):
+            self._save_regularly(permit, place, session)
+        return sessions
 
     def _row(self, index: int) -> Row:
         """The row of the data at the index. Raises _GroupFailed if it cannot be used."""

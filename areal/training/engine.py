@@ -111,6 +111,22 @@ def _disable_dropout(part: torch.nn.Module) -> None:
             setattr(part, name, 0.0)
 
 
+def _import_deepspeed(config: TrainerConfig, cuda: bool) -> Any:
+    """DeepSpeed, after what has to be set for the devices."""
+    if not cuda:
+        cpu.set_environment(config.dtype)
+    if not cuda or config.offload != "none":
+        torch.set_num_threads(config.threads)
+    with importing():
+        import deepspeed
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # DeepSpeed's calls
+    # By default cuBLAS adds the parts of a bf16 product in bf16.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return deepspeed
+
+
 def _check_settings(settings: dict[str, Any]) -> None:
     """Raises UserError if DeepSpeed does not take its configuration. By itself it would say so after the model is read,
     which may take minutes."""
@@ -150,18 +166,8 @@ class TrainingEngine:
         check_heads(model, config.sequence_parallel)
         cuda = torch.cuda.is_available()
         config = config.on(cuda=cuda)
-        if not cuda:
-            cpu.set_environment(config.dtype)
-        if not cuda or config.offload != "none":
-            torch.set_num_threads(config.threads)
-        with importing():
-            import deepspeed
-
-        deepspeed.utils.logger.setLevel("WARNING")
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # DeepSpeed's calls
+        deepspeed = _import_deepspeed(config, cuda)
         torch.manual_seed(seed)
-        # By default cuBLAS adds the parts of a bf16 product in bf16.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.config = config
         self.source = model
         self._keep_values = keep_values
@@ -193,11 +199,11 @@ class TrainingEngine:
             self._module = add_adapters(self._module, config.lora)
             head.refuse_adapters()
         self._published = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        self._trained, groups = self._published, parameter_groups(self._published.values(), config.weight_decay)
+        groups = parameter_groups(self._published.values(), config.weight_decay)
         if config.critic:
             self._module.value_head = head.add_critic()
             groups.append(value_head_group(self._module.value_head, config.critic.lr))
-            self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         self._critic = head.critic
         sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in self._trained.items()}
         settings["zero_optimization"].setdefault("reduce_bucket_size", bucket_elements(sizes))

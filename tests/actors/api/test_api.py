@@ -72,7 +72,7 @@ async def scored(asker: Bus, member: Member, *completions: str) -> list[float]:
             return flows[-1]
 
         flow = Flow(asker.peer(member.address), itertools.count(), ScoreJobs, spawn)
-        jobs = [ScoreJob(member.serves[0], "p", text, {"prompt": "p"}, None) for text in completions]
+        jobs = [ScoreJob(member.serves[0], "p", [text], {"prompt": "p"}, None) for text in completions]
         results = await asyncio.gather(*(flow.do(job) for job in jobs))
         for task in flows:
             task.cancel()
@@ -183,10 +183,11 @@ async def test_calls_in_this_process_have_a_deadline_and_places():
     settings = RewardConfig(timeout_seconds=0.5, workers=1)
     async with FunctionPool(functions, settings) as pool:
         outcomes = await asyncio.gather(
-            pool.score("slow", "", "5", {}), pool.score("slow", "", "0", {}), pool.score("raises", "", "", {}),
-            *(pool.score("meets", "", text, {}) for text in ("", "", "odd")), return_exceptions=True,
+            pool.score_all("slow", "", ["5"], {}), pool.score_all("slow", "", ["0"], {}),
+            pool.score_all("raises", "", [""], {}),
+            *(pool.score_all("meets", "", [text], {}) for text in ("", "", "odd")), return_exceptions=True,
         )  # fmt: skip
-    said = [outcome.kind if isinstance(outcome, RewardFailed) else outcome.score for outcome in outcomes]
+    said = [outcome.kind if isinstance(outcome, RewardFailed) else outcome[0].score for outcome in outcomes]
     assert said == ["timeout", 1.0, "raised", 1.0, 1.0, "not_finite"]
 
 
