@@ -444,12 +444,13 @@ class ScorerConfig(EngineConfig):
         """The settings of its engine."""
         config = GeneratorConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
         options = dict(config.engine_options)
+        changes: dict[str, Any] = {"engine_options": options}
         if self.kind == "reward_model":
             options["runner"] = "pooling"
-        if not self.repeatable:
-            return config.model_copy(update={"engine_options": options})
-        options["enable_prefix_caching"] = False
-        return config.model_copy(update={"engine_options": options, "max_concurrent_rollouts": 1})
+        if self.repeatable:
+            options["enable_prefix_caching"] = False
+            changes["max_concurrent_rollouts"] = 1
+        return config.model_copy(update=changes)
 
 
 # Fits any tokenizer.

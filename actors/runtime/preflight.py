@@ -124,14 +124,18 @@ def check_code(config: Config) -> None:
 
 def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
     """The most tokens of a row at each scorer that gives log-probs, where they are known."""
-    rooms = {name: config.scorers[name].max_model_len or context_of(model) for name, model in models.items()}
+    rooms = {name: _room(config.scorers[name], model) for name, model in models.items()}
     return {name: room for name, room in rooms.items() if room and name in config.logprob_scorers}
+
+
+def _room(scorer: ScorerConfig, model: Path) -> int | None:
+    return scorer.max_model_len or context_of(model)
 
 
 def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
     """Check whether a scorer's model can read the samples. folder: the run's model, if it is there. Raises
     UserError."""
-    room = config.scorers[name].max_model_len or context_of(model)
+    room = _room(config.scorers[name], model)
     if room and room <= config.sampling.max_new_tokens:
         raise UserError(
             f"scorers.{name} has room for {room} tokens, but sampling.max_new_tokens is "

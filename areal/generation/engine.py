@@ -240,11 +240,8 @@ class GenerationEngine:
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
         """
         params = _sampling_params(1.0, 1.0, 0, 0.0, 1, 0, (), scores=True)
-        async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
-            async for chunk in chunks:
-                if chunk.scores is not None:
-                    return TokenScores(chunk.scores, int(chunk.versions[-1]))
-        raise EngineError("The engine gave no log-probs of a prompt.")
+        scores, versions = await self._scores(request_id, tokens, params)
+        return TokenScores(scores, int(versions[-1]))
 
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray:
         """The outputs of a sequence classifier for these tokens, float32 [outputs]; `activation`: after its sigmoid or
@@ -252,11 +249,18 @@ class GenerationEngine:
         from vllm import PoolingParams
 
         params = PoolingParams(task="classify", use_activation=activation)
+        outputs, _ = await self._scores(request_id, tokens, params)
+        return outputs
+
+    async def _scores(
+        self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The scores of these tokens, and the versions that came with them (`Chunk`)."""
         async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
             async for chunk in chunks:
                 if chunk.scores is not None:
-                    return chunk.scores
-        raise EngineError("The engine gave no outputs of a classifier.")
+                    return chunk.scores, chunk.versions
+        raise EngineError("The engine gave no scores of a prompt.")
 
     async def _stream(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams, first_version: int | None

@@ -53,6 +53,10 @@ class Point(NamedTuple):
     second: float
 
 
+Place = tuple[str, float, list[tuple[float, float]]]
+"""The label of a line, a place on the axis, and of each run there its held-out accuracy and its second figure."""
+
+
 def compare(options: Namespace) -> None:
     """`areal compare`."""
     console, runs = output(200), [read_run(folder) for folder in options.folders]
@@ -99,55 +103,64 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
     keys = _dividing(settings, differing_settings(settings, (*LEFT_OUT, *SPEED_ONLY)))
     numeric = [key for key in keys if all(_is_number(value_of(config, key)) for config in settings)]
     axis = max(numeric, key=lambda key: len({value_of(config, key) for config in settings}), default="")
-    groups: dict[str, list[list[Run]]] = {}
+    groups: list[tuple[str, list[Run]]] = []
     for numbers in by_settings(settings, keys).values():
         label = ", ".join(_text(key, value_of(settings[numbers[0]], key)) for key in keys if key != axis)
-        groups.setdefault(label, []).append([runs[n] for n in numbers])
-    lines = _at_the_end(groups, axis) if axis else _by_step(groups)
+        groups.append((label, [runs[n] for n in numbers]))
+    if axis:
+        lines, second, form = _lines(_at_the_end(groups, axis)), "staleness", ".2f"
+        titles = "Held-out accuracy at the end", "Staleness, mean"
+    else:
+        axis, lines, second, form = "step", _lines(_by_step(groups)), "reward", ".3f"
+        titles = "Held-out accuracy", "Reward of the steps"
     accurate = {label: [(p.x, p.accuracy, p.error) for p in line] for label, line in lines.items()}
     seconds = {label: [(p.x, p.second, math.nan) for p in line] for label, line in lines.items()}
-    titles = (
-        ("Held-out accuracy at the end", "Staleness, mean") if axis else ("Held-out accuracy", "Reward of the steps")
-    )
     panels = list(zip(titles, (accurate, seconds), strict=True))
-    write_svg(path, "comparison", lambda: figure_of_points(panels, axis or "step", COLOURS))
-    table = Table("", axis or "step", "runs", "held-out accuracy", "staleness" if axis else "reward")
+    write_svg(path, "comparison", lambda: figure_of_points(panels, axis, COLOURS))
+    table = Table("", axis, "runs", "held-out accuracy", second)
     for column in table.columns[1:]:
         column.justify = "right"
     for label, line in lines.items():
         for p in line:
-            cells = mean_text(p.accuracy, p.error, ".3f"), mean_text(p.second, math.nan, ".2f" if axis else ".3f")
+            cells = mean_text(p.accuracy, p.error, ".3f"), mean_text(p.second, math.nan, form)
             table.add_row(label, f"{p.x:g}", f"{p.runs}", *cells)
     return table
 
 
-def _at_the_end(groups: Mapping[str, Sequence[Sequence[Run]]], axis: str) -> dict[str, list[Point]]:
-    """The groups of runs by their value of the setting `axis`: the final accuracy, and the mean staleness."""
-    cells = [(label, group) for label, line in groups.items() for group in line]
-    accuracies = means([run.summary["accuracy_after"] for run in group] for _, group in cells)
-    lines: dict[str, list[Point]] = {}
-    for (label, group), (accuracy, error) in zip(cells, accuracies, strict=True):
-        staleness = statistics.fmean(staleness_of(run) for run in group)
-        point = Point(value_of(group[0].settings, axis), len(group), accuracy, 2 * error, staleness)
-        lines.setdefault(label, []).append(point)
-    return {label: sorted(line) for label, line in lines.items()}
+def _at_the_end(groups: Iterable[tuple[str, Sequence[Run]]], axis: str) -> list[Place]:
+    """The groups of runs by their value of the setting `axis`: final accuracies, and mean stalenesses."""
+    return [
+        (
+            label,
+            value_of(group[0].settings, axis),
+            [(run.summary["accuracy_after"], staleness_of(run)) for run in group],
+        )
+        for label, group in groups
+    ]
 
 
-def _by_step(groups: Mapping[str, Sequence[Sequence[Run]]]) -> dict[str, list[Point]]:
-    """The accuracy at each evaluation, and the mean reward of the steps since the one before it."""
-    places: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for label, run in ((label, run) for label, line in groups.items() for group in line for run in group):
-        rewards, earlier = dict(zip(run.steps, run.series("reward_mean"), strict=True)), 0
-        for evaluation in sorted(run.evaluations, key=lambda evaluation: evaluation["version"]):
-            version = evaluation["version"]
-            since = _mean([reward for step, reward in rewards.items() if earlier < step <= version])
-            places.setdefault((label, version), []).append((number_or_nan(evaluation.get("accuracy")), since))
-            earlier = version
-    accuracies = means([accuracy for accuracy, _ in values] for values in places.values())
+def _by_step(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[Place]:
+    """The accuracies at each evaluation, and the mean rewards of the steps since the one before it."""
+    places: list[Place] = []
+    for label, group in groups:
+        values: dict[int, list[tuple[float, float]]] = {}
+        for run in group:
+            rewards, earlier = dict(zip(run.steps, run.series("reward_mean"), strict=True)), 0
+            for evaluation in sorted(run.evaluations, key=lambda evaluation: evaluation["version"]):
+                version = evaluation["version"]
+                since = _mean([reward for step, reward in rewards.items() if earlier < step <= version])
+                values.setdefault(version, []).append((number_or_nan(evaluation.get("accuracy")), since))
+                earlier = version
+        places += [(label, version, of_runs) for version, of_runs in values.items()]
+    return places
+
+
+def _lines(places: Sequence[Place]) -> dict[str, list[Point]]:
+    accuracies = means([accuracy for accuracy, _ in values] for _, _, values in places)
     lines: dict[str, list[Point]] = {}
-    for ((label, version), values), (accuracy, error) in zip(places.items(), accuracies, strict=True):
-        mean = _mean([reward for _, reward in values])
-        lines.setdefault(label, []).append(Point(version, len(values), accuracy, 2 * error, mean))
+    for (label, x, values), (accuracy, error) in zip(places, accuracies, strict=True):
+        second = _mean([second for _, second in values])
+        lines.setdefault(label, []).append(Point(x, len(values), accuracy, 2 * error, second))
     return {label: sorted(line) for label, line in lines.items()}
 
 
