@@ -682,6 +682,9 @@ class TrainingEngine:
         Parameters are gathered one after another, all ranks in step. Nothing may be sent or written in between: under
         ZeRO-3 a rank that is late for a gather makes the others hang. Tied parameters appear once.
         """
+        if self._stage == 3:
+            # A pass without a backward one ends with parameters that DeepSpeed has begun to gather for that.
+            self._deepspeed.optimizer.empty_partition_cache()
         for name, parameter in self._published.items():
             with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 self._keep(copies, name, parameter)

@@ -541,6 +541,19 @@ def test_saved_weights_load_in_transformers_and_give_the_same_log_probs(engine_o
     assert (saved / "tokenizer.json").exists()
 
 
+def test_zero_3_saves_weights_that_a_pass_has_begun_to_gather(engine_of, tmp_path):
+    """As it does with any model of more than a billion parameters; this one has 17,000."""
+    few = {"param_persistence_threshold": 0, "prefetch_bucket_size": 5000, "max_live_parameters": 15_000}
+    zero = {f"stage3_{name}": number for name, number in (few | {"max_reuse_distance": 10_000}).items()}
+    engine = engine_of(zero_stage=3, gradient_checkpointing=True, deepspeed_options={"zero_optimization": zero})
+    train(engine, BATCHES[:2])
+    before = engine.logprobs(make_batch(), temperature=TEMPERATURE)
+    assert any(parameter.ds_status.name == "INFLIGHT" for parameter in engine._module.parameters())
+    engine.save(tmp_path / "saved")
+    np.testing.assert_array_equal(engine.logprobs(make_batch(), temperature=TEMPERATURE), before)
+    train(engine, BATCHES[1:2])
+
+
 def test_published_weights_are_complete_and_replace_those_of_the_name(engine_of, folder, tmp_path):
     engine = engine_of()
     version = engine.publish(tmp_path / "weights" / "0")
