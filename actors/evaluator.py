@@ -263,7 +263,8 @@ class Evaluator(Sampler):
         """The result of an evaluation. At `evaluator.timeout_seconds` it is made of what is scored by then. Raises
         EvaluationFailed."""
         if evaluation.holder is None:
-            await self.until(lambda: bool(self.with_role("generator") and self.with_role("reward")))
+            roles = ["generator", *["reward"] * bool(self.config.own_rewards)]
+            await self.until(lambda: all(map(self.with_role, roles)))
         loop = asyncio.get_running_loop()
         began, version = loop.time(), evaluation.version
         try:

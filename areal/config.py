@@ -301,6 +301,9 @@ class SamplingConfig(Section):
 
 
 Credit = Literal["sample", "return_to_go", "call"]
+# The rewards that ask a model, and their option `url` where it is the policy of the run.
+JUDGES = ("judge", "group_judge")
+POLICY = "policy"
 
 
 class RewardConfig(Section):
@@ -879,9 +882,15 @@ class ScoringConfig(Section):
         return self.reward.functions
 
     @property
+    def policy_judges(self) -> list[str]:
+        """The rewards for which the run's own policy is asked, by whoever samples."""
+        options = self.reward.options
+        return [name for name in JUDGES if name in self.rewards and options.get(name, {}).get("url") == POLICY]
+
+    @property
     def own_rewards(self) -> list[str]:
         """The rewards of the configuration that actors serve which the run starts."""
-        return [name for name in self.rewards if name not in self.reward.external]
+        return [name for name in self.rewards if name not in {*self.reward.external, *self.policy_judges}]
 
     @property
     def served_rewards(self) -> RewardConfig:

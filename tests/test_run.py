@@ -117,6 +117,19 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
     assert not processes_mentioning(str(tmp_path))
 
 
+def test_the_policy_may_be_the_only_judge_of_what_it_says(run, small, tmp_path):
+    """There is then no reward actor, which evaluations need not wait for."""
+    judge = 'reward.options.judge={url: policy, template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 100}'
+    started = run("--config", CONFIG, *small, "steps=2", "reward.functions=judge", judge)
+    output = started.wait(280)
+    assert started.code == 0, output
+    folder = tmp_path / "runs" / "test"
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    assert all(m["reward_parts"]["judge/tokens"] > 0 and 0 < m["reward_mean"] < 1 for m in metrics)
+    assert [line["rows"] - line["failed"] for line in read_jsonl(folder / "evaluations.jsonl")] == [16, 16]
+    assert not [*(folder / "logs").glob("reward-*")]
+
+
 @pytest.mark.slow
 def test_weights_go_from_a_trainer_with_zero_3_straight_into_generators_one_of_which_is_killed(run, small, tmp_path):
     more = ["generator.count=2", "trainer.ranks=2", "trainer.zero_stage=3", "weights.transport=gloo", "steps=12"]

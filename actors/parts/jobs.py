@@ -16,11 +16,12 @@ import structlog
 
 from actors.parts.calls import Call, SampleFailed, ended
 from actors.parts.flows import Flow, Job, Spawn
+from actors.parts.policy_judges import PolicyJudges
 from actors.parts.router import Router
 from areal.config import RewardConfig
 from areal.rewards.pool import Quarantine, digest
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import Result
+from areal.rewards.result import Result, RewardError
 from areal.workflows.conversation import Generation
 from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
@@ -186,11 +187,12 @@ class TokensJob(Job):
 class RoutedRewards:
     """The reward actors and the scorers of the run. awaited: the rewards for whose actors a sample waits without a
     deadline, as it does for any scorer. on_refusal: called with the cause and the reason if a job is refused for the
-    first time. scorers: their names; those of reward models are also names of rewards."""
+    first time. scorers: their names; those of reward models are also names of rewards. judges: the rewards that the
+    policy gives."""
 
     def __init__(
         self, router: Router, servers: Servers, config: RewardConfig, awaited: Set[str],
-        on_refusal: Callable[[Cause, str], None], scorers: Collection[str] = (),
+        on_refusal: Callable[[Cause, str], None], scorers: Collection[str] = (), judges: PolicyJudges | None = None,
     ) -> None:  # fmt: skip
         self._router = router
         self._servers = servers
@@ -198,15 +200,33 @@ class RoutedRewards:
         self._awaited = awaited
         self._on_refusal = on_refusal
         self._scorers = scorers
+        self._judges = judges
         self._quarantine = Quarantine(config.quarantine_after)
 
     async def score(
         self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
     ) -> list[Result]:
         """Raises SampleFailed."""
+        if self._judges and name in self._judges:
+            return await self._judged(self._judges, name, prompt, completions, row)
         role: ScoringRole = "scorer" if name in self._scorers else "reward"
         results: list[Result] = await self._do(ScoreJob(name, prompt, completions, row, tokens), role, name)
         return results
+
+    async def _judged(
+        self, judges: PolicyJudges, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
+    ) -> list[Result]:
+        refused = 0
+        while True:
+            try:
+                return await judges.score(name, prompt, completions, row)
+            except RewardError as error:
+                reason = f"reward {name!r}: {error}"
+            refused += 1
+            if refused == 1:
+                self._on_refusal("reward", reason)
+            if refused > self._config.retries:
+                raise SampleFailed("reward", reason)
 
     async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
         """What TokensJob says. Raises SampleFailed."""

@@ -65,7 +65,8 @@ class Progress:
     @property
     def _needed(self) -> dict[str, str]:
         """The rewards and scorers of the run, and the roles that serve them."""
-        return dict.fromkeys(self._state.reward_names, "reward") | dict.fromkeys(self._config.needed_scorers, "scorer")
+        rewards = self._state.reward_names - {*self._config.policy_judges}
+        return dict.fromkeys(rewards, "reward") | dict.fromkeys(self._config.needed_scorers, "scorer")
 
     def _served(self) -> set[str]:
         return {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}

@@ -10,6 +10,7 @@ import structlog
 
 from actors.parts.calls import SampleFailed
 from actors.parts.jobs import RoutedGenerators, RoutedRewards, Servers
+from actors.parts.policy_judges import PolicyJudges
 from actors.parts.router import Router
 from actors.parts.services import Endpoint, Programs, Services, parsers_of
 from actors.parts.sessions import SampleSession
@@ -63,14 +64,16 @@ class Sampler(Actor):
         self._workflow = self._given_workflow or resolve_workflow(
             config.rollout_manager.workflow, config.rollout_manager.workflow_options
         )
+        generators = RoutedGenerators(self._router, self._servers)
         self._scoring = RoutedRewards(
-            self._router, self._servers, config.reward, self.awaited_rewards, self.report_failure, config.scorers
-        )
+            self._router, self._servers, config.reward, self.awaited_rewards, self.report_failure, config.scorers,
+            PolicyJudges(config, generators, tokenizer),
+        )  # fmt: skip
         self.services = Services(
             config=config,
             tokenizer=tokenizer,
             parsers=parsers,
-            generators=RoutedGenerators(self._router, self._servers),
+            generators=generators,
             rewards=self._scoring,
             programs=Programs(config.sandbox),
             endpoint=Endpoint(config),

@@ -105,6 +105,8 @@ def check_code(config: Config) -> None:
     """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
     for name in {**dict.fromkeys(config.own_rewards), **config.reward.options}:
         rewards.check(name, config.reward.options.get(name, {}))
+    for name in config.policy_judges:  # no reward actor looks at the values of their options
+        rewards.resolve(name, config.reward.options[name])
     groups = config.rollout_manager.workflow == "multi_turn" and [*set(config.rewards) & set(config.reward.groups)]
     if groups:
         raise UserError(

@@ -112,7 +112,7 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 def with_groups(config: C) -> C:
     """`config` whose `reward.groups` has those of the rewards that it serves which score all completions of a group at
     once. Raises UserError."""
-    kinds = {name: find(name) for name in config.own_rewards}
+    kinds = {name: find(name) for name in [*config.own_rewards, *config.policy_judges]}
     groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
     groups += [name for name in config.reward.groups if name not in kinds]
     return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})

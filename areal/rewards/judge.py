@@ -1,8 +1,9 @@
-"""The rewards `judge` and `group_judge`: a model behind an OpenAI-compatible address reads a completion, or those of a
-group, and a rule reads its verdict.
+"""The rewards `judge` and `group_judge`: a model behind an OpenAI-compatible address, or the policy itself, reads a
+completion, or those of a group, and a rule reads its verdict.
 
-They are async rewards, so a reward actor asks for `reward.concurrent_calls` verdicts at once. A verdict that the rule
-cannot read, and an address that does not answer, is a failed sample, never a score.
+They are async rewards, so a reward actor asks for `reward.concurrent_calls` verdicts at once. The policy is asked by
+the actors that sample (actors.parts.policy_judges). A verdict that the rule cannot read, and an address that does not
+answer, is a failed sample, never a score.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jinja2
+from pydantic import ValidationError
 
-from areal.config import UserError
+from areal.config import POLICY, SamplingConfig, UserError
 from areal.rewards.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ as [2, 1, 3]."""
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 V = TypeVar("V")
+Answer = Callable[[str], Awaitable[tuple[str, int]]]
+"""A model's answer to a text, and how many tokens both have. Raises RewardError."""
 # For an address that asks for no key.
 _NO_KEY = "none"
 
@@ -60,55 +64,82 @@ def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
 
 
-class _Asked:
-    """A model that is asked with a text made of a template. request: the arguments of each request."""
+class _Server:
+    """The model of this name at an OpenAI-compatible address. request: further arguments of each request."""
+
+    def __init__(self, url: str, model: str, retries: int, api_key: str | None, request: Mapping[str, Any]) -> None:
+        self._request = {"model": model, **request}
+        self._client = client_of(url, api_key, retries)
+
+    async def __call__(self, text: str) -> tuple[str, int]:
+        from openai import OpenAIError
+
+        messages: Any = [{"role": "user", "content": text}]
+        try:
+            answer = await self._client.chat.completions.create(messages=messages, **self._request)
+        except OpenAIError as error:
+            raise RewardError(f"the judge at {self._client.base_url} did not answer: {error}") from None
+        content = (answer.choices[0].message.content if answer.choices else None) or ""
+        return content, answer.usage.total_tokens if answer.usage else 0
+
+
+async def _no_policy(text: str) -> tuple[str, int]:
+    raise RewardError("the judge is the policy (url: policy), which only a run has")
+
+
+class ModelJudge:
+    """A model that is asked with a text made of a template. `answer`: that of the model; where the model is the policy,
+    whoever has it sets this, and samples as `sampling` says. Raises UserError."""
 
     deterministic = False
+    sampling: SamplingConfig
 
     def __init__(
-        self, reward: str, url: str, template: str, samples: int, retries: int, api_key: str | None, request: Any
-    ) -> None:
-        """Raises UserError."""
+        self, reward: str, url: str, model: str, template: str, samples: int, max_tokens: int,
+        sampling: Mapping[str, Any] | None, retries: int, api_key: str | None,
+    ) -> None:  # fmt: skip
         if samples < 1:
             raise UserError(f"the options of reward {reward} do not fit: samples is at least 1")
+        if not model and url != POLICY:
+            raise UserError(f"reward {reward} names no model: add model=NAME to its options")
         try:
             self._template = jinja2.Environment().from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the template of reward {reward} is not a Jinja template ({error}): correct it") from None
         self._samples = samples
-        self._request = request
-        self._client = client_of(url, api_key, retries)
+        self.answer: Answer = _no_policy
+        if url != POLICY:
+            self.answer = _Server(url, model, retries, api_key, {"max_tokens": max_tokens, **(sampling or {})})
+            return
+        try:
+            self.sampling = SamplingConfig.model_validate({"max_new_tokens": max_tokens, **(sampling or {})})
+        except ValidationError as error:
+            key, why = error.errors()[0]["loc"], error.errors()[0]["msg"]
+            raise UserError(
+                f"the options of reward {reward} do not fit the policy: {'.'.join(map(str, key))} in sampling: {why}"
+            ) from None
 
     async def _ask(self, read: Callable[[str], V | None], **values: Any) -> tuple[V, int]:
         """What `read` makes of the model's answer, and how many tokens both have. Raises RewardError."""
-        from openai import OpenAIError
-
-        text = self._template.render(**values)
-        try:
-            answer = await self._client.chat.completions.create(
-                messages=[{"role": "user", "content": text}], **self._request
-            )
-        except OpenAIError as error:
-            raise RewardError(f"the judge at {self._client.base_url} did not answer: {error}") from None
-        content = (answer.choices[0].message.content if answer.choices else None) or ""
+        content, tokens = await self.answer(self._template.render(**values))
         if (verdict := read(content)) is None:
             raise RewardError(f"the judge's answer has no verdict: {content[-200:]!r}")
-        return verdict, answer.usage.total_tokens if answer.usage else 0
+        return verdict, tokens
 
 
-class Judge(_Asked):
-    """url, model: where the judge is (such as http://host:8000/v1), and its name there. template: Jinja, of `prompt`,
-    `completion` and `row`. verdict: how its text is read. "number": the last one in it, from `low` to `high`, which
-    become 0 and 1. "choice": the last of the words in `choices`, each with its score. "json": `field` of the last JSON
-    object, from `low` to `high`. samples: judgements of a completion, whose mean is the score. sampling: further
-    arguments of the request, such as {temperature: 0.5}. retries: of a request, on top of `reward.retries`. api_key:
-    by default that in OPENAI_API_KEY."""
+class Judge(ModelJudge):
+    """url, model: where the judge is (such as http://host:8000/v1), and its name there; or url: policy, the
+    policy of the run. template: Jinja, of `prompt`, `completion` and `row`. verdict: how its text is read. "number":
+    the last one in it, from `low` to `high`, which become 0 and 1. "choice": the last of the words in `choices`, each
+    with its score. "json": `field` of the last JSON object, from `low` to `high`. samples: judgements of a completion,
+    whose mean is the score. sampling: further arguments of the request, such as {temperature: 0.5}. retries: of a
+    request, on top of `reward.retries`. api_key: by default that in OPENAI_API_KEY."""
 
     def __init__(
-        self, url: str, model: str, template: str = TEMPLATE, verdict: Literal["number", "choice", "json"] = "number",
-        low: float = 0.0, high: float = 10.0, choices: Mapping[str, float] | None = None, field: str = "score",
-        samples: int = 1, max_tokens: int = 512, sampling: Mapping[str, Any] | None = None, retries: int = 3,
-        api_key: str | None = None,
+        self, url: str, model: str = "", template: str = TEMPLATE,
+        verdict: Literal["number", "choice", "json"] = "number", low: float = 0.0, high: float = 10.0,
+        choices: Mapping[str, float] | None = None, field: str = "score", samples: int = 1, max_tokens: int = 512,
+        sampling: Mapping[str, Any] | None = None, retries: int = 3, api_key: str | None = None,
     ) -> None:  # fmt: skip
         """Raises UserError."""
         rules = {"number": self._number, "choice": self._choice, "json": self._json}
@@ -117,8 +148,7 @@ class Judge(_Asked):
                 "the options of reward judge do not fit: verdict is number, choice or json; choices belong to choice; "
                 "low is below high"
             )
-        request = {"model": model, "max_tokens": max_tokens, **(sampling or {})}
-        super().__init__("judge", url, template, samples, retries, api_key, request)
+        super().__init__("judge", url, model, template, samples, max_tokens, sampling, retries, api_key)
         self._read = rules[verdict]
         self._low, self._high, self._choices, self._field = low, high, dict(choices or {}), field
 
@@ -153,18 +183,17 @@ class Judge(_Asked):
         return (value - self._low) / (self._high - self._low) if self._low <= value <= self._high else None
 
 
-class GroupJudge(_Asked):
+class GroupJudge(ModelJudge):
     """Ranks the completions of a group: the best gets 1, the worst 0, the only one 0.5. template: of `prompt`,
     `completions` and `row`; the verdict is the last list of all their numbers, the best first. samples: rankings, of
     which each begins with another completion, and which count alike. The others are those of Judge."""
 
     def __init__(
-        self, url: str, model: str, template: str = GROUP_TEMPLATE, samples: int = 1, max_tokens: int = 1024,
+        self, url: str, model: str = "", template: str = GROUP_TEMPLATE, samples: int = 1, max_tokens: int = 1024,
         sampling: Mapping[str, Any] | None = None, retries: int = 3, api_key: str | None = None,
     ) -> None:  # fmt: skip
         """Raises UserError."""
-        request = {"model": model, "max_tokens": max_tokens, **(sampling or {})}
-        super().__init__("group_judge", url, template, samples, retries, api_key, request)
+        super().__init__("group_judge", url, model, template, samples, max_tokens, sampling, retries, api_key)
 
     async def group_score(
         self, prompt: str, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]

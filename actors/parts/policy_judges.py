@@ -1,0 +1,50 @@
+"""The policy as a judge of completions: the rewards `judge` and `group_judge` with `url: policy`.
+
+Whoever samples asks the run's generators, at the version that they have. What they answer is not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from actors.parts.calls import Call, SampleState
+from actors.parts.services import Generators
+from areal.config import Config, SamplingConfig
+from areal.rewards.functions import find
+from areal.rewards.judge import GroupJudge, Judge
+from areal.rewards.result import Result
+from areal.workflows.conversation import Conversation, user
+
+
+class PolicyJudges:
+    """The judges of the configuration for which the policy is asked. Raises UserError if their options do not fit."""
+
+    def __init__(self, config: Config, generators: Generators, tokenizer: Any) -> None:
+        self._generators = generators
+        self._tokenizer = tokenizer
+        self._judges: dict[str, Judge | GroupJudge] = {}
+        for name in config.policy_judges:
+            self._judges[name] = judge = find(name)(**config.reward.options[name])
+            judge.answer = partial(self._answer, judge.sampling)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._judges
+
+    async def score(self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+        """As of actors.parts.services.Rewards, but raises RewardError if a verdict cannot be read."""
+        judge = self._judges[name]
+        if isinstance(judge, GroupJudge):
+            return await judge.group_score(prompt, completions, [row] * len(completions))
+        return [await judge.score(prompt, completion, row) for completion in completions]
+
+    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
+        """The policy's answer, and how many tokens it and the prompt have. Raises SampleFailed."""
+        talk = Conversation(self._tokenizer)
+        prompt = np.asarray(talk.prompt([user(text)]), np.int32)
+        sample = SampleState(sampling, min_version=0, home=None, place=None, on_start=lambda version: None)
+        sampled = await self._generators.sample(Call(sample, prompt, sampling.max_new_tokens, None))
+        return talk.text(sampled), len(prompt) + len(sampled.tokens)
