@@ -503,6 +503,11 @@ class RolloutManagerConfig(Section):
         return self.workflow == EXTERNAL
 
     @property
+    def is_own(self) -> bool:
+        """Whether the workflow is code of the user's own."""
+        return ":" in self.workflow or self.external
+
+    @property
     def gives_rewards(self) -> bool:
         """Whether the workflow has rewards of its own, so that answers and tests of rows are not needed."""
         return self.workflow in ("environment", "verifiers") or bool(self.workflow_options.get("agent_reward"))
@@ -1261,14 +1266,18 @@ class Config(ScoringConfig):
 
     @property
     def used_scorers(self) -> list[str]:
-        """The names of the scorers of the run. All that give log-probs, if rows may name their own."""
-        teachers = self.logprob_scorers if self.trainer.teacher_key else [self.trainer.teacher]
+        """The names of the scorers of the run. All that give log-probs, if rows may name their own, or a workflow of
+        the user's may ask them."""
+        anyone = self.trainer.teacher_key or self.rollout_manager.is_own
+        teachers = self.logprob_scorers if anyone else [self.trainer.teacher]
         return [name for name in self.scorers if name in {*teachers, self.trainer.reference_scorer, *self.rewards}]
 
     @property
     def needed_scorers(self) -> list[str]:
-        """Those of `used_scorers` without which the run cannot go on; an evaluation alone needs only rewards."""
-        return [name for name in self.used_scorers if self.steps or name in self.rewards]
+        """Those of `used_scorers` without which the run cannot go on; an evaluation alone needs only rewards, and what
+        the workflow may ask."""
+        anyone = self.steps or self.rollout_manager.is_own
+        return [name for name in self.used_scorers if anyone or name in self.rewards]
 
     def on(self, *, cuda: bool) -> Config:
         """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""

@@ -48,6 +48,9 @@ class Rewards(Protocol):
         """The score by the reward `name` of one completion, or if it is one of groups of each of those of a group.
         Raises SampleFailed if the reward failed on every attempt."""
 
+    async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
+        """Those of int32 [T] tokens but the first, float32 [T - 1], by the scorer `name`. Raises SampleFailed."""
+
 
 class Programs:
     """Python programs, in a sandbox that is opened for the first one."""

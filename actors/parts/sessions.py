@@ -200,6 +200,14 @@ class SampleSession(SampleState):
             call.abort()
         self.place.close()
 
+    async def logprobs(self, scorer: str, tokens: Tokens) -> np.ndarray:
+        """See areal.workflows.Session. Raises SampleFailed."""
+        if scorer not in (names := self._services.config.logprob_scorers):
+            known = ", ".join(names) or "none"
+            raise SampleFailed("workflow", f"no scorer {scorer!r} gives log-probs: scorers has {known} that does")
+        with self._waiting():
+            return await self._services.rewards.logprobs(scorer, np.asarray(tokens, np.int32))
+
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
         with self._waiting():

@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from actors.parts.calls import Call, SampleFailed
+from actors.parts.policy_judges import PolicyJudges
 from actors.parts.services import Endpoint, Programs, Services, parsers_of
 from actors.parts.sessions import SampleSession
 from actors.runtime.logs import configure_logging
@@ -39,8 +40,7 @@ from areal.models import resolve_model
 from areal.processes import ROOT
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
-from areal.rewards.processes import RewardFailed
-from areal.rewards.result import Result
+from areal.rewards.result import Result, RewardError
 from areal.text import shown
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
@@ -174,11 +174,12 @@ class OneEngine:
 
 
 class OnePool:
-    """The rewards of a trial. `scores`: all that they have said."""
+    """The rewards of a trial. `scores`: all that they have said. judges: those that the policy gives."""
 
-    def __init__(self, pool: RewardPool, retries: int, clock: _Clock) -> None:
+    def __init__(self, pool: RewardPool, retries: int, clock: _Clock, judges: PolicyJudges) -> None:
         self.scores: list[CompletionScore] = []
         self._pool = pool
+        self._judges = judges
         self._retries = retries
         self._clock = clock
 
@@ -190,14 +191,21 @@ class OnePool:
         while True:
             try:
                 with self._clock.timed("scoring"):
-                    results = await self._pool.score_all(name, prompt, completions, row, tokens)
-            except RewardFailed as error:
+                    if name in self._judges:
+                        results = await self._judges.score(name, prompt, completions, row)
+                    else:
+                        results = await self._pool.score_all(name, prompt, completions, row, tokens)
+            except RewardError as error:
                 failures += 1
                 if failures > self._retries:
                     raise SampleFailed("reward", f"reward {name!r}: {error}") from None
                 continue
             self.scores += [CompletionScore(name, *pair) for pair in zip(completions, results, strict=True)]
             return results
+
+    async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
+        """Raises SampleFailed."""
+        raise SampleFailed("scorer", f"a trial has no scorers, and the workflow asks {name!r}")
 
 
 class Trial:
@@ -224,15 +232,18 @@ class Trial:
             with self._clock.timed("start"):
                 if config.rollout_manager.names_parsers:
                     await asyncio.to_thread(self._parsers.load)
-                pool = await used.enter_async_context(RewardPool(names, one_worker))
+                served = tuple(name for name in names if name not in config.policy_judges)
+                pool = await used.enter_async_context(RewardPool(served, one_worker))
                 engine = await GenerationEngine.start(Path(config.model), config.generator, version=0, seed=config.seed)
             used.push_async_callback(engine.close)
-            self._rewards = OnePool(pool, config.reward.retries, self._clock)
+            generators = OneEngine(engine, self._clock)
+            judges = PolicyJudges(config, generators, tokenizer)
+            self._rewards = OnePool(pool, config.reward.retries, self._clock, judges)
             self._services = Services(
                 config=config,
                 tokenizer=tokenizer,
                 parsers=self._parsers,
-                generators=OneEngine(engine, self._clock),
+                generators=generators,
                 rewards=self._rewards,
                 programs=Programs(config.sandbox),
                 endpoint=Endpoint(config, self._note_refusal),

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+import numpy as np
+
 from areal.trajectory import Tokens, Trajectory
 from areal.workflows.conversation import Generation
 from areal.workflows.openai_api import Access, CallsPolicy
@@ -35,6 +37,10 @@ class Session(CallsPolicy, Protocol):
     async def score(self, completion: str, tokens: Tokens | None = None, reward: str | None = None) -> float:
         """The weighted sum of the row's rewards on this completion; `tokens` are for rewards that take them. reward:
         the name of one that the run has, whose score this is alone, and which counts for nothing else."""
+
+    async def logprobs(self, scorer: str, tokens: Tokens) -> np.ndarray:
+        """Log-probs of these tokens but the first, float32 [n - 1], by a frozen model of the run: the name of one in
+        `scorers` that gives log-probs. They count for nothing by themselves."""
 
     async def run_python(self, code: str) -> str:
         """Runs code in a sandbox. Returns its output, errors included."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -591,3 +593,22 @@ async def test_a_timeout_of_the_workflow_itself_is_its_own(limited):
     with pytest.raises(TimeoutError, match="the judge"):
         async with limited.in_workflow():
             raise TimeoutError("the judge")
+
+
+async def test_a_workflow_of_the_user_s_may_ask_a_scorer_for_log_probs():
+    cluster = Cluster(generator(0))
+    settings = {"scorers": {"wise": {"model": "m"}}, "rollout_manager": {"workflow": "mine.py:play"}}
+    config = Config(**cluster.config.model_dump() | settings)
+    assert config.started_scorers == ["wise"]
+    with pytest.raises(ValueError, match="the scorer 'wise' is not used"):
+        Config(**config.model_dump() | {"rollout_manager": {"workflow": "single_turn"}})
+
+    async def scored(scorer, tokens):
+        return np.arange(len(tokens) - 1, dtype=np.float32)
+
+    rewards = SimpleNamespace(logprobs=scored)
+    cluster.services = replace(cluster.services, config=config, rewards=rewards)
+    _, session = session_at(cluster, generator(0))
+    assert (await session.logprobs("wise", [5, 6, 7])).tolist() == [0, 1]
+    with pytest.raises(SampleFailed, match="no scorer 'other' gives log-probs: scorers has wise that does"):
+        await session.logprobs("other", [5])
