@@ -565,7 +565,7 @@ class Master(HandlesRequests):
     async def add_reward(self, request: Request[AddReward]) -> Done:
         name, weight = request.message.name, request.message.weight
         served = {name for m in self.state.members.values() if m.role == "reward" for name in m.serves}
-        if name not in served | self.state.reward_names:
+        if name not in served | self.state.reward_names | {*self.config.policy_judges}:
             raise RefusedError(f"no actor of the run serves {name!r}, only {', '.join(sorted(served)) or 'none'}")
         prompt = self.ledger.next_prompt
         changed = self.state.rewards_of(prompt)

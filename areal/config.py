@@ -888,9 +888,8 @@ class ScoringConfig(Section):
 
     @property
     def policy_judges(self) -> list[str]:
-        """The rewards for which the run's own policy is asked, by whoever samples."""
-        options = self.reward.options
-        return [name for name in JUDGES if name in self.rewards and options.get(name, {}).get("url") == POLICY]
+        """The rewards for which the run's own policy is asked, by whoever samples; also those that only rows name."""
+        return [name for name in JUDGES if self.reward.options.get(name, {}).get("url") == POLICY]
 
     @property
     def own_rewards(self) -> list[str]:
