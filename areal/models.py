@@ -16,6 +16,7 @@ from typing import Any
 from areal.config import Config, LoraConfig, UserError
 from areal.processes import ROOT, tied
 
+QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
 # Where models say how long sequences may be.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 

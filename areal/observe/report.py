@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from areal.config import UserError
+from areal.models import QUICKSTART_FOLDER
 from areal.observe.alerts import Alert
 from areal.observe.curves import COLOURS, SMOOTHED_FROM, linear_below, ramp, smoothed, upper_limit
 from areal.observe.digests import Digests
@@ -80,8 +81,12 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of the configuration; empty if there is none."""
-        return yaml.safe_load(self.config) or {}
+        """The values of the configuration; empty if there is none. The quickstart's model, which is another one for
+        each seed, has its name in place of its folder."""
+        values = yaml.safe_load(self.config) or {}
+        if QUICKSTART_FOLDER.fullmatch(Path(str(values.get("model"))).name):
+            values["model"] = "quickstart"
+        return values
 
     @property
     def steady(self) -> list[dict[str, Any]]:

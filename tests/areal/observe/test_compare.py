@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from areal.__main__ import main
+from areal.models import quickstart_folder
 
 
 @pytest.fixture
@@ -46,9 +47,13 @@ def table(capsys, *runs):
     return {row[0]: row[1:] for row in rows}
 
 
-def test_runs_that_differ_in_their_seed_alone_are_one_column_with_an_interval(run_of, capsys):
-    runs = [run_of(f"a{seed}", seed=seed, accuracy=0.6 + 0.1 * seed, trainer={"lr": 1e-5}) for seed in range(2)]
-    rows = table(capsys, *runs, run_of("b", accuracy=0.9, steps=20, trainer={"lr": 3e-5}))
+def test_runs_that_differ_in_their_seed_alone_are_one_column_with_an_interval(run_of, capsys, tmp_path):
+    model, models = str(quickstart_folder(tmp_path)), [str(quickstart_folder(tmp_path, seed)) for seed in range(2)]
+    runs = [
+        run_of(f"a{seed}", seed=seed, accuracy=0.6 + 0.1 * seed, trainer={"lr": 1e-5}, model=models[seed])
+        for seed in range(2)
+    ]
+    rows = table(capsys, *runs, run_of("b", accuracy=0.9, steps=20, trainer={"lr": 3e-5}, model=model))
     assert rows["trainer.lr"] == ["1e-05", "3e-05"] and not {"seed", "name", "master.address"} & set(rows)
     # Two standard errors; the standard deviation of the two seeds is 0.0707.
     assert rows["held-out accuracy"] == ["0.650 ± 0.100", "0.900 ± 0.141"]
