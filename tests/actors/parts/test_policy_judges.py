@@ -15,7 +15,7 @@ from areal.workflows.conversation import Generation
 ROW = {"answer": "4"}
 
 
-class Policy:
+class AnsweringPolicy:
     """Answers with these texts in turn, and keeps the calls."""
 
     def __init__(self, *answers: str) -> None:
@@ -28,7 +28,7 @@ class Policy:
         return Generation(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
 
 
-def judged_by(policy: Policy, refusals: list, retries: int = 1, **options) -> RoutedRewards:
+def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **options) -> RoutedRewards:
     config = Config(
         model="m", steps=1, batch_size=4, group_size=2, data={"source": "addition"}, sampling={"max_new_tokens": 5},
         reward={"functions": ["math", *options], "options": options, "retries": retries},
@@ -39,7 +39,7 @@ def judged_by(policy: Policy, refusals: list, retries: int = 1, **options) -> Ro
 
 
 async def test_the_policy_is_asked_as_the_options_say_and_its_verdict_is_the_score():
-    policy = Policy("8", "4")
+    policy = AnsweringPolicy("8", "4")
     options = {"template": "{{ row.answer }}={{ completion }}?", "samples": 2, "sampling": {"temperature": 0.5}}
     rewards = judged_by(policy, [], judge={"url": "policy", "max_tokens": 7, **options})
     (result,) = await rewards.score("judge", "2+2", ["4"], ROW, None)
@@ -50,14 +50,16 @@ async def test_the_policy_is_asked_as_the_options_say_and_its_verdict_is_the_sco
 
 
 async def test_the_policy_ranks_a_group():
-    rewards = judged_by(Policy("[2, 1]"), [], group_judge={"url": "policy", "template": "{{ completions }}"})
+    rewards = judged_by(AnsweringPolicy("[2, 1]"), [], group_judge={"url": "policy", "template": "{{ completions }}"})
     first, second = await rewards.score("group_judge", "2+2", ["5", "4"], ROW, None)
     assert (first.score, second.score) == (0, 1)
 
 
 async def test_a_verdict_that_cannot_be_read_is_asked_again_and_then_fails_the_sample():
     refusals = []
-    rewards = judged_by(Policy("well", "10", "what?", "hm"), refusals, judge={"url": "policy", "template": "?"})
+    rewards = judged_by(
+        AnsweringPolicy("well", "10", "what?", "hm"), refusals, judge={"url": "policy", "template": "?"}
+    )
     (result,) = await rewards.score("judge", "2+2", ["4"], ROW, None)
     assert result.score == 1
     with pytest.raises(SampleFailed, match="reward 'judge': the judge's answer has no verdict: 'hm'"):
@@ -67,4 +69,4 @@ async def test_a_verdict_that_cannot_be_read_is_asked_again_and_then_fails_the_s
 
 def test_the_policy_is_sampled_with_settings_that_it_has():
     with pytest.raises(UserError, match="reward judge do not fit the policy: seed in sampling: Extra inputs"):
-        judged_by(Policy(), [], judge={"url": "policy", "sampling": {"seed": 1}})
+        judged_by(AnsweringPolicy(), [], judge={"url": "policy", "sampling": {"seed": 1}})
