@@ -26,6 +26,7 @@ from areal.config import BenchmarkConfig, Config, EvaluatorConfig, SamplingConfi
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark
 from areal.evaluation import scorecard
+from areal.roles import ROLES
 from areal.storage.samples import SampleFile
 from areal.trajectory import Trajectory
 from protocols.messages import (
@@ -263,8 +264,8 @@ class Evaluator(Sampler):
         """The result of an evaluation. At `evaluator.timeout_seconds` it is made of what is scored by then. Raises
         EvaluationFailed."""
         if evaluation.holder is None:
-            roles = ["generator", *["reward"] * bool(self.config.own_rewards)]
-            await self.until(lambda: all(map(self.with_role, roles)))
+            needed = [role for role in ("generator", "reward") if ROLES[role].processes(self.config)]
+            await self.until(lambda: all(map(self.with_role, needed)))
         loop = asyncio.get_running_loop()
         began, version = loop.time(), evaluation.version
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import numpy as np
 
 from actors.parts.flows import Job
 from areal.config import SamplingConfig
+from areal.rewards.result import Result, RewardError
 from areal.trajectory import Finish
 from areal.workflows.conversation import Generation, Keep
 from protocols.messages import Cause, Member
@@ -21,6 +22,23 @@ class SampleFailed(Exception):
     def __init__(self, cause: Cause, why: str) -> None:
         super().__init__(why)
         self.cause = cause
+
+
+async def score_with_retries(
+    name: str, retries: int, score: Callable[[], Awaitable[list[Result]]],
+    on_refusal: Callable[[Cause, str], None] = lambda cause, reason: None,
+) -> list[Result]:  # fmt: skip
+    """What `score` returns, which is called up to `retries` times more while the reward `name` fails. on_refusal: is
+    called with the first failure. Raises SampleFailed."""
+    reason = ""
+    for attempt in range(retries + 1):
+        try:
+            return await score()
+        except RewardError as error:
+            reason = f"reward {name!r}: {error}"
+        if not attempt:
+            on_refusal("reward", reason)
+    raise SampleFailed("reward", reason)
 
 
 class SampleState:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import structlog
 
-from actors.parts.calls import Call, SampleFailed, ended
+from actors.parts.calls import Call, SampleFailed, ended, score_with_retries
 from actors.parts.flows import Flow, Job, Spawn
 from actors.parts.policy_judges import PolicyJudges
 from actors.parts.router import Router
 from areal.config import RewardConfig
 from areal.rewards.pool import Quarantine, digest
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import Result, RewardError
+from areal.rewards.result import Result
 from areal.workflows.conversation import Generation
 from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
@@ -208,25 +209,11 @@ class RoutedRewards:
     ) -> list[Result]:
         """Raises SampleFailed."""
         if self._judges and name in self._judges:
-            return await self._judged(self._judges, name, prompt, completions, row)
+            judged = partial(self._judges.score, name, prompt, completions, row)
+            return await score_with_retries(name, self._config.retries, judged, self._on_refusal)
         role: ScoringRole = "scorer" if name in self._scorers else "reward"
         results: list[Result] = await self._do(ScoreJob(name, prompt, completions, row, tokens), role, name)
         return results
-
-    async def _judged(
-        self, judges: PolicyJudges, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
-    ) -> list[Result]:
-        refused = 0
-        while True:
-            try:
-                return await judges.score(name, prompt, completions, row)
-            except RewardError as error:
-                reason = f"reward {name!r}: {error}"
-            refused += 1
-            if refused == 1:
-                self._on_refusal("reward", reason)
-            if refused > self._config.retries:
-                raise SampleFailed("reward", reason)
 
     async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
         """What TokensJob says. Raises SampleFailed."""

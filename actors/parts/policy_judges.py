@@ -14,8 +14,8 @@ import numpy as np
 from actors.parts.calls import Call, SampleState
 from actors.parts.services import Generators
 from areal.config import Config, SamplingConfig
-from areal.rewards.functions import find
-from areal.rewards.judge import GroupJudge, Judge
+from areal.rewards.functions import RewardFunction, find, of_object
+from areal.rewards.judge import ModelJudge
 from areal.rewards.result import Result
 from areal.workflows.conversation import Conversation, user
 
@@ -26,10 +26,11 @@ class PolicyJudges:
     def __init__(self, config: Config, generators: Generators, tokenizer: Any) -> None:
         self._generators = generators
         self._tokenizer = tokenizer
-        self._judges: dict[str, Judge | GroupJudge] = {}
+        self._judges: dict[str, RewardFunction] = {}
         for name in config.policy_judges:
-            self._judges[name] = judge = find(name)(**config.reward.options[name])
+            judge: ModelJudge = find(name)(**config.reward.options[name])
             judge.answer = partial(self._answer, judge.sampling)
+            self._judges[name] = of_object(name, judge)
 
     def __contains__(self, name: str) -> bool:
         return name in self._judges
@@ -37,9 +38,7 @@ class PolicyJudges:
     async def score(self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
         """As of actors.parts.services.Rewards, but raises RewardError if a verdict cannot be read."""
         judge = self._judges[name]
-        if isinstance(judge, GroupJudge):
-            return await judge.group_score(prompt, completions, [row] * len(completions))
-        return [await judge.score(prompt, completion, row) for completion in completions]
+        return judge.results(await judge.call(prompt, completions, row), completions)
 
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
         """The policy's answer, and how many tokens it and the prompt have. Raises SampleFailed."""

@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 from rich.console import Console
 
-from actors.parts.calls import Call, SampleFailed
+from actors.parts.calls import Call, SampleFailed, score_with_retries
 from actors.parts.policy_judges import PolicyJudges
 from actors.parts.services import Endpoint, Programs, Services, parsers_of
 from actors.parts.sessions import SampleSession
@@ -40,7 +40,7 @@ from areal.models import resolve_model
 from areal.processes import ROOT
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
-from areal.rewards.result import Result, RewardError
+from areal.rewards.result import Result
 from areal.text import shown
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
@@ -187,21 +187,16 @@ class OnePool:
         self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
     ) -> list[Result]:
         """Raises SampleFailed."""
-        failures = 0
-        while True:
-            try:
-                with self._clock.timed("scoring"):
-                    if name in self._judges:
-                        results = await self._judges.score(name, prompt, completions, row)
-                    else:
-                        results = await self._pool.score_all(name, prompt, completions, row, tokens)
-            except RewardError as error:
-                failures += 1
-                if failures > self._retries:
-                    raise SampleFailed("reward", f"reward {name!r}: {error}") from None
-                continue
-            self.scores += [CompletionScore(name, *pair) for pair in zip(completions, results, strict=True)]
-            return results
+
+        async def score() -> list[Result]:
+            with self._clock.timed("scoring"):
+                if name in self._judges:
+                    return await self._judges.score(name, prompt, completions, row)
+                return await self._pool.score_all(name, prompt, completions, row, tokens)
+
+        results = await score_with_retries(name, self._retries, score)
+        self.scores += [CompletionScore(name, *pair) for pair in zip(completions, results, strict=True)]
+        return results
 
     async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
         """Raises SampleFailed."""
