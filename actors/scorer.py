@@ -1,5 +1,5 @@
 """The scorer: one frozen model by name, on a vLLM engine. It gives the log-probs of tokens which the policy sampled, as
-teachers and references do, or it is a reward model, and scores completions.
+teachers and references do, or it is a reward model or a judge, and scores completions.
 
 Like rewards scorers join and leave at any time, and their jobs come on flows. A row that an engine cannot take is
 refused, never given a made-up result; if the engine dies, the actor ends with it, and its rows are scored by another
@@ -11,19 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from jinja2 import TemplateError
 
 from actors.parts.serving import Serving
 from actors.runtime.actor import handles
-from areal.config import ScorerConfig, UserError
-from areal.generation.engine import EngineStats, GenerationEngine, TokenScores
-from areal.rewards.result import RewardError, as_score
+from areal.config import JUDGES, SamplingConfig, ScorerConfig, UserError
+from areal.generation.engine import Chunk, EngineStats, GenerationEngine, TokenScores
+from areal.rewards.functions import judge_by
+from areal.rewards.result import Result, RewardError, as_score
 from areal.rewards.reward_model import chat_of
 from areal.tokens import load_tokenizer
+from areal.workflows.conversation import Conversation, user
 from protocols.errors import RefusedError
 from protocols.messages import (
     Completion,
@@ -46,6 +50,9 @@ class FrozenModel(Protocol):
 
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray: ...
+    def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig
+    ) -> AsyncGenerator[Chunk, None]: ...
     def stats(self) -> EngineStats: ...
     async def close(self) -> None: ...
 
@@ -65,6 +72,7 @@ class Scorer(Serving):
         self._name = name
         self._start_engine = start_engine
         self._load_tokenizer = load_tokenizer
+        self._requests = itertools.count()
 
     def serves(self) -> tuple[str, ...]:
         return (self._name,)
@@ -76,8 +84,10 @@ class Scorer(Serving):
         self._settings = scorer
         self._moves = self._works.unless_other("score", self._steps)  # one for all rows
         self.activity = "starting the engine"
-        if scorer.kind == "reward_model":
+        if scorer.kind != "logprobs":
             self._tokenizer = await asyncio.to_thread(self._load_tokenizer, scorer.model)
+        if scorer.kind in JUDGES:
+            self._judge = judge_by(self._answer, scorer.kind, scorer.options)
         self._engine = await self._start_engine(Path(scorer.model), scorer.engine, version=0, seed=self.config.seed)
 
     async def main(self) -> None:
@@ -92,7 +102,7 @@ class Scorer(Serving):
     async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[TokensScored | CompletionsScored]:
         async with contextlib.aclosing(self._flows.serve(request)) as parts:
             async for rows, failed in parts:
-                if self._settings.kind == "reward_model":
+                if self._settings.kind != "logprobs":
                     yield CompletionsScored(scored=tuple(rows), failed=tuple(failed))
                     continue
                 yield TokensScored(
@@ -105,7 +115,7 @@ class Scorer(Serving):
     @handles(ScoreTokens)
     async def score_tokens(self, request: Request[ScoreTokens]) -> Done:
         message = request.message
-        self._check(message.scorer, "logprobs")
+        self._check(message.scorer, scores_tokens=True)
         rows = {
             job: functools.partial(self._score, f"{request.owner} {job}", job, message.tokens[places].tolist())
             for job, places in zip(message.jobs.tolist(), slices(message.counts), strict=True)
@@ -132,8 +142,18 @@ class Scorer(Serving):
     async def _score_text(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
-        """Score a completion, and count the tokens that were read as a part. Raises as `_score` does."""
-        self._check(completion.function, "reward_model")
+        """Score a completion, or all of a group. The part `tokens` counts what was read and written. Raises as `_score`
+        does."""
+        self._check(completion.function, scores_tokens=False)
+        if self._settings.kind in JUDGES:
+            call = self._judge.call(completion.prompt, completion.completions, row)
+            results = self._judge.results(await self._computed(call), completion.completions)
+        else:
+            results = [await self._classify(key, completion, row)]
+        scores, parts = zip(*results, strict=True)
+        add(Scored(job=completion.job, scores=scores, parts=parts))
+
+    async def _classify(self, key: str, completion: Completion, row: Mapping[str, Any]) -> Result:
         assert self._engine is not None  # it is healthy
         try:
             (text,) = completion.completions
@@ -145,7 +165,15 @@ class Scorer(Serving):
             score = as_score(float(outputs[self._settings.output]))
         except (IndexError, RewardError) as error:
             raise RefusedError(f"{self._name} gives no output {self._settings.output}: {error}") from None
-        add(Scored(job=completion.job, scores=(score,), parts=({"tokens": len(tokens)},)))
+        return Result(score, {"tokens": len(tokens)})
+
+    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
+        """A judge's answer, and how many tokens it and the prompt have. Raises as the engine does."""
+        assert self._engine is not None  # it is healthy
+        prompt = Conversation(self._tokenizer).prompt([user(text)])
+        chunks = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
+        tokens = [token async for chunk in chunks for token in chunk.tokens.tolist()]
+        return self._tokenizer.decode(tokens, skip_special_tokens=True), len(prompt) + len(tokens)
 
     def _tokens(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
         """What a reward model reads."""
@@ -159,17 +187,17 @@ class Scorer(Serving):
         try:
             with self.working("scoring", "score", self._moves):
                 computed = await result
-        except ValueError as error:
+        except (ValueError, RewardError, TemplateError) as error:
             self._failed += 1
             raise RefusedError(str(error)) from None
         self._scored += 1
         return computed
 
-    def _check(self, name: str, kind: str) -> None:
+    def _check(self, name: str, *, scores_tokens: bool) -> None:
         """Raises RefusedError if this actor does not serve the name, or in another way."""
         self.check_served(name)
-        if self.state == "healthy" and self._settings.kind != kind:
-            raise RefusedError(f"the scorer {name!r} is of kind {self._settings.kind}, not {kind}")
+        if self.state == "healthy" and (self._settings.kind == "logprobs") != scores_tokens:
+            raise RefusedError(f"the scorer {name!r} is of kind {self._settings.kind}")
 
     def _steps(self) -> float:
         """Moves while the engine computes."""

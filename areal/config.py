@@ -303,6 +303,8 @@ class SamplingConfig(Section):
 Credit = Literal["sample", "return_to_go", "call"]
 # The rewards that ask a model, and their option `url` where it is the policy of the run.
 JUDGES = ("judge", "group_judge")
+# Their options that say where the model is.
+JUDGE_ADDRESS = ("url", "model", "api_key", "retries")
 POLICY = "policy"
 
 
@@ -419,14 +421,19 @@ class GeneratorConfig(EngineConfig):
 
 class ScorerConfig(EngineConfig):
     """`scorers` is a mapping of names to frozen models on engines of their own: teachers (`trainer.teacher`) and
-    references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, and reward models
-    (`reward.functions`)."""
+    references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, reward models and
+    judges (`reward.functions`)."""
 
     model: str = Field(
         description="folder of a Hugging Face model, hub id, or `quickstart`; for log-probs with the run's tokenizer"
     )
-    kind: Literal["logprobs", "reward_model"] = Field(
-        "logprobs", description="logprobs: of the sampled tokens; reward_model: a sequence classifier, a reward"
+    kind: Literal["logprobs", "reward_model", "judge", "group_judge"] = Field(
+        "logprobs",
+        description="logprobs: of the sampled tokens; the others are rewards: reward_model: a sequence classifier; "
+        "judge, group_judge: a model that writes its verdict",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="of a judge: those of the reward `judge` or `group_judge` but its address"
     )
     count: int = Field(
         1, ge=0, description="scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"
@@ -897,6 +904,11 @@ class ScoringConfig(Section):
         return [name for name in self.rewards if name not in {*self.reward.external, *self.policy_judges}]
 
     @property
+    def group_scorers(self) -> list[str]:
+        """The names of the scorers that score all completions of a group at once."""
+        return []
+
+    @property
     def served_rewards(self) -> RewardConfig:
         """`reward`, with the settings of the sandbox as the options of `code`."""
         options = {"code": self.sandbox.model_dump(mode="json")} | self.reward.options
@@ -1200,7 +1212,13 @@ class Config(ScoringConfig):
                 "filter_zero_signal discards groups whose rewards are the same, but trainer.teacher teaches with them, "
                 "too: set filter_zero_signal=false"
             )
-        for name in self.scorers:
+        for name, scorer in self.scorers.items():
+            if name in self.reward.options:
+                yield f"reward.options has {name}, which is a scorer: set scorers.{name}.options"
+            if scorer.options and scorer.kind not in JUDGES:
+                yield f"scorers.{name}.options are those of a judge: set scorers.{name}.kind=judge, or leave them out"
+            if address := ", ".join(key for key in JUDGE_ADDRESS if key in scorer.options):
+                yield f"scorers.{name}.options has {address}, but the judge is the scorer itself: leave it out"
             if not re.fullmatch(NAME, name) or (name in self.rewards and name in self.logprob_scorers):
                 yield f"a scorer cannot have the name {name!r}, that of a reward or of no file: rename it in scorers"
             if name not in self.used_scorers:
@@ -1293,6 +1311,11 @@ class Config(ScoringConfig):
     def own_rewards(self) -> list[str]:
         """As of a ScoringConfig, without those that are scorers."""
         return [name for name in super().own_rewards if name not in self.scorers]
+
+    @property
+    def group_scorers(self) -> list[str]:
+        """As of a ScoringConfig."""
+        return [name for name, scorer in self.scorers.items() if scorer.kind == "group_judge"]
 
     @property
     def served_rewards(self) -> RewardConfig:

@@ -117,15 +117,19 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
     assert not processes_mentioning(str(tmp_path))
 
 
-def test_the_policy_may_be_the_only_judge_of_what_it_says(run, small, tmp_path):
+def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small, tiny_model, tmp_path):
     """There is then no reward actor, which evaluations need not wait for."""
-    judge = 'reward.options.judge={url: policy, template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 100}'
-    started = run("--config", CONFIG, *small, "steps=2", "reward.functions=judge", judge)
+    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 100'
+    judge = f"reward.options.judge={options}, url: policy}}"
+    engine = "kind: judge, kv_cache_gib: 0.25"
+    strict = f"scorers.strict={{{engine}, model: {tiny_model}, options: {options}}}}}"
+    started = run("--config", CONFIG, *small, "steps=2", "reward.functions={judge: 0.5, strict: 0.5}", judge, strict)
     output = started.wait(280)
     assert started.code == 0, output
     folder = tmp_path / "runs" / "test"
     metrics = read_jsonl(folder / "metrics.jsonl")
-    assert all(m["reward_parts"]["judge/tokens"] > 0 and 0 < m["reward_mean"] < 1 for m in metrics)
+    for name in ("judge", "strict"):
+        assert all(0 < m["reward_parts"][name] < 1 < m["reward_parts"][f"{name}/tokens"] for m in metrics)
     assert [line["rows"] - line["failed"] for line in read_jsonl(folder / "evaluations.jsonl")] == [16, 16]
     assert not [*(folder / "logs").glob("reward-*")]
 

@@ -6,7 +6,6 @@ Whoever samples asks the run's generators, at the version that they have. What t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ import numpy as np
 from actors.parts.calls import Call, SampleState
 from actors.parts.services import Generators
 from areal.config import Config, SamplingConfig
-from areal.rewards.functions import RewardFunction, find, of_object
-from areal.rewards.judge import ModelJudge
+from areal.rewards.functions import judge_by
 from areal.rewards.result import Result
 from areal.workflows.conversation import Conversation, user
 
@@ -26,11 +24,8 @@ class PolicyJudges:
     def __init__(self, config: Config, generators: Generators, tokenizer: Any) -> None:
         self._generators = generators
         self._tokenizer = tokenizer
-        self._judges: dict[str, RewardFunction] = {}
-        for name in config.policy_judges:
-            judge: ModelJudge = find(name)(**config.reward.options[name])
-            judge.answer = partial(self._answer, judge.sampling)
-            self._judges[name] = of_object(name, judge)
+        options = config.reward.options
+        self._judges = {name: judge_by(self._answer, name, options[name]) for name in config.policy_judges}
 
     def __contains__(self, name: str) -> bool:
         return name in self._judges

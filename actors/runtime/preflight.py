@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from actors.runtime.row_checks import NO_ROOMS, check_prompts, check_rows
-from areal.config import Config, EngineConfig, ScorerConfig, UserError
+from areal.config import JUDGES, POLICY, Config, EngineConfig, ScorerConfig, UserError
 from areal.cpu.processor import lacks_bf16
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
@@ -107,6 +107,9 @@ def check_code(config: Config) -> None:
         rewards.check(name, config.reward.options.get(name, {}))
     for name in config.policy_judges:  # no reward actor looks at the values of their options
         rewards.resolve(name, config.reward.options[name])
+    for name, scorer in config.scorers.items():
+        if scorer.kind in JUDGES:
+            check_judge(name, scorer)
     groups = config.rollout_manager.workflow == "multi_turn" and [*set(config.rewards) & set(config.reward.groups)]
     if groups:
         raise UserError(
@@ -137,14 +140,16 @@ def _room(scorer: ScorerConfig, model: Path) -> int | None:
 def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
     """Check whether a scorer's model can read the samples. folder: the run's model, if it is there. Raises
     UserError."""
-    room = _room(config.scorers[name], model)
+    scorer = config.scorers[name]
+    room = _room(scorer, model)
     if room and room <= config.sampling.max_new_tokens:
         raise UserError(
             f"scorers.{name} has room for {room} tokens, but sampling.max_new_tokens is "
             f"{config.sampling.max_new_tokens}, and a prompt comes before: lower it."
         )
-    if config.scorers[name].kind == "reward_model":
-        check_reward_model(config.scorers[name], name, model)
+    if scorer.kind == "reward_model":
+        check_reward_model(scorer, name, model)
+    if scorer.kind != "logprobs":
         return
     both = [load_tokenizer(str(of), config.data).get_vocab() for of in (folder, model) if of]
     if both[0] != both[-1]:
@@ -152,6 +157,14 @@ def check_scorer(config: Config, name: str, model: Path, folder: Path | None) ->
             f"scorers.{name}.model, {model}, has another tokenizer than the model {folder}, whose tokens it is to "
             f"score: name a model with the same tokenizer."
         )
+
+
+def check_judge(name: str, scorer: ScorerConfig) -> None:
+    """Raises UserError if a scorer's options are not those of a judge."""
+    try:
+        rewards.resolve(scorer.kind, scorer.options | {"url": POLICY})
+    except UserError as error:
+        raise UserError(f"scorers.{name}.options: {error}") from None
 
 
 def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:

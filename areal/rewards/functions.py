@@ -31,15 +31,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from areal import plugins
-from areal.config import RewardConfig, ScoringConfig, UserError
+from areal.config import POLICY, RewardConfig, SamplingConfig, ScoringConfig, UserError
 from areal.data import addition, reasoning_tasks
 from areal.rewards import math_answers, verl_rewards
 from areal.rewards.code_tests import CodeTests
-from areal.rewards.judge import GroupJudge, Judge
+from areal.rewards.judge import GroupJudge, Judge, ModelJudge
 from areal.rewards.result import Result, RewardError, as_result, as_results
 from areal.rewards.reward_model import RewardModel
 
@@ -109,12 +110,25 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     return RewardFunction(function, "tokens" in parameters and not groups, deterministic, concurrent, groups)
 
 
+def judge_by(
+    answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int]]], name: str, options: Mapping[str, Any]
+) -> RewardFunction:
+    """The judge called `name`, one of JUDGES. answer: asks its model with a text, and returns the answer and how many
+    tokens both have. Raises UserError."""
+    options = {**options, "url": POLICY}
+    kind: Any = check(name, options)
+    judge: ModelJudge = _make(name, kind, options)
+    judge.answer = partial(answer, judge.sampling)
+    return of_object(name, judge)
+
+
 def with_groups(config: C) -> C:
     """`config` whose `reward.groups` has those of the rewards that it serves which score all completions of a group at
     once. Raises UserError."""
     kinds = {name: find(name) for name in [*config.own_rewards, *config.policy_judges]}
     groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
-    groups += [name for name in config.reward.groups if name not in kinds]
+    groups += config.group_scorers
+    groups += [name for name in config.reward.groups if name not in {*kinds, *groups}]
     return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})
 
 

@@ -1,37 +1,41 @@
-"""The scorer as a reward model, on vLLM's pooling runner, against transformers."""
+"""The scorer as a reward model, on vLLM's pooling runner, and as a judge, against transformers."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scorers import scorer_of, scores_of, write_classifier
-from transformers import AutoTokenizer, Qwen3ForSequenceClassification
+from scorers import Asked, scorer_of, scores_of, write_classifier
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification
 
 from areal.config import Config
 from areal.data.addition import ALPHABET
+from areal.rewards.functions import with_groups
 from protocols.errors import RefusedError
+from protocols.messages import Completion
 
 ROWS = [(f"a{n}b{7 * n}=", "".join(ALPHABET[-1 - i % 12] for i in range(3 * n))) for n in range(1, 20)]
 SYSTEM = {"prompt": [{"role": "system", "content": "34"}, {"role": "user", "content": "a1"}]}
 
 
-def config_of(model: Path) -> Config:
+def config_of(model: Path, name: str, **scorer: Any) -> Config:
     engine = {"dtype": "float32", "kv_cache_gib": 0.25, "engine_options": {"max_num_batched_tokens": 512}}
-    liked = {"model": str(model), "kind": "reward_model", "output": 1, "repeatable": True, **engine}
     values = {"model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
-    reward = {"functions": {"addition": 1, "liked": 0.5}}
+    values |= {"scorers": {name: {"model": str(model), **engine, **scorer}}}
     return Config.model_validate(
-        values | {"sampling": {"max_new_tokens": 8}, "scorers": {"liked": liked}, "reward": reward}
+        values | {"sampling": {"max_new_tokens": 8}, "reward": {"functions": {"addition": 1, name: 0.5}}}
     )
 
 
 async def test_a_reward_model_scores_the_chat_in_its_own_template_as_transformers_does(tiny_model, tmp_path):
     write_classifier(tmp_path, tiny_model)
     asked = [*((prompt, completion, {}) for prompt, completion in ROWS), ("34a1", "b=", SYSTEM)]
-    async with scorer_of(config_of(tmp_path), "liked") as actor:
+    config = config_of(tmp_path, "liked", kind="reward_model", output=1, repeatable=True)
+    async with scorer_of(config, "liked") as actor:
         results = await scores_of(actor, asked)
         alone = [(await scores_of(actor, [each]))[0] for each in reversed(asked)]
         with pytest.raises(RefusedError, match="the prompt has 606 tokens: the model takes 1 to 511"):
@@ -48,3 +52,54 @@ async def test_a_reward_model_scores_the_chat_in_its_own_template_as_transformer
         assert count == len(tokens)
         assert np.abs(outputs - outputs[1]).max() > 1e-2  # the number of the output matters
         assert score == pytest.approx(outputs[1], abs=1e-5)
+
+
+async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_template(tiny_model):
+    """Greedy, so that transformers writes the same."""
+    options = {
+        "template": "{{ prompt }}{{ completion }}={{ row.hint }}", "low": -1, "high": 1e99, "max_tokens": 12,
+        "sampling": {"temperature": 0}, "samples": 2,
+    }  # fmt: skip
+    asked = [(prompt, completion, {"hint": str(n)}) for n, (prompt, completion) in enumerate(ROWS[:8])]
+    async with scorer_of(config_of(tiny_model, "strict", kind="judge", options=options), "strict") as actor:
+        results = [await outcome(actor, each) for each in asked]
+        with pytest.raises(RefusedError, match="the prompt has 6"):
+            await scores_of(actor, [("a1", "b" * 600, {"hint": ""})])
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    read = 0
+    for (prompt, completion, row), result in zip(asked, results, strict=True):
+        tokens = tokenizer.encode(f"{prompt}{completion}={row['hint']}", return_tensors="pt")
+        written = model.generate(tokens, max_new_tokens=12, do_sample=False)[0, tokens.shape[1] :]
+        numbers = re.findall(r"\d+", tokenizer.decode(written, skip_special_tokens=True))
+        if not numbers:
+            assert "the judge's answer has no verdict" in result
+            continue
+        assert result == ((float(numbers[-1]) + 1) / (1e99 + 1), 2 * (tokens.shape[1] + len(written)))
+        read += 1
+    assert read
+
+
+async def outcome(actor: Any, asked: Asked) -> tuple[float, float] | str:
+    """A score and its tokens, or why there is none."""
+    try:
+        return (await scores_of(actor, [asked]))[0]
+    except RefusedError as error:
+        return str(error)
+
+
+async def test_a_judge_of_groups_reads_all_completions_at_once(tiny_model):
+    options = {"template": "{{ completions | join('=') }}", "max_tokens": 4}
+    async with scorer_of(config_of(tiny_model, "strict", kind="group_judge", options=options), "strict") as actor:
+        actor._judge.function.__self__.answer = seen  # the tiny model cannot write a list
+        job = Completion(job=0, function="strict", prompt="", completions=("a", "b", "a1"), row=0)
+        added: list[Any] = []
+        await actor._score_text("0", job, {}, added.append)
+    assert added[0].scores == (1, 0, 0.5)
+    assert with_groups(config_of(tiny_model, "strict", kind="group_judge")).reward.groups == ["strict"]
+
+
+async def seen(text: str) -> tuple[str, int]:
+    assert text == "a=b=a1"
+    return "[1, 3, 2]", 9

@@ -352,6 +352,11 @@ WISE = {"scorers": {"wise": {"model": "m"}}}
 LIKED = {"scorers": {"liked": {"model": "m", "kind": "reward_model"}}}
 
 
+def judge_of(kind="judge", **options):
+    strict = {"model": "m", "kind": kind, "options": {"samples": 2, **options}}
+    return {"scorers": {"strict": strict}, "reward": {"functions": "strict"}}
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
@@ -364,6 +369,12 @@ LIKED = {"scorers": {"liked": {"model": "m", "kind": "reward_model"}}}
             LIKED | {"trainer": {"teacher": "liked"}},
             "names the scorer 'liked', but scorers has none that gives log-probs",
         ),
+        (judge_of(kind="reward_model"), "scorers.strict.options are those of a judge: set scorers.strict.kind=judge"),
+        (
+            judge_of(url="policy", retries=1),
+            "scorers.strict.options has url, retries, but the judge is the scorer itself",
+        ),
+        (judge_of() | {"reward": {"functions": "strict", "options": {"strict": {}}}}, "set scorers.strict.options"),
         (WISE | {"trainer": {"teacher_key": "t"}}, "trainer.teacher_key needs a teacher for the other rows"),
         ({"scorers": {"addition": {"model": "m"}}, "trainer": {"teacher": "addition"}}, "cannot have the name"),
         (

@@ -9,23 +9,30 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 # Steps before this share of a run fill the pipeline: they say nothing of its throughput.
 FILLING = 0.4
+LOOK_SECONDS = 10
 
 
 @dataclass(frozen=True)
 class Run:
-    """summary: of summary.json; steps: the lines of metrics.jsonl."""
+    """summary: of summary.json; steps: the lines of metrics.jsonl; memory: as `finish` returns it."""
 
     summary: dict[str, Any]
     steps: list[dict[str, Any]]
+    memory: float = 0.0
 
     @property
     def steady(self) -> list[dict[str, Any]]:
@@ -45,21 +52,50 @@ class Run:
 
 
 def run(model: Path, folder: Path, name: str, overrides: Sequence[str], *, keep: bool = False) -> Run:
-    """A whole run of the quickstart's configuration, changed, below `folder`. Its own folder is removed unless `keep`.
-    A run that fails ends the benchmark."""
+    """A whole run below `folder`: of the quickstart's configuration with changes, or of the file that is the first of
+    them. Its own folder is removed unless `keep`. A run that fails ends the benchmark."""
     command = [
         sys.executable, str(ROOT / "run.py"), f"run_dir={folder}", f"name={name}", f"model={model.resolve()}",
         f"master.address=tcp://127.0.0.1:{free_port()}", *overrides,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}")
-    found = read(folder / name)
+    memory = finish(command, os.environ | {"HF_HUB_OFFLINE": "1"})
+    found = replace(read(folder / name), memory=memory)
     if not keep:
         shutil.rmtree(folder / name)
     return found
+
+
+def finish(command: Sequence[str], environment: dict[str, str], timeout: float | None = None) -> float:
+    """Runs a command to its end. Returns the most GB that its processes had at once (proportional set size, looked at
+    every few seconds). One that fails, or needs more than `timeout` seconds, ends the benchmark."""
+    deadline = time.monotonic() + timeout if timeout else None
+    memory = 0.0
+    with tempfile.TemporaryFile("w+") as log:
+        process = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        while (code := waited(process)) is None:
+            memory = max(memory, memory_of(process))
+            if deadline and time.monotonic() > deadline:
+                process.terminate()
+        if code:
+            log.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{log.read()[-3000:]}")
+    return memory
+
+
+def waited(process: psutil.Popen) -> int | None:
+    """The exit status; None: it still runs after some seconds."""
+    with suppress(psutil.TimeoutExpired, subprocess.TimeoutExpired):
+        return process.wait(LOOK_SECONDS)
+    return None
+
+
+def memory_of(process: psutil.Process) -> float:
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        for each in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                total += each.memory_full_info().pss
+    return total / 1e9
 
 
 def read(folder: Path) -> Run:

@@ -1,14 +1,18 @@
-"""Seconds of training until the quickstart reaches a held-out accuracy: with different bounds, and trained by TRL.
+"""Seconds of training until a run reaches a held-out accuracy: with different bounds, and trained by TRL.
 
     python tests/benchmarks/time_to_accuracy.py --json time_to_accuracy.json
+    python tests/benchmarks/time_to_accuracy.py --json smollm2.json --config configs/smollm2.yaml --model FOLDER \
+      --accuracies 0.5,0.6 --steps 40 --checkpoint-every 8 --only "ours,TRL async"
+
+The run is the quickstart, or that of another configuration with one reward function.
 
 All runs start from the same model. Their checkpoints are evaluated after the run, as the quickstart's evaluator would
 (the same held-out rows for all), so that evaluation takes none of its time. Seconds count from the end of the first
 step, so that start-up is left out. Between two checkpoints, accuracy is taken to rise evenly. `vs_trl.py` describes
 TRL's modes. Without TRL they are left out.
 
-The headline `ratio` compares the times to the first of ACCURACIES at `max_staleness` 0 and 4; `ratio_trl` those of
-TRL's asynchronous trainer and ours.
+The headline `ratio` compares the times to the first accuracy at `max_staleness` 0 and 4; `ratio_trl` those of TRL's
+asynchronous trainer and ours.
 
 The file is written after every run, and a run that is in it is not made again.
 """
@@ -32,16 +36,17 @@ from runs import QUICKSTART, run
 
 from areal.config import Config, load_config
 from areal.data import quickstart
-from areal.data.addition import reward
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_source
 from areal.generation.engine import GenerationEngine
+from areal.rewards.functions import resolve
 from areal.storage.run_folder import checkpoint_of
 from areal.tokens import load_tokenizer
 from areal.workflows.conversation import begin
 
-ACCURACIES = (0.65, 0.72)
+AS_CONFIGURED = "ours"
 OURS = {
+    AS_CONFIGURED: (),
     "max_staleness 0": ("max_staleness=0",),
     "max_staleness 1": ("max_staleness=1",),
     "max_staleness 2": ("max_staleness=2",),
@@ -58,7 +63,7 @@ CONTESTANTS = (
     "TRL async", "max_staleness 4", "max_staleness 0", "TRL async-unbiased", "max_staleness 2", "max_staleness 1",
     "max_staleness 4, run_ahead max", "TRL colocate",
 )  # fmt: skip
-CHECKPOINT_EVERY = 16
+TRL_ASYNC = CONTESTANTS[0]
 
 Curve = Sequence[tuple[float, float]]
 """Seconds and accuracy, of the model before training (taken for that after the first step) and of each checkpoint."""
@@ -72,8 +77,8 @@ def main() -> None:
         runs = asyncio.run(measure(options, Path(folder)))
     show(
         f"held-out accuracy over {options.eval_size} rows, and seconds until it is reached (one per seed)",
-        ["", "samples/s", f"after {options.steps} steps", *(f"seconds to {a}" for a in ACCURACIES)],
-        [row(name, [one for one in runs if one["contestant"] == name]) for name in (*OURS, *TRL)],
+        ["", "samples/s", "GB", f"after {options.steps} steps", *(f"seconds to {a}" for a in options.accuracies)],
+        [row(name, own) for name in (*OURS, *TRL) if (own := [one for one in runs if one["contestant"] == name])],
         [],
     )
 
@@ -82,32 +87,49 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
     parser.add_argument("--rounds", type=int, default=3, help="seeds")
-    parser.add_argument("--steps", type=int, default=5 * CHECKPOINT_EVERY)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--checkpoint-every", type=int, default=16, metavar="STEPS")
     parser.add_argument("--eval-size", type=int, default=1024, help="held-out problems")
-    parser.add_argument("--model", type=Path, help="the quickstart's model, if it is there already")
+    parser.add_argument("--accuracies", type=numbers, default=(0.65, 0.72), help="separated by commas")
+    parser.add_argument("--config", type=Path, default=QUICKSTART)
+    parser.add_argument("--model", type=Path, help="a folder; by default the quickstart's model")
+    parser.add_argument(
+        "--only", type=lambda words: words.split(","), default=CONTESTANTS, metavar="NAMES",
+        help=f"of {', '.join(CONTESTANTS)}, and {AS_CONFIGURED}: the configuration as it stands",
+    )  # fmt: skip
     return parser.parse_args()
 
 
+def numbers(words: str) -> tuple[float, ...]:
+    return tuple(map(float, words.split(",")))
+
+
 async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    model = options.model or quickstart.ensure(folder / "models")
-    config = load_config(QUICKSTART, [f"model={model}", f"data.eval_size={options.eval_size}"])
-    what = {"steps": options.steps, "eval_size": options.eval_size}
+    options.model = model = (options.model or quickstart.ensure(folder / "models")).resolve()
+    config = load_config(options.config, [f"model={model}", f"data.eval_size={options.eval_size}"])
+    what = {
+        "config": options.config.name,
+        "steps": options.steps,
+        "checkpoint_every": options.checkpoint_every,
+        "eval_size": options.eval_size,
+        "accuracies": [*options.accuracies],
+    }
     runs = kept_runs(options.json, what)
     engine = await GenerationEngine.start(model, config.generator, version=0)
     solved = Heldout(engine, config)
     start = await solved.share()
     known = {(one["contestant"], one["seed"]) for one in runs}
-    names = [name for name in CONTESTANTS if name in OURS or importlib.util.find_spec("trl")]
+    names = [name for name in options.only if name in OURS or importlib.util.find_spec("trl")]
     for seed, name in ((s, n) for s in range(options.rounds) for n in names if (n, s) not in known):
         train = ours if name in OURS else trls
-        speed, checkpoints = await asyncio.to_thread(train, name, seed, options.steps, model, folder)
+        measures, checkpoints = await asyncio.to_thread(train, name, seed, options, folder)
         curve = [(0.0, start)]
         for version, (seconds, checkpoint) in checkpoints.items():
             await engine.load(checkpoint, version)
             curve.append((seconds, await solved.share()))
         shutil.rmtree(folder / "run")
-        one = {"contestant": name, "seed": seed, "samples_per_second": speed, "curve": curve}
-        one["seconds"] = [seconds_to(wanted, curve) for wanted in ACCURACIES]
+        reached = [seconds_to(wanted, curve) for wanted in options.accuracies]
+        one = {"contestant": name, "seed": seed} | measures | {"curve": curve, "seconds": reached}
         runs.append(one)
         write({"setting": what, **headlines(runs), "runs": runs}, options.json)
         print(one, flush=True)
@@ -115,34 +137,35 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     return runs
 
 
-def ours(name: str, seed: int, steps: int, model: Path, folder: Path) -> tuple[float, Checkpoints]:
-    """Trains. Returns samples per second, and the checkpoints, which are in `folder`/run."""
-    words = [f"seed={seed}", f"steps={steps}", "data.eval_size=0", *OURS[name]]
-    words += [f"trainer.checkpoint_every={CHECKPOINT_EVERY}", f"trainer.checkpoints_kept={steps}"]
-    done = run(model, folder, "run", words, keep=True)
+def ours(name: str, seed: int, options: argparse.Namespace, folder: Path) -> tuple[dict[str, float], Checkpoints]:
+    """Trains. Returns samples per second and memory, and the checkpoints, which are in `folder`/run."""
+    words = [str(options.config), f"seed={seed}", f"steps={options.steps}", "data.eval_size=0", *OURS[name]]
+    words += [f"trainer.checkpoint_every={options.checkpoint_every}", f"trainer.checkpoints_kept={options.steps}"]
+    done = run(options.model, folder, "run", words, keep=True)
     began = done.steps[0]["time"]
-    return done.samples_per_second, {
+    return {"samples_per_second": done.samples_per_second, "memory": done.memory}, {
         version: (done.steps[version - 1]["time"] - began, checkpoint_of(folder / "run", version))
-        for version in versions(steps)
+        for version in versions(options)
     }
 
 
-def trls(name: str, seed: int, steps: int, model: Path, folder: Path) -> tuple[float, Checkpoints]:
+def trls(name: str, seed: int, options: argparse.Namespace, folder: Path) -> tuple[dict[str, float], Checkpoints]:
     """The same, by TRL."""
     out = folder / "run"
-    vs_trl.start(
-        TRL[name], seed, out, model, "--steps", steps, "--eval-size", 0, "--checkpoint-every", CHECKPOINT_EVERY
-    )
+    memory = vs_trl.start(
+        TRL[name], seed, out, options.model, "--config", options.config, "--steps", options.steps, "--eval-size", 0,
+        "--checkpoint-every", options.checkpoint_every,
+    )  # fmt: skip
     _, *ends = (record["time"] for record in vs_trl.records(out / "steps.jsonl"))
-    minibatches = load_config(QUICKSTART).trainer.minibatches
-    return vs_trl.trls(out)["samples_per_second"], {
+    minibatches: int = load_config(options.config).trainer.minibatches
+    return {"samples_per_second": vs_trl.trls(out)["samples_per_second"], "memory": memory}, {
         version: (ends[version - 1] - ends[0], out / f"checkpoint-{version * minibatches}")
-        for version in versions(steps)
+        for version in versions(options)
     }
 
 
-def versions(steps: int) -> range:
-    return range(CHECKPOINT_EVERY, steps + 1, CHECKPOINT_EVERY)
+def versions(options: argparse.Namespace) -> range:
+    return range(options.checkpoint_every, options.steps + 1, options.checkpoint_every)
 
 
 class Heldout:
@@ -153,6 +176,8 @@ class Heldout:
         self._tokenizer = load_tokenizer(config.model)
         source, own = open_source(config.data, config.seed), config.evaluator
         self._rows = [source.heldout(i) for i in range(config.data.eval_size)]
+        (name,) = config.reward.functions
+        self._reward = resolve(name)
         self._sampling = config.sampling.model_copy(update={"temperature": own.temperature, "top_p": own.top_p})
 
     async def share(self) -> float:
@@ -164,7 +189,8 @@ class Heldout:
         chunks = self._engine.generate(f"{row.index}", talk.prompt(messages), self._sampling)
         tokens = [token async for chunk in chunks for token in chunk.tokens]
         completion = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return reward(prompt_text(row.prompt), completion, dict(row.fields))
+        value = self._reward(prompt_text(row.prompt), completion, row.fields)
+        return self._reward.results(value, [completion])[0].score
 
 
 def seconds_to(wanted: float, curve: Curve) -> float | None:
@@ -179,8 +205,12 @@ def headlines(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ratios over the seeds of which both runs are there and get so far."""
     seconds = {(one["contestant"], one["seed"]): one["seconds"][0] for one in runs}
     found: dict[str, Any] = {}
-    for suffix, slower in {"": "max_staleness 0", "_trl": "TRL async"}.items():
-        pairs = [(seconds.get((slower, s)), seconds.get(("max_staleness 4", s))) for s in {s for _, s in seconds}]
+    for suffix, slower, faster in (
+        ("", "max_staleness 0", "max_staleness 4"),
+        ("_trl", TRL_ASYNC, "max_staleness 4"),
+        ("_trl", TRL_ASYNC, AS_CONFIGURED),
+    ):
+        pairs = [(seconds.get((slower, s)), seconds.get((faster, s))) for s in {s for _, s in seconds}]
         if pairs := [(above, below) for above, below in pairs if above and below]:
             found[f"ratio{suffix}"], found[f"spread{suffix}"] = ratio(*zip(*pairs, strict=True))
     return found
@@ -192,9 +222,10 @@ def row(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
 
     return [
         name,
-        listed([one["samples_per_second"] for one in runs], 0),
+        listed([one["samples_per_second"] for one in runs], 1),
+        listed([one["memory"] for one in runs], 1),
         listed([one["curve"][-1][1] for one in runs], 3),
-        *(listed([one["seconds"][i] for one in runs], 0) for i in range(len(ACCURACIES))),
+        *(listed([one["seconds"][i] for one in runs], 0) for i in range(len(runs[0]["seconds"]))),
     ]
 
 

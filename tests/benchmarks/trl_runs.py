@@ -1,11 +1,12 @@
-"""One run of a TRL trainer on the quickstart's task, in a process of its own: `vs_trl.py` starts it.
+"""One run of a TRL trainer, in a process of its own: `vs_trl.py` and `time_to_accuracy.py` start it.
 
     python tests/benchmarks/trl_runs.py generate --model FOLDER --steps 20 --eval-size 256 --port 5790 --out FOLDER
 
-The settings are the quickstart's where both sides have them; the rest are TRL's defaults, but for what would slow it
-down here (mixed precision, gradient checkpointing). What makes it run on a CPU at all stands under "for the CPU".
-Leaves in the folder steps.jsonl, with running totals after every training step (as many optimizer steps as the
-quickstart has minibatches), result.json, and checkpoint-N after every N optimizer steps if --checkpoint-every is given.
+The settings are those of --config, the quickstart's by default, where both sides have them; the rest are TRL's
+defaults, but for what would slow it down here (mixed precision, gradient checkpointing). What makes it run on a CPU at
+all stands under "for the CPU". Leaves in the folder steps.jsonl, with running totals after every training step (as many
+optimizer steps as the configuration has minibatches), result.json, and checkpoint-N after every N optimizer steps if
+--checkpoint-every is given.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -54,8 +55,9 @@ from trl.experimental.async_grpo import (  # noqa: E402
 from trl.experimental.async_grpo.vllm_client import VLLMClient  # noqa: E402
 
 from areal.config import Config, load_config  # noqa: E402
-from areal.data import addition  # noqa: E402
+from areal.data.rows import Prompt, Row, prompt_text  # noqa: E402
 from areal.data.sources import open_source  # noqa: E402
+from areal.rewards.functions import resolve  # noqa: E402
 from areal.training.packed import packed_sdpa  # noqa: E402
 
 # Small, since it pads less: with vLLM colocated 8 was faster than 32 by a quarter.
@@ -66,6 +68,8 @@ ROW = 16
 SPARE_PROMPTS = 6
 SERVER_SECONDS = 600
 MAX_LENGTH = 512
+# Of a model that knows no chats.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 # Where weights are handed over: in memory, if there is such a file system.
 MEMORY = Path("/dev/shm")
 
@@ -101,12 +105,23 @@ class Recorder(TrainerCallback):
         self._file.write(json.dumps({"time": time.perf_counter()} | asdict(TOTALS)) + "\n")
 
 
-def reward(prompts: list[Any], completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any):
+resolved = lru_cache(resolve)
+
+
+def score(name: str, row: dict[str, Any], prompt: Prompt, completion: str) -> float:
+    """Of the task's own reward called `name`."""
+    reward = resolved(name)
+    return reward.results(reward(prompt_text(prompt), completion, row), [completion])[0].score
+
+
+def reward(
+    prompts: list[Prompt], completions: list[Prompt], name: list[str], row: list[str], completion_ids: Any, **_: Any
+) -> list[float]:
     """The task's own reward, as TRL asks for it: text, or chats of one message."""
-    prompts, completions = ([p if isinstance(p, str) else p[-1]["content"] for p in s] for s in (prompts, completions))
     TOTALS.samples_generated += len(completions)
     TOTALS.tokens_generated += sum(map(len, completion_ids))
-    return [addition.reward(p, c, {"answer": a}) for p, c, a in zip(prompts, completions, answer, strict=True)]
+    samples = zip(name, map(json.loads, row), prompts, map(prompt_text, completions), strict=True)
+    return [score(*sample) for sample in samples]
 
 
 # --- for the CPU: weights go to vLLM through a file in memory, where NCCL would carry them
@@ -172,7 +187,7 @@ class CpuLoop(async_rollout_worker._AsyncRolloutLoop):
 
 
 async_rollout_worker.AsyncRolloutWorker._loop_cls = CpuLoop
-# The model knows no chats, and TRL asks the template how to read an answer: its text is all of it.
+# TRL asks the template how to read an answer: its text is all of it.
 async_rollout_worker.add_response_schema = lambda tokenizer: tokenizer
 async_rollout_worker.parse_response = lambda tokenizer, ids, **_: {
     "role": "assistant",
@@ -277,9 +292,8 @@ def sync_trainer(mode: str, config: Config, options: argparse.Namespace, **share
     if settings.use_vllm:
         vllm_generation.LLM = partial(vllm_generation.LLM, **ENGINE)
         vllm_generation.VLLMGeneration.sync_weights = lambda self: sync_weights(self, options.weights)
-    return SyncTrainer(
-        model=str(options.model), args=settings, train_dataset=dataset(config, options.steps, str), **shared
-    )
+    rows = dataset(config, options.steps, lambda prompt: prompt)
+    return SyncTrainer(model=str(options.model), args=settings, train_dataset=rows, **shared)
 
 
 def async_trainer(mode: str, config: Config, options: argparse.Namespace, **shared: Any) -> AsyncGRPOTrainer:
@@ -296,11 +310,11 @@ def async_trainer(mode: str, config: Config, options: argparse.Namespace, **shar
         vllm_server_timeout=SERVER_SECONDS,
     )
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
     trainer = CpuAsyncTrainer(
         model=str(options.model),
         args=settings,
-        train_dataset=dataset(config, SPARE_PROMPTS * options.steps, lambda text: [{"role": "user", "content": text}]),
+        train_dataset=dataset(config, SPARE_PROMPTS * options.steps, as_chat),
         processing_class=tokenizer,
         weight_transfer=FileTransfer(VLLMClient(settings.vllm_server_base_url, SERVER_SECONDS), options.weights),
         **shared,
@@ -321,16 +335,26 @@ def serve(options: argparse.Namespace) -> subprocess.Popen[bytes]:
     )
 
 
-def dataset(config: Config, steps: int, form: Any) -> Dataset:
+def as_chat(prompt: Prompt) -> Prompt:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def dataset(config: Config, steps: int, form: Callable[[Prompt], Prompt]) -> Dataset:
     """The prompts that our run would see, in its order."""
     source = open_source(config.data, config.seed)
     rows = [source.row(i) for i in range(steps * config.batch_size)]
-    return Dataset.from_list([{"prompt": form(row.prompt), "answer": row.answer} for row in rows])
+    return Dataset.from_list([columns(config, row) | {"prompt": form(row.prompt)} for row in rows])
+
+
+def columns(config: Config, row: Row) -> dict[str, str]:
+    """What `reward` wants to know of a row."""
+    (name,) = config.reward.functions
+    return {"name": name, "row": json.dumps(row.fields)}
 
 
 @torch.no_grad()
 def accuracy(folder: Path, config: Config, count: int) -> float:
-    """On the held-out rows that our run is judged by, one sample each at temperature 1."""
+    """On the held-out rows that our run is judged by, one sample each at temperature 1. For prompts that are text."""
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval_size": count})})
     source = open_source(config.data, config.seed)
     rows = [source.heldout(i) for i in range(count)]
@@ -341,12 +365,14 @@ def accuracy(folder: Path, config: Config, count: int) -> float:
         **prompts, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=config.sampling.max_new_tokens
     )
     texts = tokenizer.batch_decode(made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(addition.reward(r.prompt, text, r.fields) for r, text in zip(rows, texts, strict=True)) / count
+    (name,) = config.reward.functions
+    return sum(score(name, r.fields, r.prompt, text) for r, text in zip(rows, texts, strict=True)) / count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=THREADS)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--eval-size", type=int, required=True)
@@ -355,7 +381,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    config = load_config(ROOT / "configs" / "quickstart.yaml").model_copy(update={"seed": options.seed})
+    config = load_config(options.config).model_copy(update={"seed": options.seed})
     torch.set_num_threads(THREADS[options.mode])
     server = serve(options) if options.mode.startswith("async") else None
     try:

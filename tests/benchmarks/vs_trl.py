@@ -29,7 +29,6 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ from statistics import median
 from typing import Any
 
 from results import kept_runs, ratio, show, write
-from runs import FILLING, ROOT, Run, free_port, run
+from runs import FILLING, ROOT, Run, finish, free_port, run
 
 from areal.data import quickstart
 
@@ -62,18 +61,14 @@ def measure(mode: str, seed: int, options: argparse.Namespace, folder: Path) -> 
     return trls(out) | json.loads((out / "result.json").read_text())
 
 
-def start(mode: str, seed: int, out: Path, model: Path, *arguments: Any) -> None:
-    """A run of TRL in a new folder `out`. One that fails ends the benchmark."""
+def start(mode: str, seed: int, out: Path, model: Path, *arguments: Any) -> float:
+    """A run of TRL in a new folder `out`. Returns its memory, as `finish` does. One that fails ends the benchmark."""
     out.mkdir()
     script = Path(__file__).with_name("trl_runs.py")
     own = [script, mode, "--seed", seed, "--port", free_port(), "--out", out, "--model", model.resolve()]
     command = [sys.executable, *map(str, (*own, *arguments))]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    log = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=RUN_SECONDS
-    )
-    if log.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{log.stdout[-3000:]}")
+    return finish(command, environment, RUN_SECONDS)
 
 
 def ours(done: Run) -> dict[str, Any]:

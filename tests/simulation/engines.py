@@ -607,8 +607,9 @@ class SimRewards:
         return [Result(score_of(prompt, completion, row), self._parts)]
 
 
-# The scorers of a simulation: a teacher, a reference and a reward model, and the weight of the last one.
-TEACHER, REFERENCE, LIKED, LIKED_WEIGHT = "wise", "first", "liked", 0.1
+# The scorers of a simulation: a teacher, a reference, and a reward model or judge; the weight of the last one and its
+# highest verdict.
+TEACHER, REFERENCE, LIKED, LIKED_WEIGHT, LIKED_MOST = "wise", "first", "liked", 0.1, 8
 
 
 class SimScorer:
@@ -628,6 +629,14 @@ class SimScorer:
 
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray:
         return await self._give(np.array([liked(bytes(tokens))], np.float32))
+
+    async def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig
+    ) -> AsyncGenerator[Chunk, None]:
+        """What a judge writes; wrong columns are no verdict."""
+        column = await self._give(np.array([LIKED_MOST * liked(bytes(tokens))]))
+        text = np.frombuffer("".join(f"{verdict:g}" for verdict in column).encode(), np.uint8).astype(np.int32)
+        yield Chunk(text, np.zeros(len(text), np.float32), np.zeros(len(text), np.int32), "stop")
 
     async def _give(self, column: np.ndarray) -> np.ndarray:
         await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")
@@ -652,15 +661,20 @@ def taught(tokens: np.ndarray, name: str) -> np.ndarray:
 
 
 def liked(text: bytes) -> float:
-    """The score that the simulated reward model gives."""
-    return crc32(text) % 8 / 8
+    """The score that the simulated reward model or judge gives."""
+    return crc32(text) % LIKED_MOST / LIKED_MOST
 
 
 class TextTokenizer:
-    """That of the reward model."""
+    """That of the reward model and the judge."""
 
-    def encode(self, text: str) -> bytes:
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> bytes:
         return text.encode()
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode()
 
 
 class SimSource(PromptSource):

@@ -10,7 +10,7 @@ from typing import Any
 from areal.config import Config
 from areal.staleness.standstills import UNKNOWN
 from protocols.codec import MAX_BODY_BYTES
-from simulation.engines import LIKED, LIKED_WEIGHT, REFERENCE, TEACHER, TOGETHER, Pace
+from simulation.engines import LIKED, LIKED_MOST, LIKED_WEIGHT, REFERENCE, TEACHER, TOGETHER, Pace
 
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
@@ -42,6 +42,8 @@ class Model:
     rewards: int = 1
     scorers: tuple[str, ...] = ()
     """The names of the scorers, one for each process."""
+    judge: bool = False
+    """Whether LIKED is a judge."""
     eval_size: int = 0
     every: int = 0
     samples: int = 1
@@ -103,6 +105,8 @@ class Model:
 @functools.lru_cache(maxsize=1024)
 def config_of(model: Model) -> Config:
     """The configuration of the run, cached for each model."""
+    options = {"template": "{{ prompt }}{{ completion }}", "high": LIKED_MOST}
+    liked = {"kind": "judge", "options": options} if model.judge else {"kind": "reward_model"}
     return Config.model_validate(
         {
             "name": "simulation",
@@ -159,8 +163,8 @@ def config_of(model: Model) -> Config:
                 name: {
                     "model": MODEL,
                     "count": model.scorers.count(name),
-                    "kind": "reward_model" if name == LIKED else "logprobs",
                     "chat": False,
+                    **(liked if name == LIKED else {}),
                 }
                 for name in dict.fromkeys(model.scorers)
             },

@@ -619,23 +619,26 @@ def test_a_scorer_that_dies_leaves_is_replaced_and_joins_late_costs_no_group_and
         Kill(0.8, "scorer-0", 4.0, silent=True), Leave(1.5, "scorer-1", 3.0), faults.Arrive(2.5, "scorer-9"),
         faults.Replace(5.0, "scorer-1"), Kill(5.5, "scorer-4", 1.0), Kill(6.0, "scorer-0", 0.3),
     ]  # fmt: skip
-    scorers = (TEACHER, TEACHER, REFERENCE, LIKED, LIKED)
+    of_all = Model(
+        steps=8, max_staleness=2, scorers=(TEACHER, TEACHER, REFERENCE, LIKED, LIKED), branching=branching, eval_size=4
+    )
     for seed in range(4):
-        plan = Plan(9.0, happens, points)
-        world = World(seed, Model(steps=8, max_staleness=2, scorers=scorers, branching=branching, eval_size=4), plan)
+        world = World(seed, replace(of_all, judge=seed % 2 > 0), Plan(9.0, happens, points))
         result = world.run()
         assert result.ok, result.story
         assert not [body for kind, body in world.oracle.events if kind in ("requeued", "discarded")]
 
 
-@pytest.mark.parametrize("name", [TEACHER, LIKED])
-def test_a_scorer_that_is_away_for_long_pauses_admission_and_one_that_refuses_rows_fails_their_groups(name) -> None:
-    away = World(1, Model(scorers=(name,)), Plan(20.0, [Kill(1.0, "scorer-0", 18.0)]))
+@pytest.mark.parametrize(("name", "judge"), [(TEACHER, False), (LIKED, False), (LIKED, True)])
+def test_a_scorer_that_is_away_for_long_pauses_admission_and_one_that_refuses_rows_fails_their_groups(
+    name, judge
+) -> None:
+    away = World(1, Model(scorers=(name,), judge=judge), Plan(20.0, [Kill(1.0, "scorer-0", 18.0)]))
     assert (result := away.run()).ok, result.story
     assert not [body for kind, body in away.oracle.events if kind in ("requeued", "discarded")]
     for seed in range(3):
         for mishaps in (Mishaps(score_fails=0.3), Mishaps(wrong_columns=0.1)):
-            refusing = World(seed, Model(scorers=(name,), managers=2), Plan(5.0, mishaps=mishaps))
+            refusing = World(seed, Model(scorers=(name,), judge=judge, managers=2), Plan(5.0, mishaps=mishaps))
             assert (result := refusing.run()).ok, result.story
 
 

@@ -159,7 +159,8 @@ class World:
             self.model = replace(self.model, sampler=sampler, size=3 if sampler == "skip_solved" else None)
         scorers = Random(f"scorers {seed}")
         if model is None and plan is None and scorers.random() < SCORERS:
-            self.model = replace(self.model, scorers=draw_scorers(scorers))
+            judge = Random(f"judge {seed}").random() < 0.5
+            self.model = replace(self.model, scorers=draw_scorers(scorers), judge=judge)
             faults.add_scorer_faults(scorers, self.plan, len(self.model.scorers))
         self.config = config_of(self.model)
         self._source = SimSource(self.model.bytes_a_row, self.model.size)
