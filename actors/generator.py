@@ -37,11 +37,11 @@ from areal.generation.engine import (
     EngineStats,
     GenerationEngine,
     LoadTimes,
-    TokenScores,
     WeightLoadError,
 )
 from areal.generation.routing import Concurrency
 from areal.storage.disk import Patience
+from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
 from protocols.messages import (

@@ -313,10 +313,14 @@ class RolloutManager(Sampler):
         and have scorers score its tokens. Only training samples get this, not those of an evaluation."""
         sample = await super().run_workflow(session, row)
         for column, name in self._scorers(row).items():
-            branches = [self._scoring.logprobs(name, branch.tokens) for branch in sample.sequences()]
+            branches = [self._scoring.score_tokens(name, branch.tokens) for branch in sample.sequences()]
             scores = await asyncio.gather(*branches)
             try:
-                sample = sample.with_scores(column, scores).checked()
+                sample = sample.with_scores(column, [score.logprobs for score in scores])
+                if column == "teacher_logprobs" and self.config.trainer.teacher_top_k:
+                    sample = sample.with_scores("teacher_top_tokens", [score.top_tokens for score in scores])
+                    sample = sample.with_scores("teacher_top_logprobs", [score.top_logprobs for score in scores])
+                sample = sample.checked()
             except ValueError as error:
                 raise SampleFailed("scorer", f"scorer {name!r}: {error}") from None
         penalty = self.services.overlong(sample)

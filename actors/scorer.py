@@ -22,11 +22,12 @@ from jinja2 import TemplateError
 from actors.parts.serving import Serving
 from actors.runtime.actor import handles
 from areal.config import JUDGES, SamplingConfig, ScorerConfig, UserError
-from areal.generation.engine import Chunk, EngineStats, GenerationEngine, TokenScores
+from areal.generation.engine import Chunk, EngineStats, GenerationEngine
 from areal.rewards.functions import judge_by
 from areal.rewards.result import Result, RewardError, as_score
 from areal.rewards.reward_model import chat_of
 from areal.tokens import load_tokenizer
+from areal.trajectory import TokenScores
 from areal.workflows.conversation import Conversation, user
 from protocols.errors import RefusedError
 from protocols.messages import (
@@ -48,7 +49,7 @@ T = TypeVar("T")
 class FrozenModel(Protocol):
     """The interface of the engine of a scorer (areal.generation.engine.GenerationEngine)."""
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
+    async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores: ...
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray: ...
     def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig
@@ -68,7 +69,7 @@ class Scorer(Serving):
         self, *args: Any, name: str, start_engine: Callable[..., Awaitable[FrozenModel]] = GenerationEngine.start,
         load_tokenizer: Callable[[str], Any] = load_tokenizer, **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(*args, size=lambda row: 16 + 4 * len(row.logprobs) if isinstance(row, _Row) else 64, **kwargs)
+        super().__init__(*args, size=_size, **kwargs)
         self._name = name
         self._start_engine = start_engine
         self._load_tokenizer = load_tokenizer
@@ -105,10 +106,15 @@ class Scorer(Serving):
                 if self._settings.kind != "logprobs":
                     yield CompletionsScored(scored=tuple(rows), failed=tuple(failed))
                     continue
+                scores = [row.scores for row in rows]
                 yield TokensScored(
                     jobs=np.array([row.job for row in rows], np.int64),
-                    counts=np.array([len(row.logprobs) for row in rows], np.int32),
-                    logprobs=np.concatenate([np.zeros(0, np.float32), *(row.logprobs for row in rows)]),
+                    counts=np.array([len(score.logprobs) for score in scores], np.int32),
+                    logprobs=np.concatenate([np.zeros(0, np.float32), *(score.logprobs for score in scores)]),
+                    top_tokens=np.concatenate([np.zeros(0, np.int32), *(score.top_tokens.ravel() for score in scores)]),
+                    top_logprobs=np.concatenate(
+                        [np.zeros(0, np.float32), *(score.top_logprobs.ravel() for score in scores)], dtype=np.float32
+                    ),
                     failed=tuple(failed),
                 )
 
@@ -136,8 +142,8 @@ class Scorer(Serving):
     async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_Row], None]) -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
         assert self._engine is not None  # it is healthy
-        scores = await self._computed(self._engine.score(key, tokens))
-        add(_Row(job, scores.logprobs))
+        top_k = self.config.top_k_of(self._name)
+        add(_Row(job, await self._computed(self._engine.score(key, tokens, top_k))))
 
     async def _score_text(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
@@ -205,7 +211,14 @@ class Scorer(Serving):
 
 
 class _Row(NamedTuple):
-    """The log-probs of a row."""
+    """What a row gets."""
 
     job: int
-    logprobs: np.ndarray
+    scores: TokenScores
+
+
+def _size(result: _Row | Scored) -> int:
+    if isinstance(result, Scored):
+        return 64
+    scores = result.scores
+    return 16 + scores.logprobs.nbytes + scores.top_tokens.nbytes + scores.top_logprobs.nbytes

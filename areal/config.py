@@ -737,6 +737,13 @@ class TrainerConfig(Section):
     teacher_coef: float = Field(
         0.0, ge=0, description="weight of log teacher - log pi_prox in the advantage of a token; 0: it is only measured"
     )
+    teacher_top_k: int = Field(
+        0,
+        ge=0,
+        le=20,  # vLLM's own limit
+        description="k: teacher_coef is the weight of KL(teacher || pi) in the loss, over the teacher's k likeliest "
+        "tokens and all others as one, and not of a gain in the advantage",
+    )
     checkpoint_every: int = Field(
         20, ge=1, description="steps between checkpoints; a restarted trainer redoes the steps since the last one"
     )
@@ -802,6 +809,8 @@ class TrainerConfig(Section):
             yield "trainer.objective=distill and trainer.teacher_coef need a teacher: set trainer.teacher to a scorer"
         if self.teacher_key and not self.teacher:
             yield "trainer.teacher_key needs a teacher for the other rows: set trainer.teacher to a scorer"
+        if self.teacher_top_k and not self.teacher_coef:
+            yield "trainer.teacher_top_k has no weight: set trainer.teacher_coef, or trainer.objective=distill"
         if ":" not in self.objective and self.objective not in OBJECTIVE_SETTINGS:
             yield (
                 f"Unknown objective {self.objective!r} in trainer.objective: known are "
@@ -1280,6 +1289,11 @@ class Config(ScoringConfig):
     def logprob_scorers(self) -> list[str]:
         """The names of the scorers that give log-probs; the others are rewards."""
         return [name for name, scorer in self.scorers.items() if scorer.kind == "logprobs"]
+
+    def top_k_of(self, scorer: str) -> int:
+        """How many of its likeliest tokens a scorer that gives log-probs adds at each place."""
+        teaches = scorer == self.trainer.teacher or self.trainer.teacher_key
+        return self.trainer.teacher_top_k if teaches else 0
 
     @property
     def used_scorers(self) -> list[str]:

@@ -26,12 +26,14 @@ Tokens = Sequence[int] | np.ndarray
 
 class Column(NamedTuple):
     """A column of numbers in which the samples of a group follow each other: how many it has, and of which type.
-    required: False if it may be missing. unsampled: what it has for a token that was not sampled; None: anything."""
+    required: False if it may be missing. unsampled: what it has for a token that was not sampled; None: anything.
+    wide: whether it has several numbers for each, as many for all."""
 
     per: Literal["sample", "token", "branch"]
     dtype: type[np.generic]
     required: bool = True
     unsampled: float | None = None
+    wide: bool = False
 
 
 COLUMNS = {
@@ -44,6 +46,8 @@ COLUMNS = {
     "returns": Column("token", np.float64, required=False),
     "teacher_logprobs": Column("token", np.float32, required=False, unsampled=0.0),
     "reference_logprobs": Column("token", np.float32, required=False, unsampled=0.0),
+    "teacher_top_tokens": Column("token", np.int32, required=False, unsampled=0.0, wide=True),
+    "teacher_top_logprobs": Column("token", np.float32, required=False, unsampled=0.0, wide=True),
     "branch_counts": Column("sample", np.int32, required=False),
     "branch_shared": Column("branch", np.int32, required=False),
     "branch_own": Column("branch", np.int32, required=False),
@@ -53,7 +57,24 @@ columns of the rollouts that a run keeps."""
 
 TOKEN_COLUMNS = {name: column for name, column in COLUMNS.items() if column.per == "token"}
 SCORED = ("teacher_logprobs", "reference_logprobs")
+TOP = ("teacher_top_tokens", "teacher_top_logprobs")
 """The columns that scorers give."""
+
+
+_NO_TOP = np.zeros((0, 0), np.int32)
+
+
+class TokenScores(NamedTuple):
+    """What a model gives all T tokens of a row but the first, each after those before it, at temperature 1.
+
+    logprobs: float32 [T - 1]. version: of the weights. top_tokens, top_logprobs: int32 and float32 [T - 1, k], the k
+    likeliest tokens there and their log-probs.
+    """
+
+    logprobs: np.ndarray
+    version: int = 0
+    top_tokens: np.ndarray = _NO_TOP
+    top_logprobs: np.ndarray = _NO_TOP
 
 
 class Branch(NamedTuple):
@@ -87,6 +108,8 @@ class Trajectory:
     returns: float64, what each sampled token is credited with; None: all of them with `reward`.
     teacher_logprobs, reference_logprobs: float32, the log-prob of each sampled token, given those before it in its
     branch, under the model of a scorer (`trainer.teacher`, `trainer.reference`); 0 where not sampled.
+    teacher_top_tokens, teacher_top_logprobs: int32 and float32 [T, k], the tokens that are likeliest there for the
+    teacher, and their log-probs (`trainer.teacher_top_k`); 0 where not sampled.
     """
 
     tokens: np.ndarray
@@ -98,6 +121,8 @@ class Trajectory:
     returns: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
+    teacher_top_tokens: np.ndarray | None = None
+    teacher_top_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         lengths = {name: len(array) for name, array in self.token_columns.items()}
@@ -119,15 +144,18 @@ class Trajectory:
             name: np.asarray(array, COLUMNS[name].dtype) for name, array in self.token_columns.items()
         }
         same = replace(self, reward=float(self.reward), **arrays)
-        if any(array.ndim != 1 for array in arrays.values()):
-            raise ValueError("a column of a sample is not one-dimensional")
+        for name, array in arrays.items():
+            if array.ndim != 1 + COLUMNS[name].wide:
+                raise ValueError(f"the column {name} of a sample has {array.ndim} dimensions")
         if not same.sampled.any():
             raise ValueError("nothing was sampled")
         if not np.isfinite(same.logprobs).all() or same.versions.min() < NOT_SAMPLED:
             raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
-        for name in SCORED:
+        for name in (*SCORED, *TOP):
             if not np.isfinite(same.filled(name)).all():
                 raise ValueError(f"one of the {name} is not finite")
+        if (same.filled("teacher_top_tokens") < 0).any():
+            raise ValueError("one of the teacher_top_tokens is below 0")
         if any(same.sampled[path[0]] for path in paths(same.branches or [Branch(0, len(same))])):
             raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
         if not abs(same.reward) <= LARGEST_REWARD:
@@ -153,10 +181,11 @@ class Trajectory:
         """float64 [T]: what each token is credited with."""
         return self.filled("returns")
 
-    def filled(self, name: str) -> np.ndarray:
-        """An array of it. If it does not have this one: its reward at each token for the returns, else 0."""
+    def filled(self, name: str, width: tuple[int, ...] = ()) -> np.ndarray:
+        """An array of it. If it does not have this one: its reward at each token for the returns, else 0. width: of a
+        wide column."""
         array: np.ndarray | None = getattr(self, name)
-        return np.full(len(self), self.reward if name == "returns" else 0) if array is None else array
+        return np.full((len(self), *width), self.reward if name == "returns" else 0) if array is None else array
 
     def sequences(self) -> Iterator[Trajectory]:
         """Each branch as a trajectory without branches, from its first token on. Only the branch that owns a sampled
@@ -172,11 +201,13 @@ class Trajectory:
             yield replace(self, branches=(), **arrays)
 
     def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> Trajectory:
-        """The same trajectory with the column `name`, one of SCORED. branches: float32 [T - 1] for each of `sequences`,
-        the log-probs of all its tokens but the first."""
+        """The same trajectory with the column `name`, of SCORED or TOP. branches: [T - 1] or [T - 1, k] for each of
+        `sequences`, what all its tokens but the first get."""
         lengths = self.branches or (Branch(0, len(self)),)
-        parts = [np.append(np.float32(0), row)[shared:] for (shared, _), row in zip(lengths, branches, strict=True)]
-        arrays: dict[str, Any] = {name: np.where(self.sampled, np.concatenate(parts), np.float32(0))}
+        parts = [np.insert(row, 0, 0, axis=0)[shared:] for (shared, _), row in zip(lengths, branches, strict=True)]
+        column = np.concatenate(parts)
+        column[~self.sampled] = 0
+        arrays: dict[str, Any] = {name: column}
         return replace(self, **arrays)
 
     def lowered(self, penalty: float) -> Trajectory:
@@ -222,9 +253,8 @@ def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         "rewards": [t.reward for t in samples],
         "cut": [t.finish == "length" for t in samples],
         **{
-            name: np.concatenate([t.filled(name) for t in samples])
-            for name in TOKEN_COLUMNS
-            if any(getattr(t, name) is not None for t in samples)
+            name: np.concatenate([t.filled(name, array.shape[1:]) for t in samples])
+            for name, array in {name: array for t in samples for name, array in t.token_columns.items()}.items()
         },
     }
     if any(t.branches for t in samples):
@@ -268,7 +298,7 @@ def _check_table(table: Mapping[str, np.ndarray]) -> None:
         raise ValueError("a length or a number of branches is negative")
     for name, array in table.items():
         column = COLUMNS[name]
-        if array.dtype != column.dtype or array.shape != (counts[column.per],):
+        if array.dtype != column.dtype or array.ndim != 1 + column.wide or len(array) != counts[column.per]:
             raise ValueError(
                 f"{name} is {array.dtype} {array.shape}, but should have {counts[column.per]} {column.dtype.__name__}, "
                 f"one for each {column.per}"

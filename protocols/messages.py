@@ -56,7 +56,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -573,16 +573,21 @@ class ScoreTokens(Message):
 
 class TokensScored(Message):
     """Log-probs of the tokens of several rows, columns as in ScoreTokens: float32, of all tokens of a row but the
-    first, each after those before it."""
+    first, each after those before it. `top_tokens`, `top_logprobs`: at each of these places the k likeliest tokens and
+    their log-probs; k may be 0."""
 
     jobs: Int64s
     counts: Int32s
     logprobs: Float32s
+    top_tokens: Int32s
+    top_logprobs: Float32s
     failed: Several[JobFailed] = ()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         _check_rows(self.jobs, self.counts, self.logprobs)
+        if self.top_tokens.shape != self.top_logprobs.shape or len(self.top_tokens) % max(1, len(self.logprobs)):
+            raise ValueError("the columns of likely tokens are not as long as those of log-probs, or a multiple")
         return self
 
 

@@ -157,4 +157,6 @@ BRANCHED = Trajectory(
     returns=np.arange(8.0),
     teacher_logprobs=np.array([0, 0, -1, -2, 0, -3, 0, -4], np.float32),
     reference_logprobs=np.array([0, 0, -4, -3, 0, -2, 0, -1], np.float32),
+    teacher_top_tokens=np.array([(0, 0), (0, 0), (2, 7), (5, 6), (0, 0), (8, 1), (0, 0), (9, 5)], np.int32),
+    teacher_top_logprobs=np.array([(0, 0), (0, 0), (-1, -2), (-2, -3), (0, 0), (-1, -4), (0, 0), (-1, -5)], np.float32),
 )

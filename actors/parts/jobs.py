@@ -23,6 +23,7 @@ from areal.config import RewardConfig
 from areal.rewards.pool import Quarantine, digest
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
+from areal.trajectory import TokenScores
 from areal.workflows.conversation import Generation
 from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
@@ -177,8 +178,7 @@ class ScoreJob(Job):
 
 
 class TokensJob(Job):
-    """A row of tokens, int32 [T], for the scorer of this name; the result is float32 [T - 1], the log-probs of all but
-    the first."""
+    """A row of tokens, int32 [T], for the scorer of this name; the result is its TokenScores."""
 
     def __init__(self, scorer: str, tokens: np.ndarray) -> None:
         self.scorer = scorer
@@ -215,10 +215,14 @@ class RoutedRewards:
         results: list[Result] = await self._do(ScoreJob(name, prompt, completions, row, tokens), role, name)
         return results
 
+    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
+        """What a scorer gives int32 [T] tokens. Raises SampleFailed."""
+        scores: TokenScores = await self._do(TokensJob(name, tokens), "scorer", name)
+        return scores
+
     async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
-        """What TokensJob says. Raises SampleFailed."""
-        result: np.ndarray = await self._do(TokensJob(name, tokens), "scorer", name)
-        return result
+        """Its log-probs alone, float32 [T - 1]. Raises SampleFailed."""
+        return (await self.score_tokens(name, tokens)).logprobs
 
     async def _do(self, job: ScoreJob | TokensJob, role: ScoringRole, name: str) -> Any:
         refused = lost = 0
@@ -310,11 +314,13 @@ class TokensJobs:
     def deliver(part: Message, jobs: dict[int, TokensJob]) -> Sequence[JobFailed]:
         if not isinstance(part, TokensScored):
             raise BusError(f"a scorer sent {part.kind!r} instead of log-probs")
+        top_k = len(part.top_tokens) // max(1, len(part.logprobs))
+        likely = [column.reshape(len(part.logprobs), top_k) for column in (part.top_tokens, part.top_logprobs)]
         for number, places in zip(part.jobs.tolist(), slices(part.counts), strict=True):
             if (job := jobs.get(number)) and len(part.logprobs[places]) != len(job.tokens) - 1:
                 raise BusError("a scorer sent log-probs of another number of tokens")
             if job := jobs.pop(number, None):
-                job.succeed(part.logprobs[places])
+                job.succeed(TokenScores(part.logprobs[places], 0, *(column[places] for column in likely)))
         return part.failed
 
 

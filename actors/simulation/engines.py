@@ -21,9 +21,9 @@ from actors.simulation.lengths import Lengths
 from actors.simulation.setups import GRAIN
 from areal.config import SamplingConfig
 from areal.data.rows import Row
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, TokenScores
+from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes
 from areal.rewards.result import Result
-from areal.trajectory import Finish, Group
+from areal.trajectory import Finish, Group, TokenScores
 
 # Tokens of a sequence in one message. The default of `generator.stream_interval` is 16, which only means more messages
 # to the rollout managers. The larger value saves simulation time.

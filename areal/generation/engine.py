@@ -36,7 +36,7 @@ from areal.cpu import generation as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
 from areal.processes import importing
-from areal.trajectory import Finish
+from areal.trajectory import Finish, TokenScores
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 
 if TYPE_CHECKING:
@@ -87,24 +87,15 @@ class Chunk:
     logprobs: float32 [n], log-prob of each token under the distribution it was drawn from (after temperature).
     versions: int32 [n], the policy version that sampled each token.
     finish: "stop" (a stop token ended the sequence) or "length" on the last chunk, else None.
-    scores: of the prompt, if they were asked for: float32 [P - 1], the log-probs of its tokens but the first, or
-    [outputs] of a classifier.
+    scores: of the prompt, if they were asked for: those of its tokens but the first, or float32 [outputs] of a
+    classifier.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish: Finish | None
-    scores: np.ndarray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """logprobs: float32 [T - 1], of all tokens but the first, each after those before it, at temperature 1. version: of
-    the weights."""
-
-    logprobs: np.ndarray
-    version: int
+    scores: TokenScores | np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +225,15 @@ class GenerationEngine:
             async for chunk in chunks:
                 yield chunk
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
-        """The log-probs of these tokens under the weights in place. No KV cache of other requests is used.
+    async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores:
+        """The log-probs of these tokens, and the `top_k` likeliest ones, under the weights in place. No KV cache of
+        other requests is used.
 
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
         """
-        params = _sampling_params(1.0, 1.0, 0, 0.0, 1, 0, (), scores=True)
+        params = _sampling_params(1.0, 1.0, 0, 0.0, 1, 0, (), scored=top_k)
         scores, versions = await self._scores(request_id, tokens, params)
-        return TokenScores(scores, int(versions[-1]))
+        return scores._replace(version=int(versions[-1]))
 
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray:
         """The outputs of a sequence classifier for these tokens, float32 [outputs]; `activation`: after its sigmoid or
@@ -254,7 +246,7 @@ class GenerationEngine:
 
     async def _scores(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[Any, np.ndarray]:
         """The scores of these tokens, and the versions that came with them (`Chunk`)."""
         async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
             async for chunk in chunks:
@@ -597,7 +589,7 @@ class _Sequence:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self._scores: np.ndarray | None = None
+        self._scores: TokenScores | np.ndarray | None = None
         self._finish: Finish | None = None
         self._error: EngineError | None = None
 
@@ -624,7 +616,10 @@ class _Sequence:
             self._logprobs += logprobs
             self._versions += [int(version)] * len(output.new_token_ids)
         if output.new_prompt_logprobs_tensors is not None:
-            self._scores = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+            # The token itself comes first, then the likeliest ones.
+            tensors = output.new_prompt_logprobs_tensors
+            tokens, scores = tensors.logprob_token_ids.numpy(), tensors.logprobs.numpy()
+            self._scores = TokenScores(scores[:, 0], 0, tokens[:, 1:].astype(np.int32), scores[:, 1:])
         if output.pooling_output is not None:
             self._scores = output.pooling_output.float().numpy()
         if output.finish_reason is not None:
@@ -664,7 +659,7 @@ class _Sequence:
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
 def _sampling_params(
     temperature: float, top_p: float, top_k: int, min_p: float, max_tokens: int, min_tokens: int,
-    stop_tokens: tuple[int, ...], scores: bool = False,
+    stop_tokens: tuple[int, ...], scored: int | None = None,
 ) -> SamplingParams:  # fmt: skip
     from vllm import SamplingParams
 
@@ -677,7 +672,7 @@ def _sampling_params(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         logprobs=0,
-        prompt_logprobs=0 if scores else None,
+        prompt_logprobs=scored,
         stop_token_ids=list(stop_tokens),
         detokenize=False,
     )

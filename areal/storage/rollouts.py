@@ -11,7 +11,7 @@ import json
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -28,7 +28,7 @@ import structlog
 
 from areal.config import UserError
 from areal.storage.disk import shortage
-from areal.trajectory import NOT_SAMPLED, TOKEN_COLUMNS, Branch, Group, TokenValues, Trajectory
+from areal.trajectory import NOT_SAMPLED, TOKEN_COLUMNS, Branch, Column, Group, TokenValues, Trajectory
 
 log = structlog.get_logger()
 
@@ -286,8 +286,8 @@ def _table(branches: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list
 
 def _lists(arrays: Sequence[np.ndarray | None], column: str) -> pa.Array:
     kind = SCHEMA.field(column).type
-    ends = np.cumsum([0, *(0 if a is None else len(a) for a in arrays)], dtype=np.int32)
-    present = [a for a in arrays if a is not None]
+    ends = np.cumsum([0, *(0 if a is None else a.size for a in arrays)], dtype=np.int32)
+    present = [a.ravel() for a in arrays if a is not None]  # row by row, if the column is wide
     values = pa.array(np.concatenate(present) if present else [], kind.value_type)
     return pa.ListArray.from_arrays(ends, values, kind, mask=pa.array([a is None for a in arrays]))
 
@@ -397,10 +397,15 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
     return Group(rows[0]["group"], rows[0]["prompt_index"], tuple(samples))
 
 
+def _by_token(row: Mapping[str, Any], name: str, column: Column) -> np.ndarray:
+    values: np.ndarray = row[name]
+    return values.reshape(len(row["tokens"]), -1) if column.wide else values
+
+
 def _trajectory(rows: Sequence[dict[str, Any]]) -> Trajectory:
     arrays = {
-        name: np.concatenate([row[name][row["shared"] :] for row in rows])
-        for name in TOKEN_COLUMNS
+        name: np.concatenate([_by_token(row, name, column)[row["shared"] :] for row in rows])
+        for name, column in TOKEN_COLUMNS.items()
         if rows[0].get(name) is not None
     }
     branches = [Branch(row["shared"], len(row["tokens"]) - row["shared"]) for row in rows]

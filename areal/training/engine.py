@@ -44,6 +44,7 @@ from areal.training.objectives import (
     Tokens,
     interpolated_proximal,
     kl,
+    kl_of_top,
     mask_sequences,
     rehearse,
     value_loss,
@@ -62,12 +63,15 @@ from areal.training.separation import keeps_apart, only_attention_mixes, what_is
 from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
 from areal.training.tally import StepResult, Tally
 from areal.training.ulysses import RowPart, SequenceGroup, register
-from areal.trajectory import NOT_SAMPLED, Group, TokenValues
+from areal.trajectory import NOT_SAMPLED, TOP, Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import saved_buffers
 from areal.weights.lora import add_adapters
 
 log = structlog.get_logger()
+
+# The log-prob of a teacher's token that the policy does not have.
+UNLIKELY = -1e4
 
 
 def join_ranks() -> None:
@@ -396,11 +400,12 @@ class TrainingEngine:
         if batch is not None:
             flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree)
             arrays = flat.arrays()
-        header = self.broadcast({name: [len(a), a.dtype.str] for name, a in arrays.items()} if self.rank == 0 else None)
+        kinds = {name: [array.shape, array.dtype.str] for name, array in arrays.items()}
+        header = self.broadcast(kinds if self.rank == 0 else None)
         return FlatBatch(
             **{
-                name: self._send(arrays[name] if self.rank == 0 else np.empty(length, dtype))
-                for name, (length, dtype) in header.items()
+                name: self._send(arrays[name] if self.rank == 0 else np.empty(shape, dtype))
+                for name, (shape, dtype) in header.items()
             }
         )
 
@@ -469,6 +474,7 @@ class TrainingEngine:
             teacher = _given(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
             for row in rows:
                 row.teacher = row.pick(teacher)
+                self._set_top_tokens(row, flat)
         values = self._look(minibatches, flat, trained, temperature, tally)
         explained = self._set_advantages(rows, flat, trained, values)
         for m, minibatch in enumerate(minibatches):
@@ -566,6 +572,17 @@ class TrainingEngine:
         for row in rows:
             row.reference = row.pick(reference)
 
+    def _set_top_tokens(self, row: PackedRow, flat: FlatBatch) -> None:
+        """Set the teacher's likeliest tokens, if they are trained on. Those that the policy lacks become unlikely."""
+        if not self.config.teacher_top_k:
+            return
+        tokens, logprobs = (
+            row.pick(_given(flat, name, f"trainer.teacher_top_k={self.config.teacher_top_k}")) for name in TOP
+        )
+        in_vocabulary = tokens < self.vocab_size
+        row.top_tokens = torch.where(in_vocabulary, tokens, 0).long()
+        row.top_logprobs = torch.where(in_vocabulary, logprobs, UNLIKELY)
+
     def _set_advantages(
         self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, values: np.ndarray | None
     ) -> float | None:
@@ -633,16 +650,20 @@ class TrainingEngine:
         for i, row in enumerate(rows):
             self._deepspeed.set_gradient_accumulation_boundary(i == len(rows) - 1)
             with tally.clock("forward"):
-                logp, entropy, *values = self._forward(row, temperature)
+                everything = self._forward(row.with_top_tokens(), temperature)
+                logp, entropy, *values = (output[: len(row.targets)] for output in everything)
                 if row.proximal is None:
                     row.proximal = self._proximal(row, logp, version, first=first)
-                if row.teacher is not None:
+                if row.teacher is not None and row.top_tokens is None:
                     row.advantages = row.advantages + self.config.teacher_coef * (row.teacher - row.proximal)
                 tokens = Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.mask, entropy)
                 out = mask_sequences(self._objective(tokens, self.config), tokens, self.config)
                 loss = out.loss
                 if self.config.kl_coef and self.config.kl_in == "loss":
                     loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
+                if row.top_logprobs is not None:
+                    likely = everything[0][len(row.targets) :].view_as(row.top_logprobs)
+                    loss = loss + self.config.teacher_coef * kl_of_top(row.top_logprobs, likely)
                 if self.config.entropy_coef:
                     loss = loss - self.config.entropy_coef * entropy
                 errors = None

@@ -23,6 +23,10 @@ LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to this (a factor of 5e8) before exp, as in verl, so that products of ratios stay finite."""
 
 
+LEAST_REST = 1e-6
+"""The least probability of all tokens but the teacher's likeliest ones: fp32 cannot tell smaller ones from 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The S sampled tokens of a micro-batch that are in the loss.
@@ -365,6 +369,16 @@ def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float | None)
         return losses
     held = old + (values - old).clamp(-clip, clip)
     return torch.maximum(losses, (held - targets).square() / 2)
+
+
+def kl_of_top(teacher: Tensor, logp: Tensor) -> Tensor:
+    """KL(teacher || pi) over the teacher's k likeliest tokens and all others as one, nats [S]. teacher, logp: their
+    log-probs, [S, k]. Tokens of probability 0 for the teacher count as others. It is at most the divergence over all
+    tokens, and 0 if the k probabilities agree."""
+    p = teacher.exp()
+    rest = (1 - p.sum(-1)).clamp(min=0)
+    log_rest = torch.log1p(-(logp.exp() * (p > 0)).sum(-1).clamp(max=1 - LEAST_REST))
+    return (p * (teacher - logp)).sum(-1) + torch.xlogy(rest, rest) - rest * log_rest
 
 
 def kl(logp: Tensor, logp_ref: Tensor, estimator: str) -> Tensor:

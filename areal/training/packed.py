@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from areal.trajectory import NOT_SAMPLED, SCORED, Group, Trajectory, common, paths
+from areal.trajectory import COLUMNS, NOT_SAMPLED, SCORED, TOP, Group, Trajectory, common, paths
 
 log = structlog.get_logger()
 
@@ -51,8 +51,8 @@ class FlatBatch:
 
     A sequence is a branch of a sample, from its first token on; most samples have one branch.
     tokens, logprobs, versions: [T], as in `Trajectory.sequences`. returns: float64 [T], as in `Trajectory`; empty if
-    all tokens are credited with the reward of their sample. teacher_logprobs, reference_logprobs: float32 [T], as in
-    `Trajectory`; empty if scorers gave none.
+    all tokens are credited with the reward of their sample. teacher_logprobs, reference_logprobs: float32 [T], and
+    teacher_top_tokens, teacher_top_logprobs: [T, k], as in `Trajectory`; empty if scorers gave none.
     lengths, samples, branches, minibatch: [N], the number of the sequence's sample, that of the branch in its sample,
     and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
     common with the one before it; computed once.
@@ -65,6 +65,8 @@ class FlatBatch:
     returns: np.ndarray
     teacher_logprobs: np.ndarray
     reference_logprobs: np.ndarray
+    teacher_top_tokens: np.ndarray
+    teacher_top_logprobs: np.ndarray
     lengths: np.ndarray
     shared: np.ndarray
     samples: np.ndarray
@@ -108,7 +110,7 @@ class FlatBatch:
             logprobs=np.concatenate([t.logprobs for t in sequences]).astype(np.float32),
             versions=versions,
             returns=np.concatenate([t.credits for t in sequences]) if differ else np.zeros(0),
-            **{name: _scored(name, sequences) for name in SCORED},
+            **{name: _scored(name, sequences) for name in (*SCORED, *TOP)},
             lengths=lengths,
             shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
             samples=np.array([member.sample for member in members], dtype=np.int32),
@@ -154,11 +156,11 @@ class FlatBatch:
 
 
 def _scored(name: str, sequences: Sequence[Trajectory]) -> np.ndarray:
-    """A column of SCORED of all sequences, float32 [T]; empty if none has it. Raises ValueError if only some do."""
+    """A column of SCORED or TOP of all sequences; empty if none has it. Raises ValueError if only some do."""
     arrays = [array for sequence in sequences if (array := getattr(sequence, name)) is not None]
     if len(arrays) not in (0, len(sequences)):
         raise ValueError(f"only {len(arrays)} of {len(sequences)} sequences have {name}")
-    return np.concatenate([np.zeros(0, np.float32), *arrays]).astype(np.float32)
+    return np.concatenate(arrays or [np.zeros(0)]).astype(COLUMNS[name].dtype)
 
 
 class _Member(NamedTuple):
@@ -190,7 +192,8 @@ class PackedRow:
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
     advantages, weights (of each token in the loss), proximal, reference and teacher (log-probabilities), values (the
-    critic's before the step) and value_targets: float32 [S] once computed. mask: bool [S], as in `Tokens`.
+    critic's before the step) and value_targets: float32 [S] once computed. top_tokens, top_logprobs: [S, k], those that
+    are likeliest for the teacher, and their log-probabilities. mask: bool [S], as in `Tokens`.
     """
 
     tokens: Tensor
@@ -210,13 +213,28 @@ class PackedRow:
     proximal: Tensor | None = None
     reference: Tensor | None = None
     teacher: Tensor | None = None
+    top_tokens: Tensor | None = None
+    top_logprobs: Tensor | None = None
     values: Tensor | None = None
     value_targets: Tensor | None = None
     mask: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:
-        """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch."""
+        """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch; or several,
+        [T, k], then [S, k]."""
         return torch.from_numpy(values[self.places]).float().to(self.tokens.device)
+
+    def with_top_tokens(self) -> PackedRow:
+        """The row with targets for which log-probabilities are wanted, too: S + S k, the teacher's likeliest tokens
+        after the others."""
+        if self.top_tokens is None:
+            return self
+        places = self.distribution.repeat_interleave(self.top_tokens.shape[1])
+        return replace(
+            self,
+            distribution=torch.cat([self.distribution, places]),
+            targets=torch.cat([self.targets, self.top_tokens.flatten()]),
+        )
 
     def filled(self, count: int) -> PackedRow:
         """The row with `count` more tokens, a last sequence that is in no loss."""

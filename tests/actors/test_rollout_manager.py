@@ -16,7 +16,7 @@ from actors.rollout_manager import RolloutManager, _GroupFailed, _GroupStart, _S
 from actors.runtime.actor import Signal
 from areal.config import Config
 from areal.data.rows import Row
-from areal.trajectory import Trajectory
+from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
 from protocols.messages import Member, Permit
@@ -71,8 +71,10 @@ def alone(role, overlong_tokens=0, workflow=workflow):
 class Scoring:
     """In the place of the scorers: log-probs that tell whose they are, and of how many tokens."""
 
-    async def logprobs(self, name, tokens):
-        return np.full(len(tokens) - 1, -len(name) - len(tokens) / 100, np.float32)
+    async def score_tokens(self, name, tokens):
+        logprobs = np.full(len(tokens) - 1, -len(name) - len(tokens) / 100, np.float32)
+        likely = np.stack([tokens[1:], tokens[1:] + 1], 1)
+        return TokenScores(logprobs, 0, likely, np.stack([logprobs, logprobs - 1], 1))
 
 
 @pytest.mark.parametrize(("row", "teacher"), [({}, "wise"), ({"t": None}, "wise"), ({"t": "wiser"}, "wiser")])
@@ -82,6 +84,7 @@ async def test_a_sample_to_train_gets_the_log_probs_of_the_teacher_that_its_row_
     manager = alone(RolloutManager)
     scorers = {name: {"model": "m"} for name in ("wise", "wiser", "first")}
     trainer = {"teacher": "wise", "teacher_key": "t", "kl_coef": 0.1, "reference": "scorer:first"}
+    trainer |= {"teacher_top_k": 2, "teacher_coef": 0.5}
     manager.config = Config.model_validate(manager.config.model_dump() | {"scorers": scorers, "trainer": trainer})
     manager._scoring = Scoring()
     sample = await manager.run_workflow(Session(), Row(0, "", None, None, row))
@@ -89,7 +92,10 @@ async def test_a_sample_to_train_gets_the_log_probs_of_the_teacher_that_its_row_
     expected = np.where(sample.sampled, np.float32(-len(teacher) - n / 100), 0)
     np.testing.assert_array_equal(sample.teacher_logprobs, expected)
     np.testing.assert_array_equal(sample.reference_logprobs, np.where(sample.sampled, np.float32(-5 - n / 100), 0))
-    manager._scoring.logprobs = lambda name, tokens: asyncio.sleep(0, np.full(len(tokens) - 1, np.nan, np.float32))
+    np.testing.assert_array_equal(sample.teacher_top_tokens[:, 1], np.where(sample.sampled, sample.tokens + 1, 0))
+    np.testing.assert_array_equal(sample.teacher_top_logprobs[:, 1], np.where(sample.sampled, expected - 1, 0))
+    none = TokenScores(np.full(n - 1, np.nan, np.float32), 0, np.zeros((n - 1, 2), np.int32), np.zeros((n - 1, 2)))
+    manager._scoring.score_tokens = lambda name, tokens: asyncio.sleep(0, none)
     with pytest.raises(SampleFailed, match=f"scorer {teacher!r}: one of the teacher_logprobs is not finite"):
         await manager.run_workflow(Session(), Row(0, "", None, None, row))
     with pytest.raises(

@@ -27,7 +27,7 @@ def test_a_checked_sample_has_the_types_that_travel():
         ({"logprobs": np.array([0, -np.inf, -1])}, "not finite"),
         ({"versions": np.array([-2, 4, 5])}, "version"),
         ({"versions": np.array([-1, -1, -1])}, "nothing was sampled"),
-        ({"tokens": np.zeros((3, 1))}, "one-dimensional"),
+        ({"tokens": np.zeros((3, 1))}, "tokens of a sample has 2 dimensions"),
         ({"finish": "eos"}, "'eos'"),
         ({"versions": np.array([3, 4, 5])}, "without a prompt"),
         ({"returns": np.array([0, 1, np.nan])}, "return"),
@@ -77,6 +77,13 @@ def test_log_probs_of_a_scorer_are_those_of_each_branchs_own_tokens():
     branches = [np.arange(1, length, dtype=np.float32) + 10 * b for b, length in enumerate(lengths)]
     scored = replace(BRANCHED, teacher_logprobs=None).with_scores("teacher_logprobs", branches).checked()
     assert scored.teacher_logprobs.tolist() == [0, 0, 2, 3, 0, 14, 0, 21]
+    likely = [np.stack([branch, -branch], 1) for branch in branches]
+    scored = scored.with_scores("teacher_top_logprobs", likely).checked()
+    assert scored.teacher_top_logprobs.tolist() == [[x, -x] for x in scored.teacher_logprobs.tolist()]
+    with pytest.raises(ValueError, match="the column teacher_top_tokens of a sample has 1 dimensions"):
+        scored.with_scores("teacher_top_tokens", branches).checked()
+    with pytest.raises(ValueError, match="one of the teacher_top_tokens is below 0"):
+        scored.with_scores("teacher_top_tokens", [row.astype(np.int32) for row in likely]).checked()
     with pytest.raises(ValueError, match="one of the teacher_logprobs is not finite"):
         scored.with_scores("teacher_logprobs", [branch * np.inf for branch in branches]).checked()
 

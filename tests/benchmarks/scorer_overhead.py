@@ -27,16 +27,16 @@ import psutil
 import uvloop
 from runs import QUICKSTART, ROOT, free_port, read
 
+from areal.trajectory import TokenScores
+
 STEPS, FIRST = 32, 8
 
 
 class AtOnce:
     """An engine that gives zeros."""
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> Any:
-        from areal.generation.engine import TokenScores
-
-        return TokenScores(np.zeros(len(tokens) - 1, np.float32), 0)
+    async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores:
+        return TokenScores(np.zeros(len(tokens) - 1, np.float32))
 
     def stats(self) -> Any:
         from areal.generation.engine import EngineStats

@@ -24,10 +24,10 @@ from actors.simulation.engines import ModelTokenizer
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import PromptSource
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, TokenScores, WeightLoadError
+from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
-from areal.trajectory import Finish, Group, Tokens, Trajectory
+from areal.trajectory import Finish, Group, Tokens, TokenScores, Trajectory
 from areal.workflows.conversation import Generation
 from areal.workflows.session import Session
 
@@ -624,8 +624,9 @@ class SimScorer:
         self._toil = toil
         self._steps = 0
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
-        return TokenScores(await self._give(taught(np.array(tokens), self._name)), 0)
+    async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores:
+        logprobs = await self._give(taught(np.array(tokens), self._name))
+        return TokenScores(logprobs, 0, *likely(np.array(tokens), logprobs, top_k))
 
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray:
         return await self._give(np.array([liked(bytes(tokens))], np.float32))
@@ -658,6 +659,14 @@ def taught(tokens: np.ndarray, name: str) -> np.ndarray:
     """The log-probs that the simulated scorer gives all tokens but the first, each of which encodes all before it:
     float32 [n - 1]."""
     return ((len(name) + tokens.astype(np.int64).cumsum()[1:] % TOKEN_MARKS) / -SCALE).astype(np.float32)
+
+
+def likely(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest tokens that the simulated scorer gives all tokens but the first, and their log-probs."""
+    more = np.arange(count)
+    return tokens[1 : len(logprobs) + 1, None].astype(np.int32) + more.astype(np.int32), (
+        logprobs[:, None] - more.astype(np.float32)
+    )
 
 
 def liked(text: bytes) -> float:

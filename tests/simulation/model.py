@@ -107,6 +107,7 @@ def config_of(model: Model) -> Config:
     """The configuration of the run, cached for each model."""
     options = {"template": "{{ prompt }}{{ completion }}", "high": LIKED_MOST}
     liked = {"kind": "judge", "options": options} if model.judge else {"kind": "reward_model"}
+    teaching = {"teacher_coef": 0.5, "teacher_top_k": 2}
     return Config.model_validate(
         {
             "name": "simulation",
@@ -156,6 +157,7 @@ def config_of(model: Model) -> Config:
                 "checkpoint_every": model.checkpoint_every,
                 "minibatches": 1,
                 "teacher": TEACHER if TEACHER in model.scorers else None,
+                **(teaching if TEACHER in model.scorers and not model.filter_zero_signal else {}),
                 "reference": f"scorer:{REFERENCE}" if REFERENCE in model.scorers else None,
                 "kl_coef": 0.1 if REFERENCE in model.scorers else 0.0,
             },

@@ -49,7 +49,7 @@ from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
-from areal.trajectory import Branch, Group, Trajectory, columns, paths
+from areal.trajectory import Branch, Group, TokenScores, Trajectory, columns, paths
 from protocols.codec import Frame, decode_header, encode_header
 from protocols.errors import RefusedError
 from protocols.messages import (
@@ -477,13 +477,13 @@ def scores_exchanged() -> AbstractContextManager[None]:
 
 def rows_for_another_scorer() -> AbstractContextManager[None]:
     """A row of tokens goes to a scorer of another name, if there is one."""
-    logprobs = RoutedRewards.logprobs
+    score_tokens = RoutedRewards.score_tokens
 
-    def logprobs_of_another(rewards: RoutedRewards, name: str, tokens: np.ndarray) -> Coroutine[Any, Any, np.ndarray]:
+    def scores_of_another(rewards: RoutedRewards, name: str, tokens: np.ndarray) -> Coroutine[Any, Any, TokenScores]:
         others = [other for other in (TEACHER, REFERENCE) if other in rewards._scorers and other != name]
-        return logprobs(rewards, next(iter(others), name), tokens)
+        return score_tokens(rewards, next(iter(others), name), tokens)
 
-    return patch.multiple(RoutedRewards, logprobs=logprobs_of_another)
+    return patch.multiple(RoutedRewards, score_tokens=scores_of_another)
 
 
 def next_row_sampled() -> AbstractContextManager[None]:

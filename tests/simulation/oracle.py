@@ -28,7 +28,7 @@ from areal.staleness.ledger import (
 )
 from areal.storage.rollouts import Rollout
 from areal.storage.saved_calls import SavedCall
-from areal.trajectory import SCORED, Group, Trajectory
+from areal.trajectory import SCORED, TOP, Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message, Permits
@@ -40,6 +40,7 @@ from simulation.engines import (
     are_of_one,
     are_whole,
     is_doubtful,
+    likely,
     logprobs_of,
     reward_of,
     serials_of,
@@ -483,12 +484,17 @@ class Oracle:
 
     def _wrong_columns(self, own: Trajectory) -> list[str]:
         """The columns of a sequence that are not what the scorer, which is to give them, gives its tokens."""
-        names = self.config.trainer.teacher, self.config.trainer.reference_scorer
+        teacher, top_k = self.config.trainer.teacher, self.config.trainer.teacher_top_k
+        names = teacher, self.config.trainer.reference_scorer
         expected = [name and np.append(np.float32(0), taught(own.tokens, name)) * own.sampled for name in names]
-        columns = {column: getattr(own, column) for column in SCORED}
+        best: list[np.ndarray | None] = [None, None]
+        if teacher and top_k:
+            rows = likely(own.tokens, taught(own.tokens, teacher), top_k)
+            best = [np.insert(row, 0, 0, axis=0) * own.sampled[:, None] for row in rows]
+        columns = {column: getattr(own, column) for column in (*SCORED, *TOP)}
         return [
             column
-            for (column, found), right in zip(columns.items(), expected, strict=True)
+            for (column, found), right in zip(columns.items(), [*expected, *best], strict=True)
             if (found is None) != (right is None) or (right is not None and not np.array_equal(found, right))
         ]
 

@@ -41,6 +41,7 @@ from areal.cpu.generation import BLOCK_SIZE
 from areal.devices import SHARES
 from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
 from areal.selftest.transport import Receiving, Sending
+from areal.trajectory import TokenScores
 from areal.weights.folders import published_shapes
 from areal.weights.lora import add_adapters, write_adapter
 
@@ -219,6 +220,16 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weig
     assert np.abs(stale - sequence.logprobs[split:])[part].mean() > 0.01
 
 
+def check_likely(model: Path, scores: TokenScores) -> None:
+    """The three likeliest tokens at each place of PROMPT, and their log-probs."""
+    with torch.no_grad():
+        logps = torch.log_softmax(exact(model)(torch.tensor([PROMPT])).logits[0, :-1], -1)
+    expected, tokens = logps.topk(3)
+    assert np.abs(scores.top_logprobs - expected.numpy()).max() < 1e-4
+    assert np.abs(logps.gather(1, torch.tensor(scores.top_tokens).long()) - expected).max() < 1e-4
+    assert (scores.top_tokens == tokens.numpy()).mean() > 0.95  # but for ties
+
+
 async def check_interruption(engine: GenerationEngine, models: Models) -> tuple[Chunk, list[int]]:
     """Load two versions while sequences run. Each token has to have the log-prob of the version that it names. Returns
     a sequence that went through all versions, with its prompt. The engine is at version 0 before."""
@@ -236,7 +247,8 @@ async def check_interruption(engine: GenerationEngine, models: Models) -> tuple[
     await until(lambda: sum(len(p) >= n + 2 or t.done() for p, n, t in zip(progress, counts, tasks, strict=True)) == 8)
     await engine.load(models[2], 2)
     sequences = await asyncio.gather(*tasks)
-    scored = [*await asyncio.gather(*scoring), await engine.score("newest", PROMPT)]
+    scored = [*await asyncio.gather(*scoring), await engine.score("newest", PROMPT, 3)]
+    check_likely(models[2], scored[-1])
 
     assert {scores.version for scores in scored} == {scored[0].version, 1, 2}
     for scores in scored:

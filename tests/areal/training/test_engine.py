@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM
 from areal.config import UserError
 from areal.training.engine import TrainingEngine
 from areal.training.packed import FlatBatch, pack
+from areal.trajectory import TOP
 from areal.weights.chunks import Manifest
 
 
@@ -179,6 +180,51 @@ def test_a_teacher_adds_its_log_prob_minus_the_policys_to_the_advantage_of_each_
     gap = np.concatenate(gaps)
     assert result.kl_teacher == pytest.approx(-gap.mean(), abs=1e-4)
     assert result.teacher_agreement == pytest.approx(np.minimum(1, np.exp(gap)).mean(), abs=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefix_tree": False, "max_tokens_per_microbatch": 40}])
+def test_the_teachers_likeliest_tokens_give_the_gradient_of_the_kl_divergence_over_them(engine_of, folder, changes):
+    """A fifth of which the policy does not have. The rewards are all the same, so they teach nothing."""
+    engine = engine_of(objective="distill", teacher="wise", teacher_coef=0.5, teacher_top_k=3, **changes)
+    rng, batch = np.random.default_rng(3), []
+    divergences = []
+    for group in make_forest():
+        samples = []
+        for sample in group.trajectories:
+            same = replace(sample, reward=0.0, returns=None)
+            likely, logps = [], []
+            for own in same.sequences():
+                tokens = np.array([rng.permutation(engine.vocab_size)[:3] for _ in own.tokens[1:]], np.int32)
+                tokens[::5, 2] = engine.vocab_size + 7
+                likely.append(tokens)
+                logps.append(np.log(rng.dirichlet(np.ones(4), len(tokens))[:, :3]).astype(np.float32))
+                divergences.append((own, tokens, np.exp(logps[-1].astype(np.float64))))
+            columns = dict(zip(TOP, (likely, logps), strict=True)) | {"teacher_logprobs": [row[:, 0] for row in logps]}
+            for name, values in columns.items():
+                same = same.with_scores(name, values)
+            samples.append(same.checked())
+        batch.append(replace(group, trajectories=tuple(samples)))
+    result, gradients = step_and_gradients(engine, batch)
+    loss, expected = mean_divergence(eager(folder, torch.float64), divergences)
+    assert result.loss == pytest.approx(0.5 * loss, rel=1e-4)
+    assert_same_gradients(gradients, {name: 0.5 * gradient for name, gradient in expected.items()})
+
+
+def mean_divergence(model, each):
+    """Of the sampled tokens, and its gradients."""
+    total, count = torch.zeros(()), 0
+    for own, tokens, p in each:
+        row = torch.from_numpy(own.tokens.astype(np.int64))[None]
+        logps = torch.log_softmax(model(input_ids=row).logits[0, :-1] / TEMPERATURE, -1)
+        for place in np.flatnonzero(own.sampled[1:]):
+            known = tokens[place] < logps.shape[1]
+            q, of_pi = torch.from_numpy(p[place][known]), logps[place][tokens[place][known]]
+            outcomes = torch.cat([q, 1 - q.sum(0, keepdim=True)])
+            log_pi = torch.cat([of_pi, torch.log1p(-of_pi.exp().sum(0, keepdim=True))])
+            total, count = total + (outcomes * (outcomes.log() - log_pi)).sum(), count + 1
+    model.zero_grad()
+    (total / count).backward()
+    return total.item() / count, {name: p.grad.float().clone() for name, p in model.named_parameters()}
 
 
 def test_a_batch_that_no_scorer_has_scored_is_not_trained_with_a_teacher(engine_of):
