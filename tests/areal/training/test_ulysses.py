@@ -6,9 +6,10 @@ Run under torchrun, this file is also the worker of the ranks.
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from tiny_training import (
 
 from areal.config import UserError
 from areal.training.engine import TrainingEngine
+from areal.trajectory import TOP
 
 BATCHES = {"many": make_batch(), "tree": make_tree(), "one": make_batch(1)}
 """The single sequence of `one` leaves other sequence groups without work."""
@@ -45,7 +47,7 @@ CASES = {
 }
 LOOKS_AT_SEQUENCES = {
     "objective": "gspo", "sequence_mask": "geometric", "kl_coef": 0.1, "kl_in": "reward", "minibatches": 2, "lr": 0.01,
-    "critic": {"lam": 0.9},
+    "critic": {"lam": 0.9}, "teacher": "wise", "teacher_coef": 0.1, "teacher_top_k": 2,
 }  # fmt: skip
 """Settings whose losses and metrics need the log-probs of a whole sequence, and of all minibatches."""
 
@@ -93,12 +95,25 @@ def test_heads_that_the_ranks_cannot_divide_are_refused(models, size):
 def measured(engine):
     """The metrics of a step, without what depends on time or the number of ranks, and the loss after it."""
     first = engine.rank == 0
-    metrics = asdict(engine.step(BATCHES["tree"] if first else None, version=3, temperature=TEMPERATURE))
+    metrics = asdict(engine.step(taught(BATCHES["tree"]) if first else None, version=3, temperature=TEMPERATURE))
     others = ("_seconds", "_computed", "tflops", "mfu")
     found = {name: value for name, value in metrics.items() if value is not None and not name.endswith(others)}
     found["after"] = engine.loss(BATCHES["many"] if first else None, temperature=TEMPERATURE)
     engine.close()
     return found
+
+
+def taught(batch):
+    """The same batch, with a teacher for which the tokens 3 and 5 are likeliest everywhere."""
+    return [replace(group, trajectories=tuple(map(with_teacher, group.trajectories))) for group in batch]
+
+
+def with_teacher(sample):
+    rows = [np.zeros(len(sample) - 1, np.float32)]
+    tokens, logps = ([np.tile(pair, (len(sample) - 1, 1))] for pair in (np.int32([3, 5]), np.float32([-0.7, -1.5])))
+    for name, branches in zip((*TOP, "teacher_logprobs"), (tokens, logps, rows), strict=True):
+        sample = sample.with_scores(name, branches)
+    return sample.checked()
 
 
 def refused(folder, size):
