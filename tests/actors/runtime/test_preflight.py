@@ -133,6 +133,19 @@ def test_a_scorer_without_room_for_the_longest_sample_is_refused_before_the_run(
         row_checks.check_prompts(config, source, byte_tokenizer(), None, rooms)
 
 
+def test_a_teacher_has_the_policys_tokenizer(tmp_path):
+    from areal.data.quickstart import make_tokenizer
+
+    make_tokenizer().save_pretrained(tmp_path / "few")
+    byte_tokenizer().save_pretrained(tmp_path / "many")
+    for folder in tmp_path.iterdir():
+        (folder / "config.json").write_text("{}")
+    config = config_of("rows.jsonl", scorers={"wise": {"model": "m"}}, trainer={"teacher": "wise"})
+    preflight.check_scorer(config, "wise", tmp_path / "many", tmp_path / "many")
+    with pytest.raises(UserError, match="another tokenizer than the model .*few, whose tokens it is to score"):
+        preflight.check_scorer(config, "wise", tmp_path / "many", tmp_path / "few")
+
+
 def check_tests(tmp_path, *tests, **data):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Write {test}", "tests": test}) + "\n" for test in tests))
