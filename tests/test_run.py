@@ -119,11 +119,11 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
 
 def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small, tiny_model, tmp_path):
     """There is then no reward actor, which evaluations need not wait for."""
-    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 100'
+    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 40'
     judge = f"reward.options.judge={options}, url: policy}}"
     engine = "kind: judge, kv_cache_gib: 0.25"
     strict = f"scorers.strict={{{engine}, model: {tiny_model}, options: {options}}}}}"
-    started = run("--config", CONFIG, *small, "steps=2", "reward.functions={judge: 0.5, strict: 0.5}", judge, strict)
+    started = run("--config", CONFIG, *small, "steps=1", "reward.functions={judge: 0.5, strict: 0.5}", judge, strict)
     output = started.wait(280)
     assert started.code == 0, output
     folder = tmp_path / "runs" / "test"
