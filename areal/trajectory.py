@@ -248,13 +248,14 @@ def common(first: np.ndarray, second: np.ndarray) -> int:
 def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     """The samples as the arrays of COLUMNS. `trajectories` is the inverse. There is a column of tokens if a sample has
     it, and there are those of branches if one has branches."""
+    of_tokens = {name: array for t in samples for name, array in t.token_columns.items()}
     table = {
         "lengths": [len(t) for t in samples],
         "rewards": [t.reward for t in samples],
         "cut": [t.finish == "length" for t in samples],
         **{
             name: np.concatenate([t.filled(name, array.shape[1:]) for t in samples])
-            for name, array in {name: array for t in samples for name, array in t.token_columns.items()}.items()
+            for name, array in of_tokens.items()
         },
     }
     if any(t.branches for t in samples):

@@ -18,6 +18,7 @@ from helpers import network
 from actors.runtime.addresses import Door
 from actors.scorer import Scorer
 from areal.config import Config
+from areal.trajectory import TokenScores
 from protocols.messages import Completion
 from protocols.transport import Bus
 
@@ -72,11 +73,11 @@ async def scores_of(actor: Scorer, asked: Sequence[Asked]) -> list[tuple[float, 
     return [(*scored.scores, scored.parts[0]["tokens"]) for scored in added]
 
 
-async def logprobs_of(actor: Scorer, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The log-probs that a scorer gives rows of tokens, likewise."""
+async def token_scores_of(actor: Scorer, rows: Sequence[np.ndarray]) -> list[TokenScores]:
+    """What a scorer gives rows of tokens, likewise."""
     added: list[Any] = []
     await asyncio.gather(*(actor._score(f"{job}", job, row.tolist(), added.append) for job, row in enumerate(rows)))
-    return [row.logprobs for row in sorted(added, key=lambda row: row.job)]
+    return [row.scores for row in sorted(added, key=lambda row: row.job)]
 
 
 def verdict(text: str) -> float:

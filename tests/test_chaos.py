@@ -28,12 +28,13 @@ from accounts import check_accounts
 from conftest import ROOT, Run
 from helpers import Process, descendants, processes, processes_mentioning
 from safetensors.torch import load_file, save_file
-from scorers import judging, logprobs_of, scorer_of, scores_of, verdict, write_classifier
+from scorers import judging, scorer_of, scores_of, token_scores_of, verdict, write_classifier
 
 from areal.__main__ import main
 from areal.storage.rollouts import batches, files
 from areal.storage.run_folder import config_of_run, read_metrics
 from areal.tokens import load_tokenizer
+from areal.trajectory import TOP
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
@@ -232,7 +233,8 @@ def test_columns_of_scorers_that_are_killed_and_join_are_those_of_scorers_that_n
         judge = json.dumps({"url": url, "model": "m", "template": "{{ prompt }}|{{ completion }}"})
         started = run(
             "--config", CONFIG, *small, "steps=100000", "generator.count=1", "data.eval_size=0", "trainer.teacher=wise",
-            "trainer.kl_coef=0.01", "trainer.reference=scorer:first", f"scorers={scorers}",
+            "trainer.kl_coef=0.01", "trainer.reference=scorer:first", f"scorers={scorers}", "trainer.teacher_coef=0.1",
+            "trainer.teacher_top_k=3",
             "reward.functions={addition: 1, judge: 0.1, liked: 0.1}", f"reward.options.judge={judge}",
         )  # fmt: skip
         wait_for_step(started, folder, 1)
@@ -284,12 +286,13 @@ async def check_columns(folder: Path) -> None:
     }
     groups = [group for _, groups in batches(folder / "rollouts") for group in groups]
     samples = [(sample, parts[group.id, place]) for group in groups for place, sample in enumerate(group.trajectories)]
-    for name, column in (("wise", "teacher_logprobs"), ("first", "reference_logprobs")):
+    for name, columns in (("wise", ("teacher_logprobs", *TOP)), ("first", ("reference_logprobs",))):
         async with scorer_of(config, name) as scorer:
-            rows = await logprobs_of(scorer, [sample.tokens for sample, _ in samples])
+            rows = await token_scores_of(scorer, [sample.tokens for sample, _ in samples])
         for (sample, _), row in zip(samples, rows, strict=True):
-            expected = np.where(sample.sampled, np.append(np.float32(0), row), np.float32(0))
-            np.testing.assert_array_equal(getattr(sample, column), expected)
+            for column, values in zip(columns, (row.logprobs, row.top_tokens, row.top_logprobs), strict=False):
+                expected = getattr(sample.with_scores(column, [values]), column)
+                np.testing.assert_array_equal(getattr(sample, column), expected)
     tokenizer = load_tokenizer(config.model)
     texts = [
         [tokenizer.decode(sample.tokens[part], skip_special_tokens=True) for part in (~sample.sampled, sample.sampled)]

@@ -220,10 +220,6 @@ class RoutedRewards:
         scores: TokenScores = await self._do(TokensJob(name, tokens), "scorer", name)
         return scores
 
-    async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
-        """Its log-probs alone, float32 [T - 1]. Raises SampleFailed."""
-        return (await self.score_tokens(name, tokens)).logprobs
-
     async def _do(self, job: ScoreJob | TokensJob, role: ScoringRole, name: str) -> Any:
         refused = lost = 0
         while True:

@@ -18,7 +18,7 @@ from areal.data.rows import Row
 from areal.rewards.result import Result, overlong_penalty
 from areal.sandbox.outside import Sandbox, SandboxError, open_sandbox
 from areal.staleness.standstills import UNKNOWN, Standstills
-from areal.trajectory import Trajectory
+from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import Generation, begin
 from areal.workflows.openai_api import Access
 from areal.workflows.parsers import Parsers
@@ -48,8 +48,8 @@ class Rewards(Protocol):
         """The score by the reward `name` of one completion, or if it is one of groups of each of those of a group.
         Raises SampleFailed if the reward failed on every attempt."""
 
-    async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
-        """Those of int32 [T] tokens but the first, float32 [T - 1], by the scorer `name`. Raises SampleFailed."""
+    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
+        """What the scorer `name` gives int32 [T] tokens. Raises SampleFailed."""
 
 
 class Programs:

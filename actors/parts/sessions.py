@@ -206,7 +206,7 @@ class SampleSession(SampleState):
             known = ", ".join(names) or "none"
             raise SampleFailed("workflow", f"no scorer {scorer!r} gives log-probs: scorers has {known} that does")
         with self._waiting():
-            return await self._services.rewards.logprobs(scorer, np.asarray(tokens, np.int32))
+            return (await self._services.rewards.score_tokens(scorer, np.asarray(tokens, np.int32))).logprobs
 
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""

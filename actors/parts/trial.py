@@ -43,7 +43,7 @@ from areal.rewards.pool import RewardPool
 from areal.rewards.result import Result
 from areal.text import shown
 from areal.tokens import load_tokenizer
-from areal.trajectory import Trajectory
+from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.agents import AgentFailed
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import Generation, check_shown, user
@@ -198,7 +198,7 @@ class OnePool:
         self.scores += [CompletionScore(name, *pair) for pair in zip(completions, results, strict=True)]
         return results
 
-    async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
+    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
         """Raises SampleFailed."""
         raise SampleFailed("scorer", f"a trial has no scorers, and the workflow asks {name!r}")
 

@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceCl
 
 from areal.config import Config
 from areal.data.addition import ALPHABET
-from areal.rewards.functions import with_groups
 from protocols.errors import RefusedError
-from protocols.messages import Completion
 
 ROWS = [(f"a{n}b{7 * n}=", "".join(ALPHABET[-1 - i % 12] for i in range(3 * n))) for n in range(1, 20)]
 SYSTEM = {"prompt": [{"role": "system", "content": "34"}, {"role": "user", "content": "a1"}]}
@@ -87,19 +85,3 @@ async def outcome(actor: Any, asked: Asked) -> tuple[float, float] | str:
         return (await scores_of(actor, [asked]))[0]
     except RefusedError as error:
         return str(error)
-
-
-async def test_a_judge_of_groups_reads_all_completions_at_once(tiny_model):
-    options = {"template": "{{ completions | join('=') }}", "max_tokens": 4}
-    async with scorer_of(config_of(tiny_model, "strict", kind="group_judge", options=options), "strict") as actor:
-        actor._judge.function.__self__.answer = seen  # the tiny model cannot write a list
-        job = Completion(job=0, function="strict", prompt="", completions=("a", "b", "a1"), row=0)
-        added: list[Any] = []
-        await actor._score_text("0", job, {}, added.append)
-    assert added[0].scores == (1, 0, 0.5)
-    assert with_groups(config_of(tiny_model, "strict", kind="group_judge")).reward.groups == ["strict"]
-
-
-async def seen(text: str) -> tuple[str, int]:
-    assert text == "a=b=a1"
-    return "[1, 3, 2]", 9

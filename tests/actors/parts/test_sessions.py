@@ -25,7 +25,7 @@ from areal.generation.routing import GeneratorLoad
 from areal.rewards.result import Result
 from areal.sandbox.outside import Outcome, open_sandbox
 from areal.storage.saved_calls import SavedCall, packed, unpacked
-from areal.trajectory import Trajectory
+from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.parsers import Parsers
 from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy
@@ -604,9 +604,9 @@ async def test_a_workflow_of_the_user_s_may_ask_a_scorer_for_log_probs():
         Config(**config.model_dump() | {"rollout_manager": {"workflow": "single_turn"}})
 
     async def scored(scorer, tokens):
-        return np.arange(len(tokens) - 1, dtype=np.float32)
+        return TokenScores(np.arange(len(tokens) - 1, dtype=np.float32))
 
-    rewards = SimpleNamespace(logprobs=scored)
+    rewards = SimpleNamespace(score_tokens=scored)
     cluster.services = replace(cluster.services, config=config, rewards=rewards)
     _, session = session_at(cluster, generator(0))
     assert (await session.logprobs("wise", [5, 6, 7])).tolist() == [0, 1]

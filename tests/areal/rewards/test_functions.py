@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from areal.config import DataConfig, RewardConfig, ScoringConfig, UserError
+from areal.config import Config, DataConfig, RewardConfig, ScoringConfig, UserError
 from areal.data.sources import open_source, reasoning_tasks
 from areal.rewards.functions import BUILT_IN, check, check_groups, find, resolve, with_groups
 from areal.rewards.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
@@ -164,6 +164,10 @@ def test_a_start_knows_which_of_its_rewards_score_groups(own):
     names = ["own_reward_module:short", "own_reward_module:longest", "theirs", "group_judge"]
     config = ScoringConfig(reward={"functions": names, "external": ["theirs"], "groups": ["theirs", names[0]]})
     assert with_groups(config).reward.groups == ["own_reward_module:longest", "group_judge", "theirs"]
+    scorers = {name: {"model": "m", "kind": kind} for name, kind in (("strict", "group_judge"), ("mild", "judge"))}
+    values = {"model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
+    judged = Config(**values, scorers=scorers, reward={"functions": [*scorers]}, sampling={"max_new_tokens": 8})
+    assert with_groups(judged).reward.groups == ["strict"]
     with pytest.raises(UserError, match="scores all completions of a group at once, but .* of the run lacks it"):
         check_groups({"x": resolve("own_reward_module:longest")}, RewardConfig(functions="x"))
     with pytest.raises(UserError, match="does not score all completions .* of the run has it"):
