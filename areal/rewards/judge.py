@@ -121,7 +121,11 @@ class ModelJudge:
 
     async def _ask(self, read: Callable[[str], V | None], **values: Any) -> tuple[V, int]:
         """What `read` makes of the model's answer, and how many tokens both have. Raises RewardError."""
-        content, tokens = await self.answer(self._template.render(**values))
+        try:
+            text = self._template.render(**values)
+        except Exception as error:  # an expression in a template may raise anything
+            raise RewardError(f"the judge's template cannot be rendered: {type(error).__name__}: {error}") from None
+        content, tokens = await self.answer(text)
         if (verdict := read(content)) is None:
             raise RewardError(f"the judge's answer has no verdict: {content[-200:]!r}")
         return verdict, tokens

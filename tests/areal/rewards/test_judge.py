@@ -82,6 +82,16 @@ async def test_a_judge_that_does_not_answer_gives_no_score():
             await reward("p", "c", {})
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ row.answer + 1 }}", "{{ row.answer.text.more }}", "{{ 1 // (prompt | length - 1) }}"]
+)
+async def test_a_template_that_fails_on_a_row_gives_no_score_and_asks_nothing(template):
+    async with judge(template=template) as (reward, requests):
+        with pytest.raises(RewardError, match="the judge's template cannot be rendered: [A-Z][A-Za-z]+Error: "):
+            await reward("p", "c", {"answer": "4"})
+    assert not requests
+
+
 @pytest.mark.parametrize("options", [{"verdict": "poem"}, {"verdict": "choice"}, {"samples": 0}, {"template": "{{"}])
 def test_options_that_do_not_fit_are_told_before_the_start(options):
     with pytest.raises(UserError, match="reward judge"):
