@@ -88,7 +88,7 @@ class Scorer(Serving):
         if scorer.kind != "logprobs":
             self._tokenizer = await asyncio.to_thread(self._load_tokenizer, scorer.model)
         if scorer.kind in JUDGES:
-            self._judge = judge_by(self._answer, scorer.kind, scorer.options)
+            self._judge = judge_by(self._answer, scorer.kind, scorer.judge_options)
         self._engine = await self._start_engine(Path(scorer.model), scorer.engine, version=0, seed=self.config.seed)
 
     async def main(self) -> None:
@@ -113,7 +113,7 @@ class Scorer(Serving):
                     logprobs=np.concatenate([np.zeros(0, np.float32), *(score.logprobs for score in scores)]),
                     top_tokens=np.concatenate([np.zeros(0, np.int32), *(score.top_tokens.ravel() for score in scores)]),
                     top_logprobs=np.concatenate(
-                        [np.zeros(0, np.float32), *(score.top_logprobs.ravel() for score in scores)], dtype=np.float32
+                        [np.zeros(0, np.float32), *(score.top_logprobs.ravel() for score in scores)]
                     ),
                     failed=tuple(failed),
                 )

@@ -450,6 +450,11 @@ class ScorerConfig(EngineConfig):
     activation: bool = Field(False, description="a reward model's outputs are those after its sigmoid or softmax")
 
     @property
+    def judge_options(self) -> dict[str, Any]:
+        """Those of a judge that is asked in this process, as the policy is."""
+        return self.options | {"url": POLICY}
+
+    @property
     def engine(self) -> GeneratorConfig:
         """The settings of its engine."""
         config = GeneratorConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})

@@ -58,23 +58,20 @@ columns of the rollouts that a run keeps."""
 TOKEN_COLUMNS = {name: column for name, column in COLUMNS.items() if column.per == "token"}
 SCORED = ("teacher_logprobs", "reference_logprobs")
 TOP = ("teacher_top_tokens", "teacher_top_logprobs")
-"""The columns that scorers give."""
-
-
-_NO_TOP = np.zeros((0, 0), np.int32)
+"""The columns that scorers give: of the sampled tokens, and of those that are likeliest."""
 
 
 class TokenScores(NamedTuple):
     """What a model gives all T tokens of a row but the first, each after those before it, at temperature 1.
 
-    logprobs: float32 [T - 1]. version: of the weights. top_tokens, top_logprobs: int32 and float32 [T - 1, k], the k
-    likeliest tokens there and their log-probs.
+    logprobs: float32 [T - 1]. top_tokens, top_logprobs: int32 and float32 [T - 1, k], the k likeliest tokens there and
+    their log-probs. version: of the weights.
     """
 
     logprobs: np.ndarray
+    top_tokens: np.ndarray = np.zeros((0, 0), np.int32)
+    top_logprobs: np.ndarray = np.zeros((0, 0), np.float32)
     version: int = 0
-    top_tokens: np.ndarray = _NO_TOP
-    top_logprobs: np.ndarray = _NO_TOP
 
 
 class Branch(NamedTuple):
@@ -152,9 +149,9 @@ class Trajectory:
         if not np.isfinite(same.logprobs).all() or same.versions.min() < NOT_SAMPLED:
             raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
         for name in (*SCORED, *TOP):
-            if not np.isfinite(same.filled(name)).all():
+            if name in arrays and not np.isfinite(arrays[name]).all():
                 raise ValueError(f"one of the {name} is not finite")
-        if (same.filled("teacher_top_tokens") < 0).any():
+        if same.teacher_top_tokens is not None and (same.teacher_top_tokens < 0).any():
             raise ValueError("one of the teacher_top_tokens is below 0")
         if any(same.sampled[path[0]] for path in paths(same.branches or [Branch(0, len(same))])):
             raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")

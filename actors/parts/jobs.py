@@ -310,13 +310,13 @@ class TokensJobs:
     def deliver(part: Message, jobs: dict[int, TokensJob]) -> Sequence[JobFailed]:
         if not isinstance(part, TokensScored):
             raise BusError(f"a scorer sent {part.kind!r} instead of log-probs")
-        top_k = len(part.top_tokens) // max(1, len(part.logprobs))
-        likely = [column.reshape(len(part.logprobs), top_k) for column in (part.top_tokens, part.top_logprobs)]
+        shape = len(part.logprobs), len(part.top_tokens) // max(1, len(part.logprobs))
+        top_tokens, top_logprobs = part.top_tokens.reshape(shape), part.top_logprobs.reshape(shape)
         for number, places in zip(part.jobs.tolist(), slices(part.counts), strict=True):
             if (job := jobs.get(number)) and len(part.logprobs[places]) != len(job.tokens) - 1:
                 raise BusError("a scorer sent log-probs of another number of tokens")
             if job := jobs.pop(number, None):
-                job.succeed(TokenScores(part.logprobs[places], 0, *(column[places] for column in likely)))
+                job.succeed(TokenScores(part.logprobs[places], top_tokens[places], top_logprobs[places]))
         return part.failed
 
 

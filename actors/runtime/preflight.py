@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from actors.runtime.row_checks import NO_ROOMS, check_prompts, check_rows
-from areal.config import JUDGES, POLICY, Config, EngineConfig, ScorerConfig, UserError
+from areal.config import JUDGES, Config, EngineConfig, ScorerConfig, UserError
 from areal.cpu.processor import lacks_bf16
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
@@ -162,7 +162,7 @@ def check_scorer(config: Config, name: str, model: Path, folder: Path | None) ->
 def check_judge(name: str, scorer: ScorerConfig) -> None:
     """Raises UserError if a scorer's options are not those of a judge."""
     try:
-        rewards.resolve(scorer.kind, scorer.options | {"url": POLICY})
+        rewards.resolve(scorer.kind, scorer.judge_options)
     except UserError as error:
         raise UserError(f"scorers.{name}.options: {error}") from None
 

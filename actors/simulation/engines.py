@@ -157,7 +157,7 @@ class ModelEngine:
 
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
         """Log-probs of 0: nobody compares them."""
-        return TokenScores(np.zeros(len(tokens) - 1, np.float32), self.version)
+        return TokenScores(np.zeros(len(tokens) - 1, np.float32), version=self.version)
 
     def hand_over(self, request_ids: Collection[str] | None = None) -> None:
         """Does nothing: a sequence that should move stays on this engine. (On another one, its length would be drawn

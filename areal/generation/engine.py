@@ -231,7 +231,7 @@ class GenerationEngine:
 
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
         """
-        params = _sampling_params(1.0, 1.0, 0, 0.0, 1, 0, (), scored=top_k)
+        params = _sampling_params(1.0, 1.0, 0, 0.0, 1, 0, (), prompt_logprobs=top_k)
         scores, versions = await self._scores(request_id, tokens, params)
         return scores._replace(version=int(versions[-1]))
 
@@ -619,7 +619,7 @@ class _Sequence:
             # The token itself comes first, then the likeliest ones.
             tensors = output.new_prompt_logprobs_tensors
             tokens, scores = tensors.logprob_token_ids.numpy(), tensors.logprobs.numpy()
-            self._scores = TokenScores(scores[:, 0], 0, tokens[:, 1:].astype(np.int32), scores[:, 1:])
+            self._scores = TokenScores(scores[:, 0], tokens[:, 1:].astype(np.int32), scores[:, 1:])
         if output.pooling_output is not None:
             self._scores = output.pooling_output.float().numpy()
         if output.finish_reason is not None:
@@ -659,7 +659,7 @@ class _Sequence:
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
 def _sampling_params(
     temperature: float, top_p: float, top_k: int, min_p: float, max_tokens: int, min_tokens: int,
-    stop_tokens: tuple[int, ...], scored: int | None = None,
+    stop_tokens: tuple[int, ...], prompt_logprobs: int | None = None,
 ) -> SamplingParams:  # fmt: skip
     from vllm import SamplingParams
 
@@ -672,7 +672,7 @@ def _sampling_params(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         logprobs=0,
-        prompt_logprobs=scored,
+        prompt_logprobs=prompt_logprobs,
         stop_token_ids=list(stop_tokens),
         detokenize=False,
     )

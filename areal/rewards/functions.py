@@ -36,7 +36,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from areal import plugins
-from areal.config import POLICY, RewardConfig, SamplingConfig, ScoringConfig, UserError
+from areal.config import RewardConfig, SamplingConfig, ScoringConfig, UserError
 from areal.data import addition, reasoning_tasks
 from areal.rewards import math_answers, verl_rewards
 from areal.rewards.code_tests import CodeTests
@@ -113,9 +113,8 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 def judge_by(
     answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int]]], name: str, options: Mapping[str, Any]
 ) -> RewardFunction:
-    """The judge called `name`, one of JUDGES. answer: asks its model with a text, and returns the answer and how many
-    tokens both have. Raises UserError."""
-    options = {**options, "url": POLICY}
+    """The judge called `name`, one of JUDGES, with `url: policy`. answer: asks its model with a text, and returns the
+    answer and how many tokens both have. Raises UserError."""
     kind: Any = check(name, options)
     judge: ModelJudge = _make(name, kind, options)
     judge.answer = partial(answer, judge.sampling)

@@ -471,10 +471,7 @@ class TrainingEngine:
         if self.config.kl_coef:
             self._set_reference(rows, flat, trained, temperature, tally)
         if self.config.teacher:
-            teacher = _given(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
-            for row in rows:
-                row.teacher = row.pick(teacher)
-                self._set_top_tokens(row, flat)
+            self._set_teacher(rows, flat)
         values = self._look(minibatches, flat, trained, temperature, tally)
         explained = self._set_advantages(rows, flat, trained, values)
         for m, minibatch in enumerate(minibatches):
@@ -572,16 +569,20 @@ class TrainingEngine:
         for row in rows:
             row.reference = row.pick(reference)
 
-    def _set_top_tokens(self, row: PackedRow, flat: FlatBatch) -> None:
-        """Set the teacher's likeliest tokens, if they are trained on. Those that the policy lacks become unlikely."""
-        if not self.config.teacher_top_k:
+    def _set_teacher(self, rows: list[PackedRow], flat: FlatBatch) -> None:
+        """Set the teacher's log-probs, and its likeliest tokens if they are trained on. Those that the policy lacks
+        become unlikely."""
+        teacher = _given(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
+        for row in rows:
+            row.teacher = row.pick(teacher)
+        if not (top_k := self.config.teacher_top_k):
             return
-        tokens, logprobs = (
-            row.pick(_given(flat, name, f"trainer.teacher_top_k={self.config.teacher_top_k}")) for name in TOP
-        )
-        in_vocabulary = tokens < self.vocab_size
-        row.top_tokens = torch.where(in_vocabulary, tokens, 0).long()
-        row.top_logprobs = torch.where(in_vocabulary, logprobs, UNLIKELY)
+        of_batch = [_given(flat, name, f"trainer.teacher_top_k={top_k}") for name in TOP]
+        for row in rows:
+            tokens, logprobs = map(row.pick, of_batch)
+            in_vocabulary = tokens < self.vocab_size
+            row.top_tokens = torch.where(in_vocabulary, tokens, 0).long()
+            row.top_logprobs = torch.where(in_vocabulary, logprobs, UNLIKELY)
 
     def _set_advantages(
         self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, values: np.ndarray | None

@@ -74,7 +74,7 @@ class Scoring:
     async def score_tokens(self, name, tokens):
         logprobs = np.full(len(tokens) - 1, -len(name) - len(tokens) / 100, np.float32)
         likely = np.stack([tokens[1:], tokens[1:] + 1], 1)
-        return TokenScores(logprobs, 0, likely, np.stack([logprobs, logprobs - 1], 1))
+        return TokenScores(logprobs, likely, np.stack([logprobs, logprobs - 1], 1))
 
 
 @pytest.mark.parametrize(("row", "teacher"), [({}, "wise"), ({"t": None}, "wise"), ({"t": "wiser"}, "wiser")])
@@ -94,7 +94,7 @@ async def test_a_sample_to_train_gets_the_log_probs_of_the_teacher_that_its_row_
     np.testing.assert_array_equal(sample.reference_logprobs, np.where(sample.sampled, np.float32(-5 - n / 100), 0))
     np.testing.assert_array_equal(sample.teacher_top_tokens[:, 1], np.where(sample.sampled, sample.tokens + 1, 0))
     np.testing.assert_array_equal(sample.teacher_top_logprobs[:, 1], np.where(sample.sampled, expected - 1, 0))
-    none = TokenScores(np.full(n - 1, np.nan, np.float32), 0, np.zeros((n - 1, 2), np.int32), np.zeros((n - 1, 2)))
+    none = TokenScores(np.full(n - 1, np.nan, np.float32), np.zeros((n - 1, 2), np.int32), np.zeros((n - 1, 2)))
     manager._scoring.score_tokens = lambda name, tokens: asyncio.sleep(0, none)
     with pytest.raises(SampleFailed, match=f"scorer {teacher!r}: one of the teacher_logprobs is not finite"):
         await manager.run_workflow(Session(), Row(0, "", None, None, row))

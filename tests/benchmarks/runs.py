@@ -14,10 +14,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from areal.config import Config
+from areal.data.rows import Prompt, prompt_text
+from areal.rewards.functions import resolve
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -63,6 +68,21 @@ def run(model: Path, folder: Path, name: str, overrides: Sequence[str], *, keep:
     if not keep:
         shutil.rmtree(folder / name)
     return found
+
+
+resolved = lru_cache(resolve)
+
+
+def reward_of(config: Config) -> str:
+    """The name of its only reward."""
+    (name,) = config.reward.functions
+    return name
+
+
+def score(name: str, row: dict[str, Any], prompt: Prompt, completion: str) -> float:
+    """Of a completion, by the reward called `name`."""
+    reward = resolved(name)
+    return reward.results(reward(prompt_text(prompt), completion, row), [completion])[0].score
 
 
 def finish(command: Sequence[str], environment: dict[str, str], timeout: float | None = None) -> float:

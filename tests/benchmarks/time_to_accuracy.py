@@ -32,14 +32,13 @@ from typing import Any
 
 import vs_trl
 from results import kept_runs, ratio, show, write
-from runs import QUICKSTART, run
+from runs import QUICKSTART, reward_of, run, score
 
 from areal.config import Config, load_config
 from areal.data import quickstart
-from areal.data.rows import Row, prompt_text
+from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.generation.engine import GenerationEngine
-from areal.rewards.functions import resolve
 from areal.storage.run_folder import checkpoint_of
 from areal.tokens import load_tokenizer
 from areal.workflows.conversation import begin
@@ -176,8 +175,7 @@ class Heldout:
         self._tokenizer = load_tokenizer(config.model)
         source, own = open_source(config.data, config.seed), config.evaluator
         self._rows = [source.heldout(i) for i in range(config.data.eval_size)]
-        (name,) = config.reward.functions
-        self._reward = resolve(name)
+        self._reward = reward_of(config)
         self._sampling = config.sampling.model_copy(update={"temperature": own.temperature, "top_p": own.top_p})
 
     async def share(self) -> float:
@@ -189,8 +187,7 @@ class Heldout:
         chunks = self._engine.generate(f"{row.index}", talk.prompt(messages), self._sampling)
         tokens = [token async for chunk in chunks for token in chunk.tokens]
         completion = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        value = self._reward(prompt_text(row.prompt), completion, row.fields)
-        return self._reward.results(value, [completion])[0].score
+        return score(self._reward, row.fields, row.prompt, completion)
 
 
 def seconds_to(wanted: float, curve: Curve) -> float | None:

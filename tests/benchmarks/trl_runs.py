@@ -42,6 +42,7 @@ import requests  # noqa: E402
 import torch  # noqa: E402
 import trl.generation.vllm_generation as vllm_generation  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from runs import reward_of, score  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
@@ -57,7 +58,6 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient  # noqa: E402
 from areal.config import Config, load_config  # noqa: E402
 from areal.data.rows import Prompt, Row, prompt_text  # noqa: E402
 from areal.data.sources import open_source  # noqa: E402
-from areal.rewards.functions import resolve  # noqa: E402
 from areal.training.packed import packed_sdpa  # noqa: E402
 
 # Small, since it pads less: with vLLM colocated 8 was faster than 32 by a quarter.
@@ -103,15 +103,6 @@ class Recorder(TrainerCallback):
 
     def _write(self) -> None:
         self._file.write(json.dumps({"time": time.perf_counter()} | asdict(TOTALS)) + "\n")
-
-
-resolved = lru_cache(resolve)
-
-
-def score(name: str, row: dict[str, Any], prompt: Prompt, completion: str) -> float:
-    """Of the task's own reward called `name`."""
-    reward = resolved(name)
-    return reward.results(reward(prompt_text(prompt), completion, row), [completion])[0].score
 
 
 def reward(
@@ -348,8 +339,7 @@ def dataset(config: Config, steps: int, form: Callable[[Prompt], Prompt]) -> Dat
 
 def columns(config: Config, row: Row) -> dict[str, str]:
     """What `reward` wants to know of a row."""
-    (name,) = config.reward.functions
-    return {"name": name, "row": json.dumps(row.fields)}
+    return {"name": reward_of(config), "row": json.dumps(row.fields)}
 
 
 @torch.no_grad()
@@ -365,7 +355,7 @@ def accuracy(folder: Path, config: Config, count: int) -> float:
         **prompts, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=config.sampling.max_new_tokens
     )
     texts = tokenizer.batch_decode(made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    (name,) = config.reward.functions
+    name = reward_of(config)
     return sum(score(name, r.fields, r.prompt, text) for r, text in zip(rows, texts, strict=True)) / count
 
 

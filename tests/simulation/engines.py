@@ -249,7 +249,7 @@ class SimEngine:
         await self._admits.wait()
         if self._error is not None:
             raise self._error
-        return TokenScores(np.zeros(len(tokens) - 1, np.float32), self.version)
+        return TokenScores(np.zeros(len(tokens) - 1, np.float32), version=self.version)
 
     async def sleep(self) -> None:
         await self._loading.acquire()
@@ -626,7 +626,7 @@ class SimScorer:
 
     async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores:
         logprobs = await self._give(taught(np.array(tokens), self._name))
-        return TokenScores(logprobs, 0, *likely(np.array(tokens), logprobs, top_k))
+        return TokenScores(logprobs, *likely(np.array(tokens), logprobs, top_k))
 
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray:
         return await self._give(np.array([liked(bytes(tokens))], np.float32))
