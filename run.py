@@ -251,12 +251,11 @@ def configuration(arguments: argparse.Namespace) -> Config:
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> int:
     """Print the configuration, and check all that a start checks."""
-    from actors.parts.start_checks import rehearse_start, with_own_port
+    from actors.parts.start_checks import own_port, rehearse_start
 
     print(dump_config(config), end="", flush=True)
-    if not arguments.role:
-        config = with_own_port(config, port_is_named(arguments, config))
-    rehearse_start(config, resume=bool(arguments.resume), alone=bool(arguments.role))
+    with own_port(config, bool(arguments.role) or port_is_named(arguments, config)) as config:
+        rehearse_start(config, resume=bool(arguments.resume), alone=bool(arguments.role))
     print("The configuration and what it names were checked: the run can be started.", file=sys.stderr)
     return 0
 
@@ -270,23 +269,28 @@ def port_is_named(arguments: argparse.Namespace, config: Config) -> bool:
 
 
 def run_everything(config: Config, arguments: argparse.Namespace) -> int:
-    """Check everything that can be checked in advance, then start the whole run on this machine. Its master gets the
-    configuration by the run folder."""
+    """Start the whole run on this machine, at a port of its own."""
+    from actors.parts.start_checks import own_port
+
+    default = config.master.address
+    with own_port(config, port_is_named(arguments, config)) as config:
+        if config.master.address != default:
+            print(f"{default} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
+        return check_and_start(config, arguments)
+
+
+def check_and_start(config: Config, arguments: argparse.Namespace) -> int:
+    """Check everything that can be checked in advance, then start the whole run. Its master gets the configuration by
+    the run folder."""
     from rich.console import Console
 
-    from actors.parts.start_checks import check_start, first_waits, with_own_port
+    from actors.parts.start_checks import check_start, first_waits
     from actors.watching.monitor import print_summary
     from areal.storage.run_folder import store_configuration
 
-    address = config.master.address
-    is_named = port_is_named(arguments, config)
-    config = with_own_port(config, is_named)
     environments = check_start(config)
-    config = with_own_port(config, is_named)  # the checks may have taken half a minute
     network = claim_record(config, arguments)
     store_configuration(config)
-    if config.master.address != address:
-        print(f"{address} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
     print_lines(first_waits(config))
     options = role_options(arguments, config.network.ports_text)
     if code := supervise(lambda supervisor: supervisor.run_everything(config, options, network), environments):

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -20,8 +21,8 @@ from helpers import descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 from run import main, port_is_named
 
-from actors.parts.start_checks import with_own_port
-from actors.runtime.preflight import with_free_port
+from actors.parts.start_checks import own_port
+from actors.runtime.preflight import free_port as hold_free_port
 from actors.runtime.supervisor import Supervisor
 from areal.config import load_config
 from areal.processes import KEYS
@@ -333,8 +334,18 @@ def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()
-        assert with_free_port(f"tcp://127.0.0.1:{free_port}") != f"tcp://127.0.0.1:{free_port}"
-    assert with_free_port(f"tcp://127.0.0.1:{free_port}") == f"tcp://127.0.0.1:{free_port}"
+        with hold_free_port(f"tcp://127.0.0.1:{free_port}") as address:
+            assert address != f"tcp://127.0.0.1:{free_port}"
+    with hold_free_port(f"tcp://127.0.0.1:{free_port}") as address:
+        assert address == f"tcp://127.0.0.1:{free_port}"
+
+
+def test_two_starts_at_once_have_two_ports(free_port):
+    wanted = f"tcp://127.0.0.1:{free_port}"
+    with hold_free_port(wanted) as first, hold_free_port(wanted) as second:
+        assert first == wanted and second != wanted
+    with hold_free_port(wanted) as third:
+        assert third == wanted
 
 
 @pytest.mark.parametrize(
@@ -347,11 +358,11 @@ def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
     ],
 )
 def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume, another):
-    monkeypatch.setattr("actors.parts.start_checks.with_free_port", lambda address: "tcp://127.0.0.1:5999")
+    monkeypatch.setattr("actors.parts.start_checks.free_port", lambda address: nullcontext("tcp://127.0.0.1:5999"))
     arguments = Namespace(config=None, resume=resume, fork=None, overrides=list(more))
     config = load_config(Path(CONFIG), more if resume is None else ["master.address=tcp://127.0.0.1:5555"])
-    config = with_own_port(config, port_is_named(arguments, config))
-    assert (config.master.address == "tcp://127.0.0.1:5999") is another
+    with own_port(config, port_is_named(arguments, config)) as config:
+        assert (config.master.address == "tcp://127.0.0.1:5999") is another
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from actors.parts.direct_weights import check_transport
 from actors.runtime.addresses import check_keys
-from actors.runtime.preflight import check, with_free_port
+from actors.runtime.preflight import check, free_port
 from areal.config import Config, UserError
 from areal.cpu.op_folder import BUILDS, is_built
 from areal.devices import deal_out, visible_devices
@@ -26,13 +27,15 @@ def on_this_machine(config: Config) -> Config:
     return config.on(cuda=bool(visible_devices()))
 
 
-def with_own_port(config: Config, named_by_user: bool) -> Config:
+@contextmanager
+def own_port(config: Config, named_by_user: bool) -> Iterator[Config]:
     """`config` with a free port of the master if the one that nobody has asked for is in use, as when a second run is
-    started on one machine."""
+    started on one machine. Other starts do not take it before the end of the block."""
     if named_by_user or not is_loopback(host_of(config.master.address)):
-        return config
-    master = config.master.model_copy(update={"address": with_free_port(config.master.address)})
-    return config.model_copy(update={"master": master})
+        yield config
+        return
+    with free_port(config.master.address) as address:
+        yield config.model_copy(update={"master": config.master.model_copy(update={"address": address})})
 
 
 def roles_here(config: Config) -> list[str]:
@@ -74,10 +77,10 @@ def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> N
     checked = set()
     for run in runs:
         if not run.finished:
-            config = with_own_port(on_this_machine(run.config), False)
-            rows = json.dumps(config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
+            rows = json.dumps(run.config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
             try:
-                rehearse_start(config, resume=run.begun, rows=rows not in checked)
+                with own_port(on_this_machine(run.config), False) as config:
+                    rehearse_start(config, resume=run.begun, rows=rows not in checked)
             except UserError as error:
                 raise UserError(f"{run.name}: {error}") from None
             checked.add(rows)

@@ -6,7 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from actors.runtime.row_checks import NO_ROOMS, check_prompts, check_rows
@@ -313,17 +314,24 @@ def _engine_bytes(engine: EngineConfig, elements: int) -> int:
     return engine.devices * ENGINE_BYTES + (4 if engine.dtype == "float32" else 2) * elements
 
 
-def with_free_port(address: str) -> str:
-    """`address`, with another port if its port is in use. Raises UserError if the master cannot listen at its host."""
-    try:
-        _try_to_listen(address)
-    except OSError:
-        host = address.rpartition(":")[0]
-        try:
-            return f"{host}:{_try_to_listen(f'{host}:0')}"
-        except OSError:
-            check_port(address)
-    return address
+@contextmanager
+def free_port(address: str) -> Iterator[str]:
+    """`address`, with another port if its port is in use or held by another start. It is held until the end of the
+    block: two runs that are started at once would both find it free, as their masters listen only later. Raises
+    UserError if the master cannot listen at its host."""
+    host = address.rpartition(":")[0]
+    with socket.socket(socket.AF_UNIX) as holder:
+        for candidate in (address, f"{host}:0"):
+            try:
+                chosen = f"{host}:{_try_to_listen(candidate)}"
+                # An abstract name belongs to the network that the port belongs to, and ends with the process.
+                holder.bind(f"\0areal-master {chosen}")
+            except OSError:
+                continue
+            yield chosen
+            return
+    check_port(address)
+    raise UserError(f"No port is free at {host}: choose the address of the master with master.address=tcp://HOST:PORT.")
 
 
 def check_port(address: str) -> None:

@@ -91,8 +91,8 @@ class Failures:
         """True for the first failure of its cause in the run. It is kept in `firsts`. `actor`: who reports it."""
         if cause in self.firsts:
             return False
-        # The traceback of a reward function is in the output of the reward actor.
-        log = "reward-*" if cause == "reward" else actor.replace("/", "-") + ".jsonl"
+        # The traceback is with the actor that scores, not with the one that reports.
+        log = f"{cause}-*" if cause in ("reward", "scorer") else actor.replace("/", "-") + ".jsonl"
         because = " ".join(reason.split())[:SHOWN_CHARACTERS]
         self.firsts[cause] = f"first failure ({cause}), at {actor}: {because}. More is in {self._folder}/logs/{log}"
         return True
