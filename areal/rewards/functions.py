@@ -153,8 +153,8 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
             inspect.signature(target).bind(**options)
         except TypeError as error:
             raise UserError(
-                f"reward {name!r}: {error}: its options are {dict(options)}; correct them in reward.options, or give "
-                f"them to its actor as key=value"
+                f"reward {name!r}: {error}: its options are {_names(options)}; correct them in reward.options, or "
+                f"give them to its actor as key=value"
             ) from None
     return target
 
@@ -233,7 +233,14 @@ def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
     try:
         return kind(**options)
     except Exception as error:  # the user's own code, which may raise anything
-        raise UserError(f"reward {name!r} could not be made: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"reward {name!r} could not be made with the options {_names(options)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _names(options: Mapping[str, Any]) -> str:
+    """Without the values, one of which may be a secret."""
+    return ", ".join(options) or "none"
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:

@@ -189,8 +189,8 @@ def test_a_start_knows_which_of_its_rewards_score_groups(own):
         ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),
         ("rewards/nothing.py:short", {}, "FileNotFoundError: .*rewards/nothing.py"),
         ("own_reward_module:short", {"x": 1}, "has options .*, but is a function"),
-        ("own_reward_module:Judge", {}, "missing a required argument: 'strict': its options are {}; correct them in"),
-        ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "unexpected keyword argument 'modl'"),
+        ("own_reward_module:Judge", {}, "missing a required argument: 'strict': its options are none; correct them in"),
+        ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "'modl': its options are strict, modl; correct"),
     ],
 )
 def test_a_name_that_names_no_reward_is_told(own, name, options, sentence):
@@ -199,8 +199,10 @@ def test_a_name_that_names_no_reward_is_told(own, name, options, sentence):
 
 
 def test_a_class_that_cannot_be_made_says_why(own):
-    with pytest.raises(UserError, match="could not be made: OSError: no such server"):
+    with pytest.raises(UserError, match="could not be made with the options strict: OSError: no such server"):
         resolve("own_reward_module:Judge", {"strict": "never"})
+    with pytest.raises(UserError, match="with the options url, samples: TypeError"):
+        resolve("judge", {"url": "http://127.0.0.1:1", "samples": "secret"})
 
 
 def test_all_that_is_built_in_can_be_called():
