@@ -180,7 +180,7 @@ def whole_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole records of a metrics.jsonl (or evaluations.jsonl)."""
+    """Yield the whole records of a metrics.jsonl, or another file with a record in each line."""
     return (record for record, _, _ in _records(path))
 
 
@@ -201,12 +201,14 @@ def metrics_up_to(path: Path, step: int) -> bytes:
     return path.read_bytes()[:end] if end else b""
 
 
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the whole records of a file, the offset of the end of each, and the number of its line."""
+def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the whole records of a file from offset `begin` on, the offset of the end of each, and the number of its
+    line."""
     if not path.exists():
         return
-    end = 0
+    end = begin
     with path.open("rb") as file:  # by line: a long run has gigabytes of them
+        file.seek(begin)
         for number, line in enumerate(file, 1):
             end += len(line)
             if (record := record_of(line)) is not None:
@@ -244,15 +246,13 @@ class NewRecords:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the records since the previous call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < self._place:
-                self._place = 0  # the file was replaced by a shorter one
-            file.seek(self._place)
-            lines = [line for line in file if line.endswith(b"\n")]
-        self._place += sum(map(len, lines))
-        return [record for line in lines if (record := record_of(line)) is not None]
+        if self._path.exists() and self._path.stat().st_size < self._place:
+            self._place = 0  # the file was replaced by a shorter one
+        records = []
+        for record, place, _ in _records(self._path, self._place):
+            records.append(record)
+            self._place = place
+        return records
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
