@@ -258,11 +258,16 @@ class NewRecords:
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the contents of summary.json of the run in `folder`, or None if the run is not over or the file is
     damaged: `--resume` writes it anew."""
+    return _object_in(folder / "summary.json")
+
+
+def _object_in(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if the file cannot be read, or is damaged."""
     try:
-        summary = json.loads((folder / "summary.json").read_text())
-    except (FileNotFoundError, ValueError):
+        value = json.loads(file.read_text())
+    except (OSError, ValueError):
         return None
-    return summary if isinstance(summary, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def checkpoint_of(folder: Path, version: int) -> Path:
@@ -350,7 +355,7 @@ def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool 
     file = folder / "config.yaml"
     if not file.is_file():
         raise UserError(f"There is no run in {folder}, it has no config.yaml: give its folder, runs/NAME.")
-    return load_config(file, overrides, secrets=_secrets(folder) if secrets else None)
+    return load_config(file, overrides, secrets=_object_in(folder / SECRETS) if secrets else None)
 
 
 def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = False) -> Config:
@@ -466,14 +471,6 @@ def changed_back(folder: Path, step: int) -> dict[str, Any]:
     """The settings by which the run in `folder` has trained `step`, as far as they were changed since, by key."""
     changes = [change for change in read_metrics(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
     return {change["key"]: change["before"] for change in reversed(changes) if change["step"] > step}
-
-
-def _secrets(folder: Path) -> dict[str, Any]:
-    try:
-        secrets = json.loads((folder / SECRETS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return secrets if isinstance(secrets, dict) else {}
 
 
 def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
