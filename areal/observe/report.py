@@ -380,12 +380,7 @@ def timeline_figure(spans: Sequence[tuple[TimelineSpan, bool]]) -> Any:
     axes.set_xlim(-TIMELINE_SECONDS, 0)
     axes.set_yticks(range(1, len(actors) + 1), [_label(actor) for actor in reversed(actors)])
     axes.set_xlabel("seconds, up to the end of the last step", color=INK)
-    axes.tick_params(colors=INK)
-    axes.grid(axis="x", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(INK)
+    _style(axes, "x", ("bottom",))
     handles = [Patch(color=COLOURS[purpose], label=purpose) for purpose in (WORK, WEIGHTS, WAITING)]
     axes.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, labelcolor=INK, fontsize=8
@@ -490,13 +485,13 @@ def _set_log_axis(axes: Any, values: Sequence[float]) -> None:
     axes.set_ylim(-0.5 * least, top)
 
 
-def _style(axes: Any) -> None:
-    """The page's colours, and a legend above the figure."""
+def _style(axes: Any, grid: str = "y", spines: Sequence[str] = ("left", "bottom")) -> None:
+    """The page's colours, and above the figure a legend of what has a label."""
     axes.tick_params(colors=INK, which="both")
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.grid(axis=grid, color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
+        spine.set_visible(side in spines)
         spine.set_color(INK)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(
