@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -754,14 +755,10 @@ class TrainerConfig(Section):
     )
     checkpoints_kept: int = Field(3, ge=1, description="how many of the newest checkpoints are kept")
 
-    def automatic(self, *, cuda: bool) -> dict[str, Any]:
-        """What `auto` stands for on GPUs (cuda) or CPUs, by key, where the configuration has it."""
-        values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
-        return {key: value for key, value in values.items() if getattr(self, key) == "auto"}
-
     def on(self, *, cuda: bool) -> TrainerConfig:
         """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
-        return self.model_copy(update=self.automatic(cuda=cuda))
+        values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
+        return self.model_copy(update={key: value for key, value in values.items() if getattr(self, key) == "auto"})
 
     @property
     def reference_scorer(self) -> str | None:
@@ -1366,13 +1363,7 @@ class Config(ScoringConfig):
 
 def from_message(values: Any) -> Config:
     """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code."""
-    return Config.model_validate(_with_lists(values))
-
-
-def _with_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
+    return Config.model_validate(json.loads(json.dumps(values)))
 
 
 def load_config(

@@ -122,6 +122,7 @@ def alerts(
         return []
     filtered = any(record.get("groups_filtered") for record in records)
     reward = Curve.of(records, "reward_mean_all" if filtered else "reward_mean")
+    shares = [{"step": digest.step, "copies": digest.copies, "unanswered": digest.unanswered} for digest in digests]
     if taught:
         reward = Curve.of(records, "teacher_agreement")
         reward.name = "the agreement with the teacher"
@@ -131,8 +132,8 @@ def alerts(
         *_parts(records, reward),
         *_evaluations(evaluations, reward),
         *_token(digests, named),
-        *_copies(digests, reward),
-        *(_unanswered(digests) if is_math else ()),
+        *_copies(Curve.of(shares, "copies"), reward),
+        *(_unanswered(Curve.of(shares, "unanswered")) if is_math else ()),
         *(_teacher(Curve.of(records, "kl_teacher")) if taught else ()),
         *(() if taught or records[-1].get("value_loss") else _no_signal(records, digests, filtered)),
         *_entropy(Curve.of(records, "entropy"), reward, guard or {}),
@@ -182,8 +183,8 @@ class Curve:
         """bool by step: the mean is above the level, by more than `by` and than chance explains."""
         return (self.means - self.level > by) & (self._above >= PAIRS)
 
-    def falls(self, by: float = 0.0) -> np.ndarray:
-        return (self.level - self.means > by) & (self._below >= PAIRS)
+    def falls(self) -> np.ndarray:
+        return (self.means < self.level) & (self._below >= PAIRS)
 
     def is_far(self) -> np.ndarray:
         """bool by step: the mean differs from the level by more than PART of the larger of the two."""
@@ -291,9 +292,7 @@ def _token(digests: Sequence[Digest], named: Callable[[int], str]) -> Iterator[A
         yield _alert("one token dominates", share, first, sentence)
 
 
-def _copies(digests: Sequence[Digest], reward: Curve) -> Iterator[Alert]:
-    points = [(digest.step, digest.copies) for digest in digests if digest.copies is not None]
-    share = Curve([step for step, _ in points], [copies for _, copies in points])
+def _copies(share: Curve, reward: Curve) -> Iterator[Alert]:
     if (first := share.since(share.rises(COPIES_RISE) & (share.means > COPIES))) and not reward.rose():
         sentence = (
             f"{share.last:.0%} of the samples have been copies of others in their group since step {first}, at first "
@@ -303,9 +302,7 @@ def _copies(digests: Sequence[Digest], reward: Curve) -> Iterator[Alert]:
         yield _alert("copies in groups", share, first, sentence)
 
 
-def _unanswered(digests: Sequence[Digest]) -> Iterator[Alert]:
-    points = [(digest.step, digest.unanswered) for digest in digests if digest.unanswered is not None]
-    share = Curve([step for step, _ in points], [absent for _, absent in points])
+def _unanswered(share: Curve) -> Iterator[Alert]:
     if first := share.since(share.means > UNANSWERED):
         sentence = (
             f"{share.last:.0%} of the rewarded samples have not contained the row's answer since step {first}: read "

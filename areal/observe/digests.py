@@ -100,7 +100,7 @@ def digest(path: Path) -> list[Digest]:
         rows_of_tokens = _trained(file.read_row_groups(some, ["step", "group", "sample", "tokens", "versions"]))
         rows_of_texts = _trained(file.read_row_groups(some, ["step", "row", "completion", "reward", "reward_parts"]))
     unanswered = _unanswered_by_step(rows_of_texts)
-    about_tokens = dict(_tokens_by_step(rows_of_tokens))
+    about_tokens = _tokens_by_step(rows_of_tokens)
     digests = []
     for step, rows in groupby(all_rows.to_pylist(), key=itemgetter("step")):
         flat: Counter[float] = Counter()
@@ -144,9 +144,9 @@ def _trained(table: pa.Table) -> pa.Table:
     return rows.take(pa.array(np.argsort(rows["step"].to_numpy(), kind="stable")))
 
 
-def _tokens_by_step(rows: pa.Table) -> list[tuple[int, tuple[dict[int, float], float | None]]]:
+def _tokens_by_step(rows: pa.Table) -> dict[int, tuple[dict[int, float], float | None]]:
     """By step: the most frequent tokens with their shares, and the share of copies (None without a pair)."""
-    by_step = []
+    by_step = {}
     places = zip(*(rows[name].to_pylist() for name in ("step", "group", "sample")), _sampled(rows), strict=True)
     for step, of_step in groupby(places, key=itemgetter(0)):
         tokens, samples, distinct = [], 0, 0
@@ -159,7 +159,7 @@ def _tokens_by_step(rows: pa.Table) -> list[tuple[int, tuple[dict[int, float], f
         ids, counts = np.unique(np.concatenate(tokens), return_counts=True)
         frequent = np.argsort(-counts)[:TOKENS_KEPT]
         shares = dict(zip(ids[frequent].tolist(), (counts[frequent] / max(1, counts.sum())).tolist(), strict=True))
-        by_step.append((step, (shares, 1 - distinct / samples if samples else None)))
+        by_step[step] = shares, 1 - distinct / samples if samples else None
     return by_step
 
 

@@ -24,7 +24,7 @@ from areal.observe.alerts import Alert
 from areal.observe.curves import COLOURS, SMOOTHED_FROM, linear_below, ramp, smoothed, upper_limit
 from areal.observe.digests import Digests
 from areal.observe.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities, measured, read_events
-from areal.storage.run_folder import STEADY, Origin, origins_of
+from areal.storage.run_folder import STEADY, Origin, origins_of, read_metrics
 from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
@@ -188,8 +188,7 @@ def read_run(folder: Path) -> Run:
         values = json.loads(_text(summary) or "{}")
     except ValueError:
         raise UserError(f"{summary} is not JSON: remove it to get a report without it.") from None
-    records = _records(_text(metrics).splitlines(), "step")
-    evaluations = _records(_text(folder / "evaluations.jsonl").splitlines(), "version")
+    records, evaluations = _records(metrics, "step"), _records(folder / "evaluations.jsonl", "version")
     events, origins = read_events(folder), origins_of(folder)
     return Run(folder.resolve().name, records, values, _text(config), evaluations, events, origins)
 
@@ -381,12 +380,7 @@ def timeline_figure(spans: Sequence[tuple[TimelineSpan, bool]]) -> Any:
     axes.set_xlim(-TIMELINE_SECONDS, 0)
     axes.set_yticks(range(1, len(actors) + 1), [_label(actor) for actor in reversed(actors)])
     axes.set_xlabel("seconds, up to the end of the last step", color=INK)
-    axes.tick_params(colors=INK)
-    axes.grid(axis="x", color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(INK)
+    _style(axes, "x", ("bottom",))
     handles = [Patch(color=COLOURS[purpose], label=purpose) for purpose in (WORK, WEIGHTS, WAITING)]
     axes.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, labelcolor=INK, fontsize=8
@@ -491,13 +485,13 @@ def _set_log_axis(axes: Any, values: Sequence[float]) -> None:
     axes.set_ylim(-0.5 * least, top)
 
 
-def _style(axes: Any) -> None:
-    """The page's colours, and a legend above the figure."""
+def _style(axes: Any, grid: str = "y", spines: Sequence[str] = ("left", "bottom")) -> None:
+    """The page's colours, and above the figure a legend of what has a label."""
     axes.tick_params(colors=INK, which="both")
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.grid(axis=grid, color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
+        spine.set_visible(side in spines)
         spine.set_color(INK)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(
@@ -548,17 +542,9 @@ def _draw_stack(axes: Any, panel: Panel) -> None:
         )
 
 
-def _records(lines: Iterable[str], key: str) -> list[dict[str, Any]]:
-    """The JSON objects in `lines` that have a whole number at `key`."""
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # a run that was killed may leave half a line
-        if isinstance(record, dict) and isinstance(record.get(key), int):
-            records.append(record)
-    return records
+def _records(file: Path, key: str) -> list[dict[str, Any]]:
+    """The records of a file that have a whole number at `key`."""
+    return [record for record in read_metrics(file) if isinstance(record.get(key), int)]
 
 
 def _text(file: Path) -> str:

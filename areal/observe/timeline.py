@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from areal.storage.events import FILE, GONE, OLDER_FILE
+from areal.storage.run_folder import read_metrics
 
 # The phases of a step, in the order in which the trainer runs them. It commits the step after the last phase.
 PHASES = ("save_wait", "save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot", "offload")
@@ -47,15 +48,8 @@ class TimelineSpan:
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """The events of a run in the order of their time. Incomplete events are left out."""
-    events = []
-    for file in (folder / OLDER_FILE, folder / FILE):
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # a master that was killed may leave half a line
-            if isinstance(event, dict) and isinstance(event.get("time"), int | float) and "actor" in event:
-                events.append(event)
+    records = chain.from_iterable(read_metrics(folder / file) for file in (OLDER_FILE, FILE))
+    events = [event for event in records if isinstance(event.get("time"), int | float) and "actor" in event]
     return sorted(events, key=lambda event: event["time"])
 
 

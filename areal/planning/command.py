@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, LoraConfig, UserError, load_config
+from areal.config import Config, UserError, load_config
 from areal.observe.report import read_run
 from areal.planning.activations import measure_activations
 from areal.planning.split import (
@@ -30,6 +30,7 @@ from areal.planning.split import (
 )
 from areal.storage.run_folder import config_of_run
 from areal.training.optimizer import bucket_elements
+from areal.weights.lora import add_adapters
 
 STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
@@ -132,10 +133,12 @@ def read_model(config: Config) -> ModelSizes:
     numbers = {name: p.numel() for name, p in module.named_parameters()}
     parameters = sum(numbers.values())
     size, lora = BYTES[config.trainer.dtype], config.trainer.lora
+    adapted = add_adapters(module, lora) if lora else module
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     experts = (getattr(sizes, "moe_intermediate_size", None) or 0) * (getattr(sizes, "num_experts_per_tok", None) or 0)
     return ModelSizes(
         parameters=parameters,
-        trained=_adapters(lora, module) if lora else parameters,
+        trained=trained,
         layers=sizes.num_hidden_layers,
         hidden=sizes.hidden_size,
         vocabulary=sizes.vocab_size,
@@ -167,19 +170,6 @@ def read_modules(model: str) -> tuple[Any, Any]:
 def count_parameters(model: str) -> int:
     """The number of parameters of a model. Raises UserError."""
     return sum(parameter.numel() for parameter in read_modules(model)[1].parameters())
-
-
-def _adapters(lora: LoraConfig, module: Any) -> int:
-    """The number of parameters in A and B of all linear layers that get an adapter."""
-    import torch
-
-    head = module.get_output_embeddings()
-    return sum(
-        lora.rank * (layer.in_features + layer.out_features)
-        for name, layer in module.named_modules()
-        if isinstance(layer, torch.nn.Linear) and layer is not head
-        if lora.target_modules == "all-linear" or name.rpartition(".")[2] in lora.target_modules
-    )
 
 
 def table(split: Plan, rates: Rates, device_gib: float) -> Table:

@@ -65,17 +65,14 @@ def claim(folder: Path, resume: bool = False) -> int:
         if not try_lock(lock, LOCK_ATTEMPTS):
             os.close(lock)
             raise _in_progress(folder)
-        if resume or not (folder / "metrics.jsonl").exists():  # without it no run has begun here
-            break
-        aside = _aside(folder)
-        folder.rename(aside)
-        print(f"Note: the earlier run of {folder} is now in {aside}.", file=sys.stderr)
+        if _is_same_file(lock, folder / ADDRESS):  # else another run has moved it aside meanwhile
+            if resume or not (folder / "metrics.jsonl").exists():  # without it no run has begun here
+                os.truncate(lock, 0)
+                return lock
+            aside = _aside(folder)
+            folder.rename(aside)
+            print(f"Note: the earlier run of {folder} is now in {aside}.", file=sys.stderr)
         os.close(lock)
-    if not _is_same_file(lock, folder / ADDRESS):
-        os.close(lock)
-        return claim(folder, resume)
-    os.truncate(lock, 0)
-    return lock
 
 
 def _in_progress(folder: Path) -> UserError:

@@ -193,6 +193,10 @@ class RolloutWriter:
             over -= size
 
 
+_OF_BRANCHES = ("row", "sample", "branch", "shared", "start_version", "staleness")
+"""Columns that a row has as they are."""
+
+
 class _Branch(NamedTuple):
     """A row of a file."""
 
@@ -251,15 +255,10 @@ def _table(branches: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list
     )
     gain = (np.add.reduceat(gains, begins) / np.maximum(1, counts)).tolist()
     columns = {
-        "step": [r.step for r in rollouts],
-        "place": [r.place for r in rollouts],
+        **{name: [getattr(r, name) for r in rollouts] for name in ("step", "place", "fate", "reason")},
+        **{name: [getattr(branch, name) for branch in branches] for name in _OF_BRANCHES},
         "group": [r.group.id for r in rollouts],
         "prompt_index": [r.group.prompt_index for r in rollouts],
-        "sample": [branch.sample for branch in branches],
-        "branch": [branch.branch for branch in branches],
-        "fate": [r.fate for r in rollouts],
-        "reason": [r.reason for r in rollouts],
-        "row": [branch.row for branch in branches],
         "prompt": texts([t.tokens[:start] for t, start in zip(sequences, starts, strict=True)]),
         "completion": texts([t.tokens[start:] for t, start in zip(sequences, starts, strict=True)]),
         "turns": turns,
@@ -269,12 +268,9 @@ def _table(branches: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list
         "reward_parts": [json.dumps(branch.note.get("parts", {})) for branch in branches],
         "advantage": [advantage if branch.values else None for advantage, branch in zip(gain, branches, strict=True)],
         "finish": [t.finish for t in sequences],
-        "start_version": [branch.start_version for branch in branches],
-        "staleness": [branch.staleness for branch in branches],
         "generators": [",".join(branch.note.get("generators", ())) for branch in branches],
         "began": [branch.note.get("began") for branch in branches],
         "seconds": [branch.note.get("seconds") for branch in branches],
-        "shared": [branch.shared for branch in branches],
         **{name: _lists([getattr(t, name) for t in sequences], name) for name in TOKEN_COLUMNS},
         **{
             name: _lists([branch.values and getattr(branch.values, name) for branch in branches], name)

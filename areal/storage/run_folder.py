@@ -180,7 +180,7 @@ def whole_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole records of a metrics.jsonl (or evaluations.jsonl)."""
+    """Yield the whole records of a metrics.jsonl, or another file with a record in each line."""
     return (record for record, _, _ in _records(path))
 
 
@@ -201,12 +201,14 @@ def metrics_up_to(path: Path, step: int) -> bytes:
     return path.read_bytes()[:end] if end else b""
 
 
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the whole records of a file, the offset of the end of each, and the number of its line."""
+def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the whole records of a file from offset `begin` on, the offset of the end of each, and the number of its
+    line."""
     if not path.exists():
         return
-    end = 0
+    end = begin
     with path.open("rb") as file:  # by line: a long run has gigabytes of them
+        file.seek(begin)
         for number, line in enumerate(file, 1):
             end += len(line)
             if (record := record_of(line)) is not None:
@@ -244,25 +246,28 @@ class NewRecords:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the records since the previous call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < self._place:
-                self._place = 0  # the file was replaced by a shorter one
-            file.seek(self._place)
-            lines = [line for line in file if line.endswith(b"\n")]
-        self._place += sum(map(len, lines))
-        return [record for line in lines if (record := record_of(line)) is not None]
+        if self._path.exists() and self._path.stat().st_size < self._place:
+            self._place = 0  # the file was replaced by a shorter one
+        records = []
+        for record, place, _ in _records(self._path, self._place):
+            records.append(record)
+            self._place = place
+        return records
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the contents of summary.json of the run in `folder`, or None if the run is not over or the file is
     damaged: `--resume` writes it anew."""
+    return _object_in(folder / "summary.json")
+
+
+def _object_in(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if the file cannot be read, or is damaged."""
     try:
-        summary = json.loads((folder / "summary.json").read_text())
-    except (FileNotFoundError, ValueError):
+        value = json.loads(file.read_text())
+    except (OSError, ValueError):
         return None
-    return summary if isinstance(summary, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def checkpoint_of(folder: Path, version: int) -> Path:
@@ -350,7 +355,7 @@ def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool 
     file = folder / "config.yaml"
     if not file.is_file():
         raise UserError(f"There is no run in {folder}, it has no config.yaml: give its folder, runs/NAME.")
-    return load_config(file, overrides, secrets=_secrets(folder) if secrets else None)
+    return load_config(file, overrides, secrets=_object_in(folder / SECRETS) if secrets else None)
 
 
 def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = False) -> Config:
@@ -466,14 +471,6 @@ def changed_back(folder: Path, step: int) -> dict[str, Any]:
     """The settings by which the run in `folder` has trained `step`, as far as they were changed since, by key."""
     changes = [change for change in read_metrics(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
     return {change["key"]: change["before"] for change in reversed(changes) if change["step"] > step}
-
-
-def _secrets(folder: Path) -> dict[str, Any]:
-    try:
-        secrets = json.loads((folder / SECRETS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return secrets if isinstance(secrets, dict) else {}
 
 
 def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -154,16 +154,12 @@ class Spool:
 
     def complete(self, group_id: str, size: int) -> Group | None:
         """The group, if it has `size` parts."""
-        with self._transaction() as connection:
-            (parts,) = connection.execute("SELECT count(*) FROM parts WHERE id = ?", (group_id,)).fetchone()
+        ((parts,),) = self._select("SELECT count(*) FROM parts WHERE id = ?", group_id)
         return self._group(group_id) if parts >= size else None
 
     def samples(self, prompt_index: int) -> dict[tuple[str, int], Trajectory]:
         """The stored samples of a prompt, by the id of their group and their place in it."""
-        with self._transaction() as connection:
-            rows = connection.execute(
-                f"SELECT id, {_PART} FROM parts WHERE prompt_index = ?", (prompt_index,)
-            ).fetchall()
+        rows = self._select(f"SELECT id, {_PART} FROM parts WHERE prompt_index = ?", prompt_index)
         parts = {(group_id, row[0]): self._unpacked(group_id, *row).trajectories for group_id, *row in rows}
         return {key: samples[0] for key, samples in parts.items() if len(samples) == 1}
 
@@ -185,11 +181,8 @@ class Spool:
     def unfinished(self, prompt_index: int) -> dict[tuple[str, int], int]:
         """The oldest version in the calls that are stored of each unfinished sample of a prompt, by the id of its group
         and its place there."""
-        with self._transaction() as connection:
-            statement = "SELECT id, place, oldest FROM unfinished WHERE prompt_index = ?"
-            return {
-                (group_id, place): oldest for group_id, place, oldest in connection.execute(statement, (prompt_index,))
-            }
+        rows = self._select("SELECT id, place, oldest FROM unfinished WHERE prompt_index = ?", prompt_index)
+        return {(group_id, place): oldest for group_id, place, oldest in rows}
 
     def move_calls(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
         """Make the calls of unfinished samples of earlier groups, of the same prompt, those of this group at the same
@@ -199,13 +192,11 @@ class Spool:
 
     def calls(self, group_id: str, place: int) -> dict[str, np.ndarray]:
         """What `put_calls` has stored of a sample; empty if that is nothing, or damaged: it can be sampled again."""
-        with self._transaction() as connection:
-            row = connection.execute(
-                "SELECT prompt_index, arrays, oldest, crc FROM unfinished WHERE id = ? AND place = ?", (group_id, place)
-            ).fetchone()
-        prompt_index, arrays, oldest, crc = row or (0, b"", 0, -1)
-        intact = crc == _checksum("", place, prompt_index, arrays, f"{oldest}")
-        return safetensors.numpy.load(arrays) if intact else {}
+        statement = "SELECT prompt_index, arrays, oldest, crc FROM unfinished WHERE id = ? AND place = ?"
+        for prompt_index, arrays, oldest, crc in self._select(statement, group_id, place):
+            if crc == _checksum("", place, prompt_index, arrays, f"{oldest}"):
+                return safetensors.numpy.load(arrays)
+        return {}
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Return the groups with these ids, in this order. Raises SpoolDamage if some are missing, or one is not as it
@@ -220,10 +211,10 @@ class Spool:
 
     def ids(self) -> list[str]:
         """The ids of all groups, in order of arrival, those last of which no sample is finished."""
-        with self._transaction() as connection:
-            rows = connection.execute("SELECT id FROM parts GROUP BY id ORDER BY min(seq)").fetchall()
-            rows += connection.execute("SELECT DISTINCT id FROM unfinished WHERE id NOT IN (SELECT id FROM parts)")
-            return [group_id for (group_id,) in rows]
+        with self._lock:  # nothing is stored between the two
+            rows = self._select("SELECT id FROM parts GROUP BY id ORDER BY min(seq)")
+            rows += self._select("SELECT DISTINCT id FROM unfinished WHERE id NOT IN (SELECT id FROM parts)")
+        return [group_id for (group_id,) in rows]
 
     def forget(self, ids: Iterable[str]) -> None:
         """Remove groups. Ids that are not there are ignored."""
@@ -242,9 +233,13 @@ class Spool:
 
     def _group(self, group_id: str) -> Group | None:
         """The parts that are there of a group, as a group; None: there is none."""
-        with self._transaction() as connection:
-            rows = connection.execute(f"SELECT {_PART} FROM parts WHERE id = ? ORDER BY place", (group_id,)).fetchall()
+        rows = self._select(f"SELECT {_PART} FROM parts WHERE id = ? ORDER BY place", group_id)
         return joined([self._unpacked(group_id, *row) for row in rows]) if rows else None
+
+    def _select(self, statement: str, *values: Any) -> list[Any]:
+        """The rows that a statement selects."""
+        with self._transaction() as connection:
+            return connection.execute(statement, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -263,10 +263,11 @@ def test_a_metric_that_is_missing_everywhere_breaks_nothing(key, value):
         ElementTree.fromstring(draw(panel))
 
 
-def test_records_of_few_keys_and_half_a_line_break_nothing(folder):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl", "events.jsonl"])
+def test_records_of_few_keys_damaged_bytes_and_half_a_line_break_nothing(folder, name):
     run = folder([{"step": 1}, {"step": 2, "reward_mean": 0.5}, {"loss": 1.0}], {})
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "rew')
+    with (run / name).open("ab") as file:
+        file.write(b'{"step": 3, "reward_mean\xff": 0.5}\n{"step": 4, "rew')
     assert report_of(run).tags.count("svg") == 1
 
 

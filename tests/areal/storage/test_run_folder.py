@@ -15,6 +15,7 @@ from helpers import read_jsonl
 
 from areal.config import Config, UserError, dump_config, load_config, secrets_in, without_secrets
 from areal.storage.claim import announce, check_free, claim, claimed_address
+from areal.storage.database import try_lock
 from areal.storage.run_folder import (
     NewRecords,
     RunFolder,
@@ -187,6 +188,25 @@ def test_a_run_in_progress_keeps_its_folder(config, monkeypatch, resume):
     assert [path.name for path in config.run_dir.iterdir()] == ["mine"]
     os.close(lock)
     os.close(claim(config.folder, resume))
+
+
+def test_a_run_that_took_the_folder_while_another_waited_for_it_keeps_it(config, monkeypatch):
+    os.close(claim(config.folder))
+    RunFolder(config)
+
+    def late(lock: int, attempts: int) -> bool:
+        monkeypatch.setattr("areal.storage.claim.try_lock", try_lock)
+        locks.append(claim(config.folder))  # moves the folder aside, whose file `lock` is
+        RunFolder(config)
+        return try_lock(lock, attempts)
+
+    locks: list[int] = []
+    monkeypatch.setattr("areal.storage.claim.try_lock", late)
+    monkeypatch.setattr("areal.storage.claim.LOCK_ATTEMPTS", 2)
+    with pytest.raises(UserError, match="is in progress"):
+        claim(config.folder)
+    assert sorted(path.name for path in config.run_dir.iterdir()) == ["mine", "mine.1"]
+    os.close(*locks)
 
 
 def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
