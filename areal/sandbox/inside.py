@@ -397,9 +397,8 @@ class ProgramRunner:
                 self.become(job, folder, (stdin, stdout, stderr))
             for descriptor in (stdin, stdout, stderr):
                 os.close(descriptor)
-            started = time.monotonic()
-            status, code = watch(program, run, usage, started + job["wall_seconds"])
-            result = {"status": status, "exit": code, "seconds": time.monotonic() - started}
+            status, code = watch(program, run, usage, time.monotonic() + job["wall_seconds"])
+            result = {"status": status, "exit": code}
             self.end_all()
             usage.remove()
             result["files"] = {

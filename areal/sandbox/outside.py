@@ -61,14 +61,13 @@ class Outcome:
 
     status: `ok` (it ended by itself), `killed` (by a signal), `timeout`, `memory` or `output` (it exceeded that limit
     and was ended), `not_compiled` (stderr says why). exit: its exit code, the negative number of the signal, or None.
-    stdout and stderr: what it wrote, cut at the limit. seconds: how long it ran.
+    stdout and stderr: what it wrote, cut at the limit.
     """
 
     status: Status
     exit: int | None
     stdout: str
     stderr: str
-    seconds: float
 
     @property
     def transcript(self) -> str:
@@ -164,7 +163,7 @@ class LocalSandbox:
             }
             compiler = LANGUAGES[language].compiler
             outcome, outputs = await self._execute(compiler, "", files, keep=["program"], limits=limits)
-            failed = Outcome("not_compiled", outcome.exit, "", outcome.stderr, outcome.seconds)
+            failed = Outcome("not_compiled", outcome.exit, "", outcome.stderr)
             self._built = {key: outputs["program"] if outcome.succeeded and "program" in outputs else failed}
         return self._built[key]
 
@@ -290,7 +289,7 @@ class RemoteSandbox:
             with urllib.request.urlopen(request, timeout=seconds) as response:
                 answer = response.read(most_bytes + 1)
             if len(answer) > most_bytes:
-                return Outcome("output", None, "", "", 0.0)
+                return Outcome("output", None, "", "")
             return self._outcome(json.loads(answer), limit)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SandboxError(f"the sandbox server gave no answer ({type(error).__name__}: {error})") from error
@@ -301,7 +300,7 @@ class RemoteSandbox:
         ran = answer.get("run_result")
         if ran is None:
             compiled = answer["compile_result"]
-            return Outcome("not_compiled", compiled["return_code"], "", compiled["stderr"] or "", 0.0)
+            return Outcome("not_compiled", compiled["return_code"], "", compiled["stderr"] or "")
         stdout, stderr = ran["stdout"] or "", ran["stderr"] or ""
         code = ran["return_code"]
         status: Status = "ok" if code is None or code >= 0 else "killed"
@@ -309,7 +308,7 @@ class RemoteSandbox:
             status, code = "timeout", None
         elif max(len(stdout), len(stderr)) > limit:
             status, code = "output", None
-        return Outcome(status, code, stdout[:limit], stderr[:limit], ran["execution_time"] or 0.0)
+        return Outcome(status, code, stdout[:limit], stderr[:limit])
 
 
 Sandbox = LocalSandbox | RemoteSandbox
@@ -415,7 +414,7 @@ def _outcome(result: Mapping[str, Any], stdout: bytes, stderr: bytes, limit: int
         raise SandboxError("the program was stopped from outside")
     printed, complaint = (text[:limit].decode(errors="replace") for text in (stdout, stderr))
     files = {name: base64.b64decode(content) for name, content in result["files"].items()}
-    return Outcome(status, code, printed, complaint, result["seconds"]), files
+    return Outcome(status, code, printed, complaint), files
 
 
 # The probe: the first program in a sandbox. It prints a list of the forbidden things that it was able to do.
