@@ -102,10 +102,11 @@ def of_object(name: str, target: Any) -> RewardFunction:
 
 def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     """The reward whose calls are those of `function`. instance: has its attributes."""
-    function = verl_rewards.adapted(function)
+    parameters = _parameters(function)
+    if verl_rewards.is_for_verl(parameters):
+        function, parameters = verl_rewards.adapted(function, parameters), {}
     concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
     deterministic = getattr(instance, "deterministic", True)
-    parameters = _parameters(function)
     groups = _takes_groups(parameters)
     return RewardFunction(function, "tokens" in parameters and not groups, deterministic, concurrent, groups)
 
@@ -236,7 +237,7 @@ def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
         raise UserError(f"reward {name!r} could not be made: {type(error).__name__}: {error}") from error
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except ValueError:  # some functions that are not written in Python have no signature
