@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from helpers import descendants
 
 from areal.config import RewardConfig, UserError
 from areal.data import addition
@@ -451,6 +452,11 @@ async def test_a_reward_of_groups_scores_all_completions_in_one_call():
                 await rewards.score_all(name, "", ["a", "abc", "ab"], {"n": 2})
             assert failed.value.kind == "not_finite"
         assert await rewards.score(both[0], "", "abc", {"n": 1}) == (0.0, {"n": 1.0})
+
+
+async def test_a_pool_that_does_not_start_leaves_no_worker():
+    before = {process.pid for process in descendants(os.getpid())}
     with pytest.raises(UserError, match="scores all completions of a group at once, but the reward.groups of the run"):
-        async with pool(["own:longer"]):
+        async with pool(["own:longer"], workers=2):
             pass
+    assert {process.pid for process in descendants(os.getpid())} <= before
