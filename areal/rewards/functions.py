@@ -50,14 +50,21 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class RewardFunction:
-    """A resolved reward, ready to be called."""
+class Traits:
+    """Of a reward: whether it takes tokens; whether it is deterministic; whether its calls may run at once; whether it
+    scores all completions of a group at once."""
 
-    function: Callable[..., Any | Awaitable[Any]]
     takes_tokens: bool
     deterministic: bool
     concurrent: bool
-    groups: bool = False
+    groups: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction(Traits):
+    """A resolved reward, ready to be called."""
+
+    function: Callable[..., Any | Awaitable[Any]]
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
         """The return value of the reward, or an awaitable of it."""
@@ -108,7 +115,7 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
     deterministic = getattr(instance, "deterministic", True)
     groups = _takes_groups(parameters)
-    return RewardFunction(function, "tokens" in parameters and not groups, deterministic, concurrent, groups)
+    return RewardFunction("tokens" in parameters and not groups, deterministic, concurrent, groups, function)
 
 
 def judge_by(
@@ -132,8 +139,8 @@ def with_groups(config: C) -> C:
     return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})
 
 
-def check_groups(rewards: Mapping[str, Any], config: RewardConfig) -> None:
-    """Raises UserError if another one of these rewards (RewardFunction or Traits) scores groups than `config` says."""
+def check_groups(rewards: Mapping[str, Traits], config: RewardConfig) -> None:
+    """Raises UserError if another one of these rewards scores groups than `config` says."""
     for name, reward in rewards.items():
         if reward.groups != (name in config.groups):
             fact, entry = ("scores", "lacks it") if reward.groups else ("does not score", "has it")

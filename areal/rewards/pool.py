@@ -26,8 +26,8 @@ import structlog
 
 from areal.config import RewardConfig, UserError
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
-from areal.rewards.functions import check_groups
-from areal.rewards.processes import RewardFailed, Traits, WorkerProcess
+from areal.rewards.functions import Traits, check_groups
+from areal.rewards.processes import RewardFailed, WorkerProcess
 from areal.rewards.result import Result
 from areal.trajectory import Tokens
 

@@ -13,8 +13,9 @@ from helpers import descendants
 
 from areal.config import RewardConfig, UserError
 from areal.data import addition
+from areal.rewards.functions import Traits
 from areal.rewards.pool import Quarantine, RewardPool, digest
-from areal.rewards.processes import RewardFailed, Traits
+from areal.rewards.processes import RewardFailed
 
 OWN = textwrap.dedent(
     """
@@ -298,7 +299,7 @@ async def test_an_input_that_has_cost_too_many_workers_is_refused_at_once(tmp_pa
 
 async def test_a_queued_job_is_refused_once_its_input_has_cost_too_many_workers():
     async with pool_of("leaves", quarantine_after=1) as pool:
-        pool._traits["own:leaves"] = Traits(False, False, False)  # not deterministic: nobody shares a job
+        pool._traits["own:leaves"] = Traits(False, False, False, False)  # not deterministic: nobody shares a job
         kinds = [kind for kind, _ in await asyncio.gather(*(failure(pool, "own:leaves") for _ in range(3)))]
     assert kinds == ["died", "quarantined", "quarantined"]
 
