@@ -225,7 +225,7 @@ def _takes_groups(parameters: Mapping[str, Any]) -> bool:
 
 def _named(name: str) -> Any:
     if name in BUILT_IN:
-        return BUILT_IN[name]()
+        return BUILT_IN[name]
     if ":" in name:
         return plugins.load(name, "reward")
     installed = {point.name: point for point in entry_points(group=GROUP)}
@@ -253,8 +253,9 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """1.0 if the completion or its last line equals the row's answer, else 0.0. Surrounding white space is ignored."""
-    answer = _answer(row)
-    completion = completion.strip()
+    if row.get("answer") is None:
+        raise RewardError("the row has no answer to compare with")
+    answer, completion = str(row["answer"]).strip(), completion.strip()
     return float(answer in (completion, completion.rpartition("\n")[2].strip()))
 
 
@@ -267,26 +268,15 @@ def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float
     return reasoning_tasks.score((answer if opened and closed else completion).strip(), row)
 
 
-def math_answer(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the final answer equals an answer of the row, else 0.0 (`areal.rewards.math_answers`)."""
-    return math_answers.score(math_answers.answers_of(row), completion, prompt)
-
-
-def _answer(row: Mapping[str, Any]) -> str:
-    if row.get("answer") is None:
-        raise RewardError("the row has no answer to compare with")
-    return str(row["answer"]).strip()
-
-
-BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
-    "math": lambda: math_answer,
-    "code": lambda: CodeTests,
-    "exact_match": lambda: exact_match,
-    "addition": lambda: addition.reward,
-    "reasoning_gym": lambda: reasoning_gym,
-    "judge": lambda: Judge,
-    "group_judge": lambda: GroupJudge,
-    "reward_model": lambda: RewardModel,
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "math": math_answers.score,
+    "code": CodeTests,
+    "exact_match": exact_match,
+    "addition": addition.reward,
+    "reasoning_gym": reasoning_gym,
+    "judge": Judge,
+    "group_judge": GroupJudge,
+    "reward_model": RewardModel,
 }
 WARMING: Mapping[str, Callable[[], object]] = {"math": math_answers.warm, "reasoning_gym": reasoning_tasks.load}
 """By reward: a function that does the work that would otherwise add seconds to the first call."""
