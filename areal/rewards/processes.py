@@ -38,7 +38,6 @@ class RewardFailed(RewardError):
 
     def __init__(self, reason: str, kind: FailureKind) -> None:
         super().__init__(reason)
-        self.reason = reason
         self.kind = kind
 
 
