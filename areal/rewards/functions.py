@@ -66,17 +66,19 @@ class RewardFunction(Traits):
 
     function: Callable[..., Any | Awaitable[Any]]
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
-        """The return value of the reward, or an awaitable of it."""
-        extra = {"tokens": tokens} if self.takes_tokens else {}
-        return self.function(prompt, completion, row, **extra)
-
-    def call(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
-        """As a call with the only completion, or of a reward of groups with those of a group."""
+    def call(
+        self, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Sequence[int] | None = None
+    ) -> Any:
+        """The return value of the reward for the only completion, or of one of groups for those of a group; or an
+        awaitable of it. Raises RewardError if it takes tokens and there are none."""
         if self.groups:
             return self.function(prompt, [*completions], [row] * len(completions))
         (completion,) = completions
-        return self(prompt, completion, row, tokens)
+        if not self.takes_tokens:
+            return self.function(prompt, completion, row)
+        if tokens is None:
+            raise RewardError("it takes tokens: the workflow must call session.score(completion, tokens)")
+        return self.function(prompt, completion, row, tokens=tokens)
 
     def results(self, value: Any, completions: Sequence[str]) -> list[Result]:
         """A result for each completion, from what `call` has returned. Raises RewardError."""
@@ -89,11 +91,12 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     Slow imports of the reward are done here, so that its first call is not slower than the others.
     """
     target = check(name, options)
-    instance: Any = _make(name, target, options) if inspect.isclass(target) else target
-    function = _method(instance) if inspect.isclass(target) else instance
     if name in WARMING:
         WARMING[name]()
-    return as_reward(instance, function)
+    if not inspect.isclass(target):
+        return as_reward(target, target)
+    instance = _make(name, target, options)
+    return as_reward(instance, _method(instance))
 
 
 def of_object(name: str, target: Any) -> RewardFunction:
@@ -103,7 +106,7 @@ def of_object(name: str, target: Any) -> RewardFunction:
     function = instance if inspect.isroutine(instance) else _method(instance) or instance
     if not callable(function):
         raise UserError(f"reward {name!r} is a {type(target).__name__}: give a function (prompt, completion, row)")
-    _check_call(name, function, is_class=False)
+    _check_call(name, function)
     return as_reward(instance, function)
 
 
@@ -174,11 +177,13 @@ def find(name: str) -> Callable[..., Any]:
     if not callable(_method(target) if is_class else target):
         kind = "class without a method score" if is_class else type(target).__name__
         raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
-    _check_call(name, target, is_class)
+    _check_call(name, target)
     return target
 
 
-def _check_call(name: str, target: Any, is_class: bool) -> None:
+def _check_call(name: str, target: Any) -> None:
+    """target: a class, or what is called. Raises UserError."""
+    is_class = inspect.isclass(target)
     function = _method(target) if is_class else target
     parameters = _parameters(function)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):

@@ -162,8 +162,6 @@ class RewardPool:
         if self._closed:
             raise RewardFailed("the reward pool was closed", "no_worker")
         traits = self._traits[name]
-        if traits.takes_tokens and tokens is None:
-            raise RewardFailed("it takes tokens: the workflow must call session.score(completion, tokens)", "raised")
         ids = [*map(int, tokens)] if traits.takes_tokens and tokens is not None else None
         request = name, prompt, completions, row, ids
         try:
