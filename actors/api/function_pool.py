@@ -42,9 +42,7 @@ class FunctionPool:
     ) -> list[Result]:
         """As RewardPool. Raises RewardFailed."""
         reward = self._functions[name]
-        if reward.takes_tokens and tokens is None:
-            raise RewardFailed("it takes tokens: the workflow must call session.score(completion, tokens)", "raised")
-        ids = [] if tokens is None else [*map(int, tokens)]
+        ids = None if tokens is None else [*map(int, tokens)]
         seconds = self._config.timeout_seconds
         async with self._calls if reward.concurrent else self._threads:
             call = functools.partial(reward.call, prompt, completions, dict(row), ids)

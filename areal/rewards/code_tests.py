@@ -101,7 +101,7 @@ class CodeTests:
     async def _refusal(self, solution: str, tests: Tests) -> str | None:
         """Why the tests cannot be run with a program, or None."""
         try:
-            await self._run(program_in(solution, tests.language), tests, [False] * len(tests))
+            await self._passes(program_in(solution, tests.language), tests)
         except RewardError as error:
             return str(error)
         return None
@@ -109,15 +109,14 @@ class CodeTests:
     async def weakness(self, tests: Tests) -> str | None:
         """What happens in a program that passes the tests although it computes nothing, or None. Raises RewardError if
         the tests can be run with none of these programs."""
-        return await self._fact("weakness", tests, lambda: self._weakness(tests))
+        return await self._fact(
+            "weakness", tests, lambda: passing(tests.trivial_programs(), lambda program: self._passes(program, tests))
+        )
 
-    async def _weakness(self, tests: Tests) -> str | None:
-        async def score(program: str) -> float:
-            results = [False] * len(tests)
-            await self._run(program, tests, results)
-            return float(all(results))
-
-        return await passing(tests.trivial_programs(), score)
+    async def _passes(self, code: str, tests: Tests) -> bool:
+        results = [False] * len(tests)
+        await self._run(code, tests, results)
+        return all(results)
 
     async def _fact(self, kind: str, tests: Tests, find: Callable[[], Awaitable[str | None]]) -> str | None:
         """What is found out about tests once."""

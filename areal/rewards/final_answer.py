@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def extract(text: str, prompt: str = "") -> str | None:
         text, boxes = text[later.start() :], []
     if boxes:
         return _last_boxes(text, boxes)
-    candidates = list(_joined(text, list(_candidates(text))))
+    candidates = _joined(text, _candidates(text))
     if not candidates:
         return None
     starts = [candidate.start for candidate in candidates]
@@ -111,7 +111,11 @@ def _list(text: str, candidates: Sequence[Candidate]) -> str | None:
         text, candidates[count - 1].end, candidates[count].start
     ):
         count += 1
-    contents = [candidate.content for candidate in candidates[:count]]
+    return _all_of(candidates[:count])
+
+
+def _all_of(candidates: Sequence[Candidate]) -> str | None:
+    contents = [candidate.content for candidate in candidates]
     return None if None in contents else ", ".join(map(str, contents))
 
 
@@ -157,21 +161,20 @@ def _number_as_latex(number: str) -> str:
     return number.replace(",", ".")
 
 
-def _joined(text: str, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+def _joined(text: str, candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates, where those that "and" or "or" joins are one: several answers."""
-    joined: Candidate | None = None
+    joined: list[Candidate] = []
     for candidate in candidates:
-        if joined:
-            between = _BETWEEN_FORMULAS if joined.is_formula and candidate.is_formula else _BETWEEN_NUMBERS
-            if joined.is_formula == candidate.is_formula and between.fullmatch(text, joined.end, candidate.start):
-                contents = joined.content, candidate.content
-                content = None if None in contents else ", ".join(map(str, contents))
-                joined = Candidate(joined.start, candidate.end, content, candidate.is_formula)
-                continue
-            yield joined
-        joined = candidate
-    if joined:
-        yield joined
+        between = _BETWEEN_FORMULAS if candidate.is_formula else _BETWEEN_NUMBERS
+        if (
+            joined
+            and joined[-1].is_formula == candidate.is_formula
+            and between.fullmatch(text, joined[-1].end, candidate.start)
+        ):
+            last = joined.pop()
+            candidate = Candidate(last.start, candidate.end, _all_of([last, candidate]), last.is_formula)
+        joined.append(candidate)
+    return joined
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:

@@ -50,26 +50,35 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class RewardFunction:
-    """A resolved reward, ready to be called."""
+class Traits:
+    """Of a reward: whether it takes tokens; whether it is deterministic; whether its calls may run at once; whether it
+    scores all completions of a group at once."""
 
-    function: Callable[..., Any | Awaitable[Any]]
     takes_tokens: bool
     deterministic: bool
     concurrent: bool
-    groups: bool = False
+    groups: bool
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
-        """The return value of the reward, or an awaitable of it."""
-        extra = {"tokens": tokens} if self.takes_tokens else {}
-        return self.function(prompt, completion, row, **extra)
 
-    def call(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
-        """As a call with the only completion, or of a reward of groups with those of a group."""
+@dataclass(frozen=True, slots=True)
+class RewardFunction(Traits):
+    """A resolved reward, ready to be called."""
+
+    function: Callable[..., Any | Awaitable[Any]]
+
+    def call(
+        self, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Sequence[int] | None = None
+    ) -> Any:
+        """The return value of the reward for the only completion, or of one of groups for those of a group; or an
+        awaitable of it. Raises RewardError if it takes tokens and there are none."""
         if self.groups:
             return self.function(prompt, [*completions], [row] * len(completions))
         (completion,) = completions
-        return self(prompt, completion, row, tokens)
+        if not self.takes_tokens:
+            return self.function(prompt, completion, row)
+        if tokens is None:
+            raise RewardError("it takes tokens: the workflow must call session.score(completion, tokens)")
+        return self.function(prompt, completion, row, tokens=tokens)
 
     def results(self, value: Any, completions: Sequence[str]) -> list[Result]:
         """A result for each completion, from what `call` has returned. Raises RewardError."""
@@ -82,11 +91,12 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     Slow imports of the reward are done here, so that its first call is not slower than the others.
     """
     target = check(name, options)
-    instance: Any = _make(name, target, options) if inspect.isclass(target) else target
-    function = _method(instance) if inspect.isclass(target) else instance
     if name in WARMING:
         WARMING[name]()
-    return as_reward(instance, function)
+    if not inspect.isclass(target):
+        return as_reward(target, target)
+    instance = _make(name, target, options)
+    return as_reward(instance, _method(instance))
 
 
 def of_object(name: str, target: Any) -> RewardFunction:
@@ -96,18 +106,19 @@ def of_object(name: str, target: Any) -> RewardFunction:
     function = instance if inspect.isroutine(instance) else _method(instance) or instance
     if not callable(function):
         raise UserError(f"reward {name!r} is a {type(target).__name__}: give a function (prompt, completion, row)")
-    _check_call(name, function, is_class=False)
+    _check_call(name, function)
     return as_reward(instance, function)
 
 
 def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     """The reward whose calls are those of `function`. instance: has its attributes."""
-    function = verl_rewards.adapted(function)
+    parameters = _parameters(function)
+    if verl_rewards.is_for_verl(parameters):
+        function, parameters = verl_rewards.adapted(function, parameters), {}
     concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
     deterministic = getattr(instance, "deterministic", True)
-    parameters = _parameters(function)
     groups = _takes_groups(parameters)
-    return RewardFunction(function, "tokens" in parameters and not groups, deterministic, concurrent, groups)
+    return RewardFunction("tokens" in parameters and not groups, deterministic, concurrent, groups, function)
 
 
 def judge_by(
@@ -131,8 +142,8 @@ def with_groups(config: C) -> C:
     return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})
 
 
-def check_groups(rewards: Mapping[str, Any], config: RewardConfig) -> None:
-    """Raises UserError if another one of these rewards (RewardFunction or Traits) scores groups than `config` says."""
+def check_groups(rewards: Mapping[str, Traits], config: RewardConfig) -> None:
+    """Raises UserError if another one of these rewards scores groups than `config` says."""
     for name, reward in rewards.items():
         if reward.groups != (name in config.groups):
             fact, entry = ("scores", "lacks it") if reward.groups else ("does not score", "has it")
@@ -166,11 +177,13 @@ def find(name: str) -> Callable[..., Any]:
     if not callable(_method(target) if is_class else target):
         kind = "class without a method score" if is_class else type(target).__name__
         raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
-    _check_call(name, target, is_class)
+    _check_call(name, target)
     return target
 
 
-def _check_call(name: str, target: Any, is_class: bool) -> None:
+def _check_call(name: str, target: Any) -> None:
+    """target: a class, or what is called. Raises UserError."""
+    is_class = inspect.isclass(target)
     function = _method(target) if is_class else target
     parameters = _parameters(function)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -217,7 +230,7 @@ def _takes_groups(parameters: Mapping[str, Any]) -> bool:
 
 def _named(name: str) -> Any:
     if name in BUILT_IN:
-        return BUILT_IN[name]()
+        return BUILT_IN[name]
     if ":" in name:
         return plugins.load(name, "reward")
     installed = {point.name: point for point in entry_points(group=GROUP)}
@@ -243,7 +256,7 @@ def _names(options: Mapping[str, Any]) -> str:
     return ", ".join(options) or "none"
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except ValueError:  # some functions that are not written in Python have no signature
@@ -252,8 +265,9 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """1.0 if the completion or its last line equals the row's answer, else 0.0. Surrounding white space is ignored."""
-    answer = _answer(row)
-    completion = completion.strip()
+    if row.get("answer") is None:
+        raise RewardError("the row has no answer to compare with")
+    answer, completion = str(row["answer"]).strip(), completion.strip()
     return float(answer in (completion, completion.rpartition("\n")[2].strip()))
 
 
@@ -266,26 +280,15 @@ def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float
     return reasoning_tasks.score((answer if opened and closed else completion).strip(), row)
 
 
-def math_answer(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the final answer equals an answer of the row, else 0.0 (`areal.rewards.math_answers`)."""
-    return math_answers.score(math_answers.answers_of(row), completion, prompt)
-
-
-def _answer(row: Mapping[str, Any]) -> str:
-    if row.get("answer") is None:
-        raise RewardError("the row has no answer to compare with")
-    return str(row["answer"]).strip()
-
-
-BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
-    "math": lambda: math_answer,
-    "code": lambda: CodeTests,
-    "exact_match": lambda: exact_match,
-    "addition": lambda: addition.reward,
-    "reasoning_gym": lambda: reasoning_gym,
-    "judge": lambda: Judge,
-    "group_judge": lambda: GroupJudge,
-    "reward_model": lambda: RewardModel,
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "math": math_answers.score,
+    "code": CodeTests,
+    "exact_match": exact_match,
+    "addition": addition.reward,
+    "reasoning_gym": reasoning_gym,
+    "judge": Judge,
+    "group_judge": GroupJudge,
+    "reward_model": RewardModel,
 }
 WARMING: Mapping[str, Callable[[], object]] = {"math": math_answers.warm, "reasoning_gym": reasoning_tasks.load}
 """By reward: a function that does the work that would otherwise add seconds to the first call."""

@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -64,23 +65,17 @@ def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
 
 
-class _Server:
-    """The model of this name at an OpenAI-compatible address. request: further arguments of each request."""
+async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str) -> tuple[str, int]:
+    """As an Answer. request: the arguments of the request besides the text."""
+    from openai import OpenAIError
 
-    def __init__(self, url: str, model: str, retries: int, api_key: str | None, request: Mapping[str, Any]) -> None:
-        self._request = {"model": model, **request}
-        self._client = client_of(url, api_key, retries)
-
-    async def __call__(self, text: str) -> tuple[str, int]:
-        from openai import OpenAIError
-
-        messages: Any = [{"role": "user", "content": text}]
-        try:
-            answer = await self._client.chat.completions.create(messages=messages, **self._request)
-        except OpenAIError as error:
-            raise RewardError(f"the judge at {self._client.base_url} did not answer: {error}") from None
-        content = (answer.choices[0].message.content if answer.choices else None) or ""
-        return content, answer.usage.total_tokens if answer.usage else 0
+    messages: Any = [{"role": "user", "content": text}]
+    try:
+        answer = await client.chat.completions.create(messages=messages, **request)
+    except OpenAIError as error:
+        raise RewardError(f"the judge at {client.base_url} did not answer: {error}") from None
+    content = (answer.choices[0].message.content if answer.choices else None) or ""
+    return content, answer.usage.total_tokens if answer.usage else 0
 
 
 async def _no_policy(text: str) -> tuple[str, int]:
@@ -109,7 +104,8 @@ class ModelJudge:
         self._samples = samples
         self.answer: Answer = _no_policy
         if url != POLICY:
-            self.answer = _Server(url, model, retries, api_key, {"max_tokens": max_tokens, **(sampling or {})})
+            request = {"model": model, "max_tokens": max_tokens, **(sampling or {})}
+            self.answer = partial(_ask_server, client_of(url, api_key, retries), request)
             return
         try:
             self.sampling = SamplingConfig.model_validate({"max_new_tokens": max_tokens, **(sampling or {})})

@@ -69,12 +69,13 @@ def answers_of(row: Mapping[str, Any]) -> list[str]:
     return [f"{Decimal(str(answer)):f}" if isinstance(answer, float) else str(answer) for answer in answers]
 
 
-def score(answers: Sequence[str], completion: str, prompt: str = "") -> float:
+def score(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """1.0 if the completion's final answer equals one of the row's answers, else 0.0.
 
     A completion whose answer cannot be read, or cannot be compared within the limits, scores 0.0. Raises RewardError if
-    one of the row's answers cannot be read, and TimeoutError if the machine is too busy for a comparison.
+    the row has no answer or one that cannot be read, and TimeoutError if the machine is too busy for a comparison.
     """
+    answers = answers_of(row)
     latex = final_answer.extract(completion, prompt)
     number = None if latex is None else _number(latex)
     numbers = [_number(_after_mark(answer)) for answer in answers]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
@@ -26,7 +26,7 @@ import structlog
 
 from areal.config import RewardConfig, UserError
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
-from areal.rewards.functions import check_groups
+from areal.rewards.functions import Traits, check_groups
 from areal.rewards.processes import RewardFailed, WorkerProcess
 from areal.rewards.result import Result
 from areal.trajectory import Tokens
@@ -40,6 +40,8 @@ log = structlog.get_logger()
 
 
 T = TypeVar("T")
+Run = Callable[[bytes, float], Awaitable[list[Result]]]
+"""Gives the results of a request within so many seconds, or raises RewardFailed."""
 
 
 class Recent(Generic[T]):
@@ -92,12 +94,11 @@ def digest(*values: Any) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """`key`: the digest of the request. `callers`: how many callers wait for the answer."""
+    """`key`: the digest of the request. `traits`: of its reward. `callers`: how many callers wait for the answer."""
 
     request: bytes
     key: bytes
-    deterministic: bool
-    concurrent: bool
+    traits: Traits
     answer: asyncio.Future[list[Result]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     callers: int = 0
 
@@ -109,29 +110,19 @@ class RewardPool:
         self._config = config
         self._options = {name: config.options.get(name, {}) for name in names}
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        self._unanswered: set[_Job] = set()
-        self._shared: dict[bytes, _Job] = {}  # unanswered jobs of deterministic rewards
+        self._unanswered: dict[object, _Job] = {}  # those of deterministic rewards by their keys
         self._results = Recent[list[Result]](config.cache_size)
         self._quarantine = Quarantine(config.quarantine_after)
-        self._serving: list[asyncio.Task[None]] = []
+        self._workers: set[WorkerProcess] = set()
         self._concurrent: ConcurrentCalls | None = None
-        self._calls: set[asyncio.Task[None]] = set()  # that run at once
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = 0
         self._closed = False
 
     async def __aenter__(self) -> Self:
         """Starts the workers. Raises UserError if a reward cannot be resolved or a worker does not start."""
-        starting = [asyncio.create_task(self._start_worker()) for _ in range(self._config.workers)]
         try:
-            workers = await asyncio.gather(*starting)
-        except BaseException:
-            await _discard(starting)
-            raise
-        self._traits = workers[0].traits
-        check_groups(self._traits, self._config)
-        self._serving = [asyncio.create_task(self._serve(worker)) for worker in workers]
-        try:
-            await self._start_concurrent()
+            await self._start()
         except BaseException:
             await self.__aexit__()
             raise
@@ -140,18 +131,19 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         """Kills the workers. Jobs without a result fail."""
         self._closed = True
-        tasks = [*self._serving, *self._calls]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._concurrent is not None:
             await self._concurrent.close()
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
         self._fail_all("the reward pool was closed")
 
     @property
     def places(self) -> int:
         """How many calls of any of its rewards run at once."""
-        return self._config.concurrent_calls if all(t.concurrent for t in self._traits.values()) else len(self._serving)
+        config = self._config
+        return config.concurrent_calls if all(t.concurrent for t in self._traits.values()) else config.workers
 
     async def score(
         self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
@@ -169,10 +161,8 @@ class RewardPool:
             raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:
             raise RewardFailed("the reward pool was closed", "no_worker")
-        takes_tokens, deterministic, concurrent, _ = self._traits[name]
-        if takes_tokens and tokens is None:
-            raise RewardFailed("it takes tokens: the workflow must call session.score(completion, tokens)", "raised")
-        ids = [*map(int, tokens)] if takes_tokens and tokens is not None else None
+        traits = self._traits[name]
+        ids = [*map(int, tokens)] if traits.takes_tokens and tokens is not None else None
         request = name, prompt, completions, row, ids
         try:
             key = digest(*request)
@@ -181,98 +171,93 @@ class RewardPool:
         if cached := self._results.get(key):
             return cached
         self._quarantine.check(key)
-        job = self._shared.get(key) or self._queue(_Job(msgpack.packb(request), key, deterministic, concurrent))
+        place = key if traits.deterministic else object()
+        job = self._unanswered.get(place) or self._queue(place, _Job(msgpack.packb(request), key, traits))
         job.callers += 1
         try:
             return await asyncio.shield(job.answer)
         finally:
             job.callers -= 1
             if not job.callers:
-                self._drop(job)
+                job.answer.cancel()
+                del self._unanswered[place]
 
-    def _queue(self, job: _Job) -> _Job:
-        self._unanswered.add(job)
-        if job.deterministic:
-            self._shared[job.key] = job
-        if job.concurrent:
+    def _queue(self, place: object, job: _Job) -> _Job:
+        self._unanswered[place] = job
+        if job.traits.concurrent:
             call = asyncio.create_task(self._call(job))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+            self._tasks.add(call)
+            call.add_done_callback(self._tasks.discard)
             job.answer.add_done_callback(lambda _: call.cancel())  # nobody waits for the answer any more
         else:
             self._jobs.put_nowait(job)
         return job
 
-    def _drop(self, job: _Job) -> None:
-        job.answer.cancel()
-        self._unanswered.discard(job)
-        if job.deterministic:
-            del self._shared[job.key]
-
     async def _serve(self, worker: WorkerProcess) -> None:
         """Runs jobs of the queue one after another on `worker`, which is replaced when it dies."""
-        try:
-            while True:
-                worker = await self._living(worker)
-                job = await self._jobs.get()
-                if job.answer.done():
-                    continue
-                worker = await self._living(worker)
-                _settle(job.answer, await self._run(worker, job))
-        finally:
-            await worker.kill()
+        while True:
+            worker = await self._living(worker)
+            job = await self._jobs.get()
+            if job.answer.done():
+                continue
+            worker = await self._living(worker)
+            await self._answer(job, worker.run)
 
     async def _call(self, job: _Job) -> None:
         """Run a job of an async reward together with others."""
         assert self._concurrent is not None
         try:
-            outcome = await self._outcome(job, self._concurrent.run(job.request, self._config.timeout_seconds))
+            await self._answer(job, self._concurrent.run)
         except WorkerLost:
             self._jobs.put_nowait(job)
         except (UserError, OSError) as error:
             _settle(job.answer, RewardFailed(f"no reward worker can be started again: {error}", "no_worker"))
-        else:
-            _settle(job.answer, outcome)
 
-    async def _run(self, worker: WorkerProcess, job: _Job) -> list[Result] | RewardFailed:
+    async def _answer(self, job: _Job, run: Run) -> None:
         try:
-            self._quarantine.check(job.key)  # workers may have been lost on it since it was queued
-        except RewardFailed as failure:
-            return failure
-        return await self._outcome(job, worker.run(job.request, self._config.timeout_seconds))
-
-    async def _outcome(self, job: _Job, work: Coroutine[Any, Any, list[Result]]) -> list[Result] | RewardFailed:
-        try:
-            results = await work
+            results = await self._run(job, run)
         except RewardFailed as failure:
             if failure.kind in ("timeout", "died"):
                 self._quarantine.lost(job.key)
-            return failure
-        if job.deterministic:
+            _settle(job.answer, failure)
+            return
+        if job.traits.deterministic:
             self._results.put(job.key, results)
-        return results
+        _settle(job.answer, results)
 
-    async def _start_concurrent(self) -> None:
-        """Start the worker for the async rewards, if there are any. Raises UserError or OSError."""
+    async def _run(self, job: _Job, run: Run) -> list[Result]:
+        self._quarantine.check(job.key)  # workers may have been lost on it since it was queued
+        return await run(job.request, self._config.timeout_seconds)
+
+    async def _start(self) -> None:
+        starting = [asyncio.create_task(self._start_worker()) for _ in range(self._config.workers)]
+        self._tasks.update(starting)
+        workers = await asyncio.gather(*starting)
+        self._traits = workers[0].traits
+        check_groups(self._traits, self._config)
         options = {name: self._options[name] for name, traits in self._traits.items() if traits.concurrent}
         if options:
             limit, memory = self._config.concurrent_calls, self._memory
             self._concurrent = ConcurrentCalls(lambda: WorkerProcess.start(options, memory, concurrent=True), limit)
             await self._concurrent.living()
+        self._tasks.update(asyncio.create_task(self._serve(worker)) for worker in workers)
 
     @property
     def _memory(self) -> int:
         """The most bytes of a worker; 0: no limit."""
         return int((self._config.memory_gib or 0) * 2**30)
 
-    def _start_worker(self) -> Coroutine[Any, Any, WorkerProcess]:
-        return WorkerProcess.start(self._options, self._memory)
+    async def _start_worker(self) -> WorkerProcess:
+        worker = await WorkerProcess.start(self._options, self._memory)
+        self._workers.add(worker)
+        return worker
 
     async def _living(self, worker: WorkerProcess) -> WorkerProcess:
         """`worker` if it is alive, else a new one. While no worker at all can be started, every job fails."""
         if worker.alive:
             return worker
         await worker.kill()
+        self._workers.discard(worker)
         self._starting += 1
         try:
             while True:
@@ -287,7 +272,7 @@ class RewardPool:
             self._starting -= 1
 
     def _fail_all(self, reason: str) -> None:
-        for job in self._unanswered:
+        for job in self._unanswered.values():
             _settle(job.answer, RewardFailed(reason, "no_worker"))
 
 
@@ -298,11 +283,3 @@ def _settle(answer: asyncio.Future[list[Result]], outcome: list[Result] | Reward
         answer.set_exception(outcome)
     else:
         answer.set_result(outcome)
-
-
-async def _discard(starting: Sequence[asyncio.Task[WorkerProcess]]) -> None:
-    for task in starting:
-        task.cancel()
-    for worker in await asyncio.gather(*starting, return_exceptions=True):
-        if isinstance(worker, WorkerProcess):
-            await worker.kill()

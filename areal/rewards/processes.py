@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import msgpack
 
 from areal.config import UserError
+from areal.rewards.functions import Traits
 from areal.rewards.result import Result, RewardError
 from areal.rewards.worker import LENGTH
 
@@ -37,18 +38,7 @@ class RewardFailed(RewardError):
 
     def __init__(self, reason: str, kind: FailureKind) -> None:
         super().__init__(reason)
-        self.reason = reason
         self.kind = kind
-
-
-class Traits(NamedTuple):
-    """Of a reward: whether it takes tokens; whether it is deterministic; whether its calls may run at once; whether it
-    scores all completions of a group at once."""
-
-    takes_tokens: bool
-    deterministic: bool
-    concurrent: bool
-    groups: bool = False
 
 
 class WorkerProcess:

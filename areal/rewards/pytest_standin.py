@@ -143,7 +143,7 @@ mark = Marks()
 Captured = collections.namedtuple("Captured", "out err")
 
 
-@contextlib.contextmanager
+@fixture
 def capsys():
     def readouterr():
         texts = Captured(*(stream.getvalue() for stream in streams))
@@ -176,13 +176,13 @@ class MonkeyPatch:
         raise Unsupported(f"monkeypatch.{name}")
 
 
-@contextlib.contextmanager
+@fixture
 def monkeypatch():
     with contextlib.ExitStack() as stack:
         yield MonkeyPatch(stack)
 
 
-@contextlib.contextmanager
+@fixture
 def tmp_path():
     import pathlib
     import tempfile
@@ -199,7 +199,7 @@ PROVIDED = {"capsys": capsys, "monkeypatch": monkeypatch, "tmp_path": tmp_path}
 
 def tests_in(names):
     """The tests in a namespace, as functions without arguments."""
-    fixtures = {name: value for name, value in names.items() if is_fixture(value)}
+    fixtures = PROVIDED | {name: value for name, value in names.items() if is_fixture(value)}
     for name in ("setup_module", "teardown_module", "setup_function", "teardown_function"):
         if name in names:
             raise Unsupported(name)
@@ -268,13 +268,11 @@ def provide(name, values, fixtures, stack):
     """The value of a parameter or a fixture; a fixture is made once for each test."""
     if name in values:
         return values[name]
-    if name not in fixtures and name not in PROVIDED:
-        raise Unsupported(f"the fixture {name}")
-    function = fixtures.get(name, PROVIDED.get(name))
-    arguments = arguments_of(function, values, fixtures, stack) if name in fixtures else {}
     if name not in fixtures:
-        values[name] = stack.enter_context(function())
-    elif inspect.isgeneratorfunction(function):
+        raise Unsupported(f"the fixture {name}")
+    function = fixtures[name]
+    arguments = arguments_of(function, values, fixtures, stack)
+    if inspect.isgeneratorfunction(function):
         values[name] = stack.enter_context(contextlib.contextmanager(function)(**arguments))
     else:
         values[name] = function(**arguments)

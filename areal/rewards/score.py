@@ -110,7 +110,7 @@ async def _score(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
         prompt, completion = prompt_text(row["prompt"]), row["completion"]
         results = await all_scored(weights, lambda name: pool.score(name, prompt, completion, row))
     except RewardFailed as failure:
-        outcome: dict[str, Any] = {"score": None, "status": failure.kind, "reason": failure.reason}
+        outcome: dict[str, Any] = {"score": None, "status": failure.kind, "reason": str(failure)}
     else:
         score, parts = combined(weights, results)
         outcome = {"score": score, "status": "ok", "parts": parts}

@@ -167,13 +167,9 @@ def _is_function(name: str, names: set[str]) -> bool:
 def _undefined(sources: Iterable[str]) -> set[str]:
     """Names, built-in ones included, that are looked up in the namespace of the sources, which do not define them."""
     tables = [symtable.symtable(source, "tests", "exec") for source in sources]
-    defined = {
-        symbol.get_name()
-        for table in tables
-        for symbol in table.get_symbols()
-        if symbol.is_assigned() or symbol.is_imported()
-    }
-    used = {symbol.get_name() for table in tables for symbol in table.get_symbols() if symbol.is_referenced()}
+    symbols = [symbol for table in tables for symbol in table.get_symbols()]
+    defined = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
     queue = [child for table in tables for child in table.get_children()]
     while queue:
         table = queue.pop()

@@ -8,7 +8,6 @@ of the row. The result is a number, or a dict with `score`, whose other numbers 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import numbers
 from collections.abc import Callable, Mapping
@@ -24,14 +23,8 @@ def is_for_verl(parameters: Mapping[str, Any]) -> bool:
     return {"solution_str", "ground_truth"} <= parameters.keys()
 
 
-def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, or if it is one for verl a function of prompt, completion and row that calls it."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # some functions that are not written in Python have no signature
-        return function
-    if not is_for_verl(parameters):
-        return function
+def adapted(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
+    """A function of prompt, completion and row that calls one for verl, which has these parameters."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def arguments(completion: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,17 +35,13 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         values = (row.get("data_source"), completion, truth, row.get("extra_info") or {})
         return {name: value for name, value in zip(NAMES, values, strict=True) if takes_all or name in parameters}
 
-    @functools.wraps(function)
     def call(prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
         return _scores(function(**arguments(completion, row)))
 
-    @functools.wraps(function)
     async def await_call(prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
         return _scores(await function(**arguments(completion, row)))
 
-    wrapper = await_call if inspect.iscoroutinefunction(function) else call
-    del wrapper.__wrapped__  # the signature is its own
-    return wrapper
+    return await_call if inspect.iscoroutinefunction(function) else call
 
 
 def _scores(result: Any) -> Any:

@@ -1,7 +1,7 @@
 """One worker process of the reward pool: `python -m areal.rewards.worker PARENT_PID`.
 
 A message is a four-byte length, followed by msgpack. The first message on stdin is `[{name: options}, bytes of memory,
-concurrent]`. The worker answers it with `["ready", {name: traits}]` (areal.rewards.processes.Traits) or `["refused",
+concurrent]`. The worker answers it with `["ready", {name: traits}]` (areal.rewards.functions.Traits) or `["refused",
 reason]`. It answers each further request, `[name, prompt, completions, row, tokens]`, with `["score", results]`, a
 `[score, parts]` for each completion, or with `["raised" | "not_finite" | "memory", reason]`; after `memory`, of which
 it has no more, it should be replaced. The worker exits at the end of stdin.

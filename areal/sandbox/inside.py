@@ -42,6 +42,7 @@ import tempfile
 import time
 import traceback
 import types
+from errno import EINVAL, ENOSYS, EPERM
 
 TICK_SECONDS = 0.01
 # What a look at the memory of a program may take, and what is read of one file in /proc. A program can make both large.
@@ -67,6 +68,8 @@ with socket.socket(socket.AF_UNIX) as example:
     SOCKET_BYTES = example.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 # Of the names of this sandbox's control groups. Others may use the same delegated group.
 GROUP_PREFIX = f"areal-{os.urandom(4).hex()}-"
+# Files and folders in the working folder of a program.
+MOST_FILES = 4096
 # Address space allowed beyond the memory limit: JavaScript reserves gigabytes that it never touches.
 RESERVED_BYTES = 4 << 30
 # The stack that a thread may reserve beyond it, for deep recursion; what it uses of that counts.
@@ -176,7 +179,6 @@ PR_SCHED_CORE, PR_FUTEX_HASH = 62, 78  # no program of today needs PR_FUTEX_HASH
 # Instructions of classic BPF, and the return values of a filter.
 LOAD, EQUAL, AT_LEAST, AND, ANSWER = 0x20, 0x15, 0x35, 0x54, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-EPERM, EINVAL, ENOSYS = 1, 22, 38
 
 
 def answer_if(test, value, answer):
@@ -397,9 +399,8 @@ class ProgramRunner:
                 self.become(job, folder, (stdin, stdout, stderr))
             for descriptor in (stdin, stdout, stderr):
                 os.close(descriptor)
-            started = time.monotonic()
-            status, code = watch(program, run, usage, started + job["wall_seconds"])
-            result = {"status": status, "exit": code, "seconds": time.monotonic() - started}
+            status, code = watch(program, run, usage, time.monotonic() + job["wall_seconds"])
+            result = {"status": status, "exit": code}
             self.end_all()
             usage.remove()
             result["files"] = {
@@ -415,7 +416,7 @@ class ProgramRunner:
         """Creates an empty working folder for the program. It is removed with the sandbox."""
         if self.plain:
             return tempfile.mkdtemp(prefix="program-")
-        options = f"mode=777,size={job['disk_bytes']},nr_inodes={job['disk_files']}"
+        options = f"mode=777,size={job['disk_bytes']},nr_inodes={MOST_FILES}"
         mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
         mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
         return "/tmp"
@@ -632,9 +633,8 @@ class PolledUsage:
         now = {pid: process_seconds(pid) for pid in self.processes}
         for pid, seconds in now.items():
             last_seconds = self.cpu.get(pid, 0.0)
-            self.seen_cpu += (
-                seconds - last_seconds if seconds >= last_seconds else seconds
-            )  # else another process of this id
+            # If it has used less than at the last look, it is another process of this id.
+            self.seen_cpu += seconds - (last_seconds if seconds >= last_seconds else 0.0)
         self.cpu = now
         return max(self.seen_cpu, kept_seconds(self.processes), self.counted_seconds())
 

@@ -43,7 +43,6 @@ START_SECONDS = 30.0
 GRACE_SECONDS = 30.0
 COMPILE_SECONDS = 60.0
 COMPILE_MIB = 2048
-FILES = 4096
 ADVICE = (
     "allow namespaces (in Docker: --security-opt seccomp=unconfined --security-opt systempaths=unconfined; if AppArmor "
     "forbids them: sysctl kernel.apparmor_restrict_unprivileged_userns=0), set sandbox.url to a SandboxFusion server, "
@@ -61,14 +60,13 @@ class Outcome:
 
     status: `ok` (it ended by itself), `killed` (by a signal), `timeout`, `memory` or `output` (it exceeded that limit
     and was ended), `not_compiled` (stderr says why). exit: its exit code, the negative number of the signal, or None.
-    stdout and stderr: what it wrote, cut at the limit. seconds: how long it ran.
+    stdout and stderr: what it wrote, cut at the limit.
     """
 
     status: Status
     exit: int | None
     stdout: str
     stderr: str
-    seconds: float
 
     @property
     def transcript(self) -> str:
@@ -148,8 +146,10 @@ class LocalSandbox:
             if isinstance(built, Outcome):
                 return built
             files = {**files, "program": built}
-        limits = {"cpu_seconds": cpu_seconds} if cpu_seconds else None
-        outcome, _ = await self._execute(spoken.command, stdin, files, limits=limits, expected=expected)
+        job = self._job(spoken.command, files)
+        if cpu_seconds:
+            job["cpu_seconds"] = cpu_seconds
+        outcome, _ = await self._execute(job, stdin, expected)
         return outcome
 
     async def _build(self, code: str, language: str, files: Mapping[str, bytes]) -> bytes | Outcome:
@@ -157,23 +157,19 @@ class LocalSandbox:
         row runs the same program."""
         key = (code, language)
         if key not in self._built:
-            limits = {
+            job = self._job(LANGUAGES[language].compiler, files) | {
+                "keep": ["program"],
                 "cpu_seconds": COMPILE_SECONDS,
                 "wall_seconds": 2 * COMPILE_SECONDS,
                 "memory_bytes": COMPILE_MIB * MIB,
             }
-            compiler = LANGUAGES[language].compiler
-            outcome, outputs = await self._execute(compiler, "", files, keep=["program"], limits=limits)
-            failed = Outcome("not_compiled", outcome.exit, "", outcome.stderr, outcome.seconds)
+            outcome, outputs = await self._execute(job, "")
+            failed = Outcome("not_compiled", outcome.exit, "", outcome.stderr)
             self._built = {key: outputs["program"] if outcome.succeeded and "program" in outputs else failed}
         return self._built[key]
 
-    async def _execute(
-        self, command: Sequence[str], stdin: str, files: Mapping[str, bytes], keep: Sequence[str] = (),
-        limits: Mapping[str, float] | None = None, expected: int = 0,
-    ) -> tuple[Outcome, dict[str, bytes]]:  # fmt: skip
-        """The outcome of a command, and the files named in `keep` that it left."""
-        job = self._job(command, files, keep) | dict(limits or {})
+    async def _execute(self, job: Mapping[str, Any], stdin: str, expected: int = 0) -> tuple[Outcome, dict[str, bytes]]:
+        """The outcome of a job, and the files named in its `keep` that it left."""
         run, out, err = self._ask(job, stdin)
         reader, writer = await asyncio.open_connection(sock=run, limit=1 << 30)
         limit = self._config.output_kib * 1024 + expected
@@ -187,19 +183,18 @@ class LocalSandbox:
             writer.close()
         return _outcome(_result(answer), *texts, limit)
 
-    def _job(self, command: Sequence[str], files: Mapping[str, bytes], keep: Sequence[str] = ()) -> dict[str, Any]:
+    def _job(self, command: Sequence[str], files: Mapping[str, bytes]) -> dict[str, Any]:
         """The job that is sent to the launcher: everything that it gets to know of a program."""
         config = self._config
         return {
             "command": list(command),
             "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
-            "keep": list(keep),
+            "keep": [],
             "cpu_seconds": config.cpu_seconds,
             "wall_seconds": config.wall_seconds,
             "memory_bytes": config.memory_mib * MIB,
             "processes": config.processes,
             "disk_bytes": config.disk_mib * MIB,
-            "disk_files": FILES,
         }
 
     def _ask(self, job: Mapping[str, Any], stdin: str) -> tuple[socket.socket, BinaryIO, BinaryIO]:
@@ -290,7 +285,7 @@ class RemoteSandbox:
             with urllib.request.urlopen(request, timeout=seconds) as response:
                 answer = response.read(most_bytes + 1)
             if len(answer) > most_bytes:
-                return Outcome("output", None, "", "", 0.0)
+                return Outcome("output", None, "", "")
             return self._outcome(json.loads(answer), limit)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SandboxError(f"the sandbox server gave no answer ({type(error).__name__}: {error})") from error
@@ -301,7 +296,7 @@ class RemoteSandbox:
         ran = answer.get("run_result")
         if ran is None:
             compiled = answer["compile_result"]
-            return Outcome("not_compiled", compiled["return_code"], "", compiled["stderr"] or "", 0.0)
+            return Outcome("not_compiled", compiled["return_code"], "", compiled["stderr"] or "")
         stdout, stderr = ran["stdout"] or "", ran["stderr"] or ""
         code = ran["return_code"]
         status: Status = "ok" if code is None or code >= 0 else "killed"
@@ -309,7 +304,7 @@ class RemoteSandbox:
             status, code = "timeout", None
         elif max(len(stdout), len(stderr)) > limit:
             status, code = "output", None
-        return Outcome(status, code, stdout[:limit], stderr[:limit], ran["execution_time"] or 0.0)
+        return Outcome(status, code, stdout[:limit], stderr[:limit])
 
 
 Sandbox = LocalSandbox | RemoteSandbox
@@ -387,14 +382,14 @@ async def _read(pipe: BinaryIO, limit: int, stop: asyncio.StreamWriter) -> bytes
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
     )
-    parts, length = [], 0
     with contextlib.closing(transport):
-        while length <= limit and (part := await reader.read(1 << 16)):
-            parts.append(part)
-            length += len(part)
-    if length > limit and stop.can_write_eof():
+        try:
+            text = await reader.readexactly(limit + 1)
+        except asyncio.IncompleteReadError as end:
+            return end.partial
+    if stop.can_write_eof():
         stop.write_eof()
-    return b"".join(parts)[: limit + 1]
+    return text
 
 
 def _result(answer: bytes) -> dict[str, Any]:
@@ -415,7 +410,7 @@ def _outcome(result: Mapping[str, Any], stdout: bytes, stderr: bytes, limit: int
         raise SandboxError("the program was stopped from outside")
     printed, complaint = (text[:limit].decode(errors="replace") for text in (stdout, stderr))
     files = {name: base64.b64decode(content) for name, content in result["files"].items()}
-    return Outcome(status, code, printed, complaint, result["seconds"]), files
+    return Outcome(status, code, printed, complaint), files
 
 
 # The probe: the first program in a sandbox. It prints a list of the forbidden things that it was able to do.

@@ -82,7 +82,7 @@ def reward_of(config: Config) -> str:
 def score(name: str, row: dict[str, Any], prompt: Prompt, completion: str) -> float:
     """Of a completion, by the reward called `name`."""
     reward = resolved(name)
-    return reward.results(reward(prompt_text(prompt), completion, row), [completion])[0].score
+    return reward.results(reward.call(prompt_text(prompt), [completion], row), [completion])[0].score
 
 
 def finish(command: Sequence[str], environment: dict[str, str], timeout: float | None = None) -> float:

@@ -8,7 +8,7 @@ import pytest
 from areal.config import BenchmarkConfig, EvaluatorConfig, RowsConfig, UserError, benchmarks_in, load_config
 from areal.data.rows import prompt_text
 from areal.data.sources import open_benchmark, open_source
-from areal.rewards import functions
+from areal.rewards import math_answers
 from areal.rewards.code_rows import read_tests
 
 FOLDER = Path(__file__).parents[3] / "configs" / "data"
@@ -145,8 +145,8 @@ def test_a_row_of_the_set_becomes_a_prompt_with_an_answer_that_its_reward_reads(
     assert expected in text
     assert "｜" not in text and "{{" not in text
     if row.reward == {"math": 1.0}:
-        assert functions.math_answer(text, right, row.fields) == 1.0
-        assert functions.math_answer(text, "\\boxed{0}", row.fields) == 0.0
+        assert math_answers.score(text, right, row.fields) == 1.0
+        assert math_answers.score(text, "\\boxed{0}", row.fields) == 0.0
         assert BOX in text
     else:
         assert row.reward == {"code": 1.0}

@@ -13,7 +13,7 @@ from areal.rewards.result import Result, RewardError, as_result, as_score, combi
 
 
 def test_exact_match_takes_the_completion_or_its_last_line():
-    reward = resolve("exact_match")
+    reward = resolve("exact_match").function
     assert reward("", " Paris\n", {"answer": "Paris"}) == 1.0
     assert reward("", "Let me think.\nParis ", {"answer": "Paris"}) == 1.0
     assert reward("", "Paris\nLyon", {"answer": "Paris"}) == 0.0
@@ -21,7 +21,7 @@ def test_exact_match_takes_the_completion_or_its_last_line():
 
 def test_addition_scores_its_own_rows():
     row = open_source(DataConfig(source="addition", eval_size=0), seed=0).row(0)
-    assert resolve("addition")(row.prompt, "a1", row.fields) == 0.0
+    assert resolve("addition").function(row.prompt, "a1", row.fields) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_addition_scores_its_own_rows():
 )
 def test_reasoning_gym_gives_its_own_answer_full_marks(task):
     row = open_source(DataConfig(source=f"reasoning_gym:{task}", eval_size=0), seed=0).row(3)
-    reward = resolve("reasoning_gym")
+    reward = resolve("reasoning_gym").function
     assert reward(row.prompt, f"<answer>wrong</answer> no: <answer>\n{row.answer}\n</answer> done", row.fields) == 1.0
     assert reward(row.prompt, row.answer, row.fields) == 1.0
     assert reward(row.prompt, "<answer>nonsense</answer>", row.fields) < 1.0
@@ -38,27 +38,27 @@ def test_reasoning_gym_gives_its_own_answer_full_marks(task):
 def test_a_composite_of_tasks_is_scored_by_the_right_one():
     parts = [{"name": name, "weight": 1.0, "config": {}} for name in ("leg_counting", "gcd")]
     config = DataConfig(source="reasoning_gym:composite", options={"datasets": parts}, eval_size=0)
-    reward, source = resolve("reasoning_gym"), open_source(config, seed=0)
+    reward, source = resolve("reasoning_gym").function, open_source(config, seed=0)
     for row in map(source.row, range(8)):
         assert reward(row.prompt, row.answer, row.fields) == 1.0
 
 
 def test_an_answer_that_its_scorer_stumbles_over_scores_zero():
     row = open_source(DataConfig(source="reasoning_gym:prime_factorization", eval_size=0), seed=0).row(0)
-    assert resolve("reasoning_gym")(row.prompt, "no number", row.fields) == 0.0
+    assert resolve("reasoning_gym").function(row.prompt, "no number", row.fields) == 0.0
 
 
 @pytest.mark.parametrize("task", reasoning_tasks.EVALUATING)
 def test_no_scorer_runs_what_the_model_wrote(task, tmp_path):
     row = open_source(DataConfig(source=f"reasoning_gym:{task}", eval_size=0), seed=0).row(0)
     trace = tmp_path / "ran"
-    assert resolve("reasoning_gym")(row.prompt, f"open({str(trace)!r}, 'w')", row.fields) < 0.1
+    assert resolve("reasoning_gym").function(row.prompt, f"open({str(trace)!r}, 'w')", row.fields) < 0.1
     assert not trace.exists()
 
 
 def test_reasoning_gym_needs_a_row_of_its_own():
     with pytest.raises(RewardError, match="no entry of reasoning_gym"):
-        resolve("reasoning_gym")("", "1", {"answer": "1"})
+        resolve("reasoning_gym").function("", "1", {"answer": "1"})
 
 
 OWN = """
@@ -122,7 +122,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", ["own_reward_module", "rewards/json.py"])
 def test_a_reward_is_named_by_its_module_or_its_file(own, where):
-    assert resolve(f"{where}:short")("", "abc", {}) == 0.25
+    assert resolve(f"{where}:short").function("", "abc", {}) == 0.25
     assert json.dumps({}) == "{}"  # a file hides no module of its name
 
 
@@ -132,7 +132,7 @@ def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(own, monke
     about.mkdir()
     (about / "METADATA").write_text("Name: nice-rewards\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[areal.rewards]\nbrief = own_reward_module:short\n")
-    assert resolve("brief")("", "abc", {}) == 0.25
+    assert resolve("brief").function("", "abc", {}) == 0.25
     with pytest.raises(UserError, match="name one of math, .*, brief, or your own"):
         resolve("breif")
 
@@ -140,7 +140,7 @@ def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(own, monke
 def test_a_class_is_made_once_with_its_options(own):
     judge = resolve("own_reward_module:Judge", {"strict": True})
     assert (judge.takes_tokens, judge.deterministic) == (True, False)
-    assert asyncio.run(judge("", "", {}, [])) == 1.0
+    assert asyncio.run(judge.call("", [""], {}, [])) == 1.0
 
 
 def test_what_a_function_takes_is_seen(own):
@@ -275,16 +275,16 @@ def test_a_reward_for_verl_gets_what_verl_gives_it(tmp_path):
         "data_source": "gsm8k", "prompt": "?", "reward_model": {"style": "rule", "ground_truth": "7"},
         "extra_info": {"index": 2}, "answer": "8",
     }  # fmt: skip
-    score = resolve(f"{file}:compute_score")
+    score = resolve(f"{file}:compute_score").function
     assert score("?", "7", row) == 121 and score("?", "8", row) == 120
     assert score("?", "8", {"prompt": "?", "answer": "8"}) == 1
-    assert as_result(asyncio.run(resolve(f"{file}:later")("?", "7", row))) == Result(2, {"acc": 1})
-    assert resolve(f"{file}:Judge", {"scale": 0.5})("?", "7", row) == 0.5
+    assert as_result(asyncio.run(resolve(f"{file}:later").function("?", "7", row))) == Result(2, {"acc": 1})
+    assert resolve(f"{file}:Judge", {"scale": 0.5}).function("?", "7", row) == 0.5
     assert not resolve(f"{file}:compute_score").takes_tokens
     with pytest.raises(RewardError, match="neither a reward_model with a ground_truth nor an answer"):
         score("?", "8", {"prompt": "?"})
     with pytest.raises(RewardError, match="a dict without a 'score', only acc"):
-        resolve(f"{file}:wrong")("?", "7", row)
+        resolve(f"{file}:wrong").function("?", "7", row)
 
 
 @pytest.mark.parametrize(

@@ -62,15 +62,15 @@ async def test_a_verdict_is_read_by_its_rule_and_one_that_cannot_be_read_is_no_s
     async with judge(said, **options) as (reward, _):
         if score is None:
             with pytest.raises(RewardError, match="no verdict"):
-                await reward("p", "c", {})
+                await reward.function("p", "c", {})
         else:
-            assert (await reward("p", "c", {})) == (pytest.approx(score), {"tokens": 100})
+            assert (await reward.function("p", "c", {})) == (pytest.approx(score), {"tokens": 100})
 
 
 async def test_the_score_is_the_mean_of_several_judgements_which_are_asked_again_while_the_judge_is_busy():
     options = {"samples": 2, "template": "{{ row.a }} {{ prompt }} {{ completion }}", "sampling": {"temperature": 0.5}}
     async with judge(503, "4", "8", **options, api_key="mine") as (reward, requests):
-        assert (await reward("p", "c", {"a": 1})) == (pytest.approx(0.6), {"tokens": 200})
+        assert (await reward.function("p", "c", {"a": 1})) == (pytest.approx(0.6), {"tokens": 200})
     assert len(requests) == 3
     assert requests[0]["messages"] == [{"role": "user", "content": "1 p c"}]
     assert (requests[0]["model"], requests[0]["temperature"], requests[0]["key"]) == ("wise", 0.5, "Bearer mine")
@@ -79,7 +79,7 @@ async def test_the_score_is_the_mean_of_several_judgements_which_are_asked_again
 async def test_a_judge_that_does_not_answer_gives_no_score():
     async with judge(503, 503, retries=1) as (reward, _):
         with pytest.raises(RewardError, match="did not answer"):
-            await reward("p", "c", {})
+            await reward.function("p", "c", {})
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ async def test_a_judge_that_does_not_answer_gives_no_score():
 async def test_a_template_that_fails_on_a_row_gives_no_score_and_asks_nothing(template):
     async with judge(template=template) as (reward, requests):
         with pytest.raises(RewardError, match="the judge's template cannot be rendered: [A-Z][A-Za-z]+Error: "):
-            await reward("p", "c", {"answer": "4"})
+            await reward.function("p", "c", {"answer": "4"})
     assert not requests
 
 

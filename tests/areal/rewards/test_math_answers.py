@@ -445,7 +445,7 @@ def pairs(table):
 
 @pytest.fixture(scope="module")
 def score():
-    reward = resolve("math")
+    reward = resolve("math").function
     return lambda completion, answer: reward("", completion, {"answer": answer})
 
 
@@ -480,7 +480,7 @@ def test_what_is_still_to_be_worked_out_scores_zero_though_it_equals_the_answer(
 
 @pytest.mark.parametrize(("prompt", "gold", "completion", "expected"), pairs(PROMPTED))
 def test_the_prompt_said_again_scores_zero(here, prompt, gold, completion, expected):
-    assert resolve("math")(prompt, completion, {"answer": gold}) == float(expected)
+    assert resolve("math").function(prompt, completion, {"answer": gold}) == float(expected)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_the_prompt_said_again_scores_zero(here, prompt, gold, completion, expec
 )
 def test_the_sums_of_smollm2_said_again_score_zero_and_their_answers_one(here, form):
     sums = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=50)
-    reward = resolve("math")
+    reward = resolve("math").function
     for row in sums:
         said = row["question"].rpartition(":")[2].strip(" =")
         assert reward(row["question"], form.format(said), row) == 0.0
@@ -539,7 +539,7 @@ def test_plain_numbers_need_no_check(no_child):
 @pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": []}, {"answer": ["1", None]}])
 def test_a_row_without_an_answer_is_an_error(row):
     with pytest.raises(RewardError, match="no answer"):
-        resolve("math")("", "1", row)
+        resolve("math").function("", "1", row)
 
 
 def test_a_number_is_an_answer(score):
@@ -560,7 +560,7 @@ def test_of_several_answers_one_suffices(score):
 def test_solutions_stand_in_for_an_answer():
     solutions = ["As $2x=6$, it is \\boxed{3}.", "Or \\boxed{-3}."]
     for row in ({"solutions": solutions}, {"answer": None, "solutions": solutions}, {"answer": solutions}):
-        assert [resolve("math")("", f"\\boxed{{{n}}}", row) for n in (3, -3, 2)] == [1.0, 1.0, 0.0]
+        assert [resolve("math").function("", f"\\boxed{{{n}}}", row) for n in (3, -3, 2)] == [1.0, 1.0, 0.0]
 
 
 # --- plain numbers, without math-verify

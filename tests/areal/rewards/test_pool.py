@@ -9,11 +9,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from helpers import descendants
 
 from areal.config import RewardConfig, UserError
 from areal.data import addition
+from areal.rewards.functions import Traits
 from areal.rewards.pool import Quarantine, RewardPool, digest
-from areal.rewards.processes import RewardFailed, Traits
+from areal.rewards.processes import RewardFailed
 
 OWN = textwrap.dedent(
     """
@@ -150,7 +152,7 @@ async def score(pool, *asked):
 async def failure(pool, name, completion="", row=None):
     with pytest.raises(RewardFailed) as caught:
         await pool.score(name, "", completion, row or {})
-    return caught.value.kind, caught.value.reason
+    return caught.value.kind, str(caught.value)
 
 
 def gone(pid, within=30.0):
@@ -297,7 +299,7 @@ async def test_an_input_that_has_cost_too_many_workers_is_refused_at_once(tmp_pa
 
 async def test_a_queued_job_is_refused_once_its_input_has_cost_too_many_workers():
     async with pool_of("leaves", quarantine_after=1) as pool:
-        pool._traits["own:leaves"] = Traits(False, False, False)  # not deterministic: nobody shares a job
+        pool._traits["own:leaves"] = Traits(False, False, False, False)  # not deterministic: nobody shares a job
         kinds = [kind for kind, _ in await asyncio.gather(*(failure(pool, "own:leaves") for _ in range(3)))]
     assert kinds == ["died", "quarantined", "quarantined"]
 
@@ -328,7 +330,7 @@ async def test_a_worker_that_has_leaked_all_its_memory_is_replaced(hides):
                 workers.append(await score(pool, "own:leaks", "", f"{len(workers)}", {"hides": hides}))
             except RewardFailed as error:
                 assert error.kind == "raised"
-                assert "reward.memory_gib" in error.reason
+                assert "reward.memory_gib" in str(error)
                 assert workers[-1] is not None, "the call after the one that failed must succeed"
                 workers.append(None)
     assert workers.count(None) == 2
@@ -451,6 +453,11 @@ async def test_a_reward_of_groups_scores_all_completions_in_one_call():
                 await rewards.score_all(name, "", ["a", "abc", "ab"], {"n": 2})
             assert failed.value.kind == "not_finite"
         assert await rewards.score(both[0], "", "abc", {"n": 1}) == (0.0, {"n": 1.0})
+
+
+async def test_a_pool_that_does_not_start_leaves_no_worker():
+    before = {process.pid for process in descendants(os.getpid())}
     with pytest.raises(UserError, match="scores all completions of a group at once, but the reward.groups of the run"):
-        async with pool(["own:longer"]):
+        async with pool(["own:longer"], workers=2):
             pass
+    assert {process.pid for process in descendants(os.getpid())} <= before

@@ -32,7 +32,7 @@ async def reward_model(*answers: int | list[float], **options):
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        yield resolve("reward_model", {"url": url, "model": "m", **options}), requests
+        yield resolve("reward_model", {"url": url, "model": "m", **options}).function, requests
     finally:
         await runner.cleanup()
 
