@@ -169,15 +169,20 @@ def only_the_last_checkpoint() -> AbstractContextManager[None]:
 
 def payloads_of_one_checkpoint() -> AbstractContextManager[None]:
     """The trainer removes groups from its spool once one checkpoint covers them, so that none before it can be used."""
-    forget = Trainer._complete_checkpoint
+    train, forget = Trainer._train, Trainer._complete_checkpoint
+
+    async def train_and_note(trainer: Trainer, batch: Any) -> Any:
+        done = await train(trainer, batch)
+        vars(trainer).setdefault("trained", {})[trainer._version] = batch.groups
+        return done
 
     async def complete(trainer: Trainer, version: int, *arguments: Any) -> Any:
         error = await forget(trainer, version, *arguments)
-        steps = [step for step in trainer.steps_to_redo if step < version]
-        trainer._spool.forget(group for step in steps for group in trainer.steps_to_redo[step])
+        trained = vars(trainer).get("trained", {})
+        trainer._spool.forget(group for step in trained if step <= version for group in trained[step])
         return error
 
-    return patch.multiple(Trainer, _complete_checkpoint=complete)
+    return patch.multiple(Trainer, _train=train_and_note, _complete_checkpoint=complete)
 
 
 def nothing_saved_on_leaving() -> AbstractContextManager[None]:
