@@ -76,7 +76,7 @@ class RolloutManager(Sampler):
         self.spawn(self._balance(), "balance")
         while self.state == "healthy":
             self.activity = "waiting for a healthy generator"
-            await self.until(lambda: bool(self.with_role("generator")))
+            await self.until(lambda: self.with_role("generator"))
             self.activity = f"the generators are full, so no new group starts: {self._running} samples are running"
             await self._router.room.until(lambda: self._free_groups() > 0)
             self.activity = "waiting for permits from the master"
@@ -398,9 +398,9 @@ class RolloutManager(Sampler):
     async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
         """Ask the trainer, again until it answers. Raises RefusedError."""
         while True:
-            await self.until(lambda: bool(self.with_role("trainer")))
+            trainer = (await self.until(lambda: self.with_role("trainer")))[0]
             try:
-                return await self.ask(self.with_role("trainer")[0].address, request, answer, STORE_SECONDS)
+                return await self.ask(trainer.address, request, answer, STORE_SECONDS)
             except BusError as error:
                 # If the trainer was fenced, its successor will answer.
                 if isinstance(error, RefusedError) and not isinstance(error, FencedError):
