@@ -62,8 +62,8 @@ class Scorer(Serving):
     """name: what it serves, one of the run's `scorers`."""
 
     role = "scorer"
-    _engine: FrozenModel | None = None
-    _settings: ScorerConfig  # once it is healthy
+    _engine: FrozenModel = None  # type: ignore[assignment]  # set by `setup`, like the one below
+    _settings: ScorerConfig
 
     def __init__(
         self, *args: Any, name: str, start_engine: Callable[..., Awaitable[FrozenModel]] = GenerationEngine.start,
@@ -141,7 +141,6 @@ class Scorer(Serving):
 
     async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_Row], None]) -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
-        assert self._engine is not None  # it is healthy
         top_k = self.config.top_k_of(self._name)
         add(_Row(job, await self._computed(self._engine.score(key, tokens, top_k))))
 
@@ -160,7 +159,6 @@ class Scorer(Serving):
         add(Scored(job=completion.job, scores=scores, parts=parts))
 
     async def _classify(self, key: str, completion: Completion, row: Mapping[str, Any]) -> Result:
-        assert self._engine is not None  # it is healthy
         try:
             (text,) = completion.completions
             tokens = self._tokens(completion.prompt, text, row)
@@ -175,7 +173,6 @@ class Scorer(Serving):
 
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
         """A judge's answer, and how many tokens it and the prompt have. Raises as the engine does."""
-        assert self._engine is not None  # it is healthy
         prompt = Conversation(self._tokenizer).prompt([user(text)])
         chunks = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
         tokens = [token async for chunk in chunks for token in chunk.tokens.tolist()]
