@@ -113,8 +113,6 @@ class Sampler(Actor):
             if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
                 self.report_failure(failure.cause, f"{failure}")
             raise
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
             reason = f"the workflow raised {type(error).__name__}: {error}"
