@@ -17,7 +17,7 @@ from protocols.messages import Cause, Member
 
 
 class SampleFailed(Exception):
-    """A sample cannot be finished or scored, because of `cause`. It never gets a score of 0 instead."""
+    """A sample, or a group, cannot be finished or scored, because of `cause`. It never gets a score of 0 instead."""
 
     def __init__(self, cause: Cause, why: str) -> None:
         super().__init__(why)
@@ -82,7 +82,7 @@ class Call(Job):
     """A call of a sample to the policy (areal.generation.routing.Sequence). All tokens that arrive are kept: where a
     generator is lost, another one continues from the last token.
 
-    most: the most tokens to sample. keep: gets all tokens of the completion so far, and returns how many of them to
+    limit: the most tokens to sample. keep: gets all tokens of the completion so far, and returns how many of them to
     keep and end with, or None to continue. `generator`: identity of the one that has the sequence, since the time
     `since`; None: none has. `target`: the one on which it should continue. `finish`: what the last tokens came with.
     """
@@ -95,7 +95,7 @@ class Call(Job):
         self.sampled = 0
         self.finish: Finish | None = None
         self._prompt = prompt
-        self._most = limit
+        self._limit = limit
         self._keep = keep
         self._tokens, self._logprobs, self._versions = (np.empty(0, t) for t in (np.int32, np.float32, np.int32))
 
@@ -110,7 +110,7 @@ class Call(Job):
 
     @property
     def remaining(self) -> int:
-        return self._most - self.sampled
+        return self._limit - self.sampled
 
     @property
     def min_version(self) -> int:
