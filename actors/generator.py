@@ -108,7 +108,7 @@ class Generator(Actor):
         self._yields = 0  # requests to yield the devices, which may come before `setup`
         self._device = asyncio.Lock()  # held while the engine starts, falls asleep and wakes
         self._asleep = False
-        self._flows = Flows[_Tokens](lambda tokens: 12 * len(tokens.chunk.tokens) + 16, self.spawn)
+        self._flows = Flows[_Tokens](lambda tokens: 12 * len(tokens.chunk.tokens) + 16, _columns, self.spawn)
 
     async def setup(self) -> None:
         self._weights = WeightFetcher(
@@ -223,10 +223,8 @@ class Generator(Actor):
                     return await use()
 
     @handles(OpenFlow)
-    async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[TokenColumns]:
-        async with contextlib.aclosing(self._flows.serve(request)) as parts:
-            async for tokens, failed in parts:
-                yield _columns(tokens, failed)
+    def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[Message]:
+        return self._flows.serve(request)
 
     @handles(Generate)
     async def generate(self, request: Request[Generate]) -> Done:
