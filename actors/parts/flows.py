@@ -81,7 +81,7 @@ class Job:
 
 
 class Kind(Protocol[J]):
-    """A kind of jobs, as the asker sees it."""
+    """A class of jobs, as the asker sees it."""
 
     def request(self, flow: int, jobs: Sequence[J]) -> Message:
         """The request to begin these jobs on a flow."""

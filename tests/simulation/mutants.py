@@ -24,7 +24,7 @@ from actors.parts.calls import Call
 from actors.parts.evaluations import Evaluations
 from actors.parts.group_scores import GroupScores
 from actors.parts.hangs import Hangs
-from actors.parts.jobs import CallJobs, RoutedGenerators, RoutedRewards, ScoreJob, ScoreJobs
+from actors.parts.jobs import RoutedGenerators, RoutedRewards, ScoreJob
 from actors.parts.progress import Progress
 from actors.parts.run_state import RunState
 from actors.parts.services import Services
@@ -422,13 +422,13 @@ def old_trainers_give_devices() -> AbstractContextManager[None]:
 
 def failures_in_parts_are_lost() -> AbstractContextManager[None]:
     """An asker does not look at the failed sequences in the parts of a flow."""
-    deliver = CallJobs.deliver
+    deliver = Call.deliver
 
     def deliver_tokens(part: Message, jobs: Any) -> Sequence[JobFailed]:
         deliver(part, jobs)
         return ()
 
-    return patch.multiple(CallJobs, deliver=staticmethod(deliver_tokens))
+    return patch.multiple(Call, deliver=staticmethod(deliver_tokens))
 
 
 def columns_mixed_up() -> AbstractContextManager[None]:
@@ -469,7 +469,7 @@ def rewards_negated() -> AbstractContextManager[None]:
 
 def scores_exchanged() -> AbstractContextManager[None]:
     """Where two completions are scored for an asker at the same time, each gets the score of the other one."""
-    deliver = ScoreJobs.deliver
+    deliver = ScoreJob.deliver
 
     def deliver_exchanged(part: Message, jobs: dict[int, ScoreJob]) -> Sequence[JobFailed]:
         if len(jobs) > 1:
@@ -477,7 +477,7 @@ def scores_exchanged() -> AbstractContextManager[None]:
             jobs[first], jobs[second] = jobs[second], jobs[first]
         return deliver(part, jobs)
 
-    return patch.multiple(ScoreJobs, deliver=staticmethod(deliver_exchanged))
+    return patch.multiple(ScoreJob, deliver=staticmethod(deliver_exchanged))
 
 
 def rows_for_another_scorer() -> AbstractContextManager[None]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers import needs_namespaces
 
-from actors.parts.calls import SampleFailed
+from actors.parts.calls import Call, SampleFailed
 from actors.parts.group_scores import GroupScores
-from actors.parts.jobs import CallJobs, RoutedGenerators, RoutedRewards
+from actors.parts.jobs import RoutedGenerators, RoutedRewards
 from actors.parts.router import Router
 from actors.parts.sampler import Sampler
 from actors.parts.services import Endpoint, Programs, Services
@@ -106,7 +106,7 @@ class Streams:
         self.asked, self.prompts = [], []
 
     async def do(self, member: Member, call):
-        asked = CallJobs.request(0, [call])
+        asked = Call.request(0, [call])
         self.asked.append((member.address[-1], asked.sequences[0]))
         self.prompts.append(asked.prompts[0].tolist())
         for part in self.streams[f"at{member.address[-1]}"].pop(0):
