@@ -58,8 +58,9 @@ class Cluster:
     def with_role(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
 
-    async def until(self, condition) -> None:
-        assert condition()
+    async def until(self, condition):
+        assert (value := condition())
+        return value
 
     async def do(self, member: Member, job):
         return await self.servers.do(member, job)
@@ -366,9 +367,10 @@ async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch
     members, cluster.members = cluster.members, ()
 
     async def until(condition):
-        while not condition():
+        while not (value := condition()):
             cluster.members = members
             await asyncio.sleep(0)
+        return value
 
     cluster.until = until
     assert await cluster.session({"late": 1.0}).score("done") == 1.0
