@@ -241,7 +241,7 @@ class Evaluator(Sampler):
             benchmarks = await asyncio.to_thread(self._benchmarks_at, due.version)
             try:
                 result = await self._evaluate(evaluation, benchmarks)
-            except EvaluationFailed as error:
+            except (EvaluationFailed, NotExact) as error:
                 progress = due.version, len(due.scored.rows) if due.scored else 0
                 failed[progress] += 1
                 log.warning("the evaluation failed", version=due.version, attempt=failed[progress], why=str(error))
@@ -262,7 +262,7 @@ class Evaluator(Sampler):
 
     async def _evaluate(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
         """The result of an evaluation. At `evaluator.timeout_seconds` it is made of what is scored by then. Raises
-        EvaluationFailed."""
+        EvaluationFailed and NotExact."""
         if evaluation.holder is None:
             needed = [role for role in ("generator", "reward") if ROLES[role].processes(self.config)]
             await self.until(lambda: all(map(self.with_role, needed)))
@@ -277,8 +277,6 @@ class Evaluator(Sampler):
                 "the evaluation reached evaluator.timeout_seconds", version=version, unfinished=unfinished,
                 benchmarks=_progress_of(benchmarks),
             )  # fmt: skip
-        except NotExact as error:
-            raise EvaluationFailed(str(error)) from None
         self.took(f"evaluation of version {version}", began, loop.time() - began)
         return self._result(evaluation, benchmarks)
 

@@ -96,8 +96,8 @@ class Engine(Protocol):
 
 class Generator(Actor):
     role = "generator"
-    _started: Engine | None = None
-    _fetcher: WeightFetcher | None = None
+    _engine: Engine = None  # type: ignore[assignment]  # set by `setup`, like the one below
+    _weights: WeightFetcher = None  # type: ignore[assignment]
 
     def __init__(
         self, *args: Any, start_engine: Callable[..., Awaitable[Engine]] = GenerationEngine.start,
@@ -108,10 +108,10 @@ class Generator(Actor):
         self._yields = 0  # requests to yield the devices, which may come before `setup`
         self._device = asyncio.Lock()  # held while the engine starts, falls asleep and wakes
         self._asleep = False
-        self._flows = Flows[_Tokens](lambda tokens: 12 * len(tokens.chunk.tokens) + 16, self.spawn)
+        self._flows = Flows[_Tokens](lambda tokens: 12 * len(tokens.chunk.tokens) + 16, _columns, self.spawn)
 
     async def setup(self) -> None:
-        self._fetcher = WeightFetcher(
+        self._weights = WeightFetcher(
             self.bus, self.index or 0, self.config.weights, self.config.weights_folder,
             functools.partial(self.with_role, healthy=False), lambda: self.policy,
         )  # fmt: skip
@@ -130,7 +130,7 @@ class Generator(Actor):
 
     async def _start(self) -> None:
         self.activity = "starting the engine"
-        self._started = await self._start_engine(
+        self._engine = await self._start_engine(
             Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0),
             lora=self.config.trainer.lora, sleeps=self.config.colocate, transfer=self.config.weights.backend,
         )  # fmt: skip
@@ -152,13 +152,13 @@ class Generator(Actor):
         await self._flows.emptied()
 
     async def teardown(self) -> None:
-        if self._fetcher is not None:
-            await asyncio.to_thread(self._fetcher.close)
-        if self._started is not None:
-            await self._started.close()
+        if self._weights is not None:
+            await asyncio.to_thread(self._weights.close)
+        if self._engine is not None:
+            await self._engine.close()
 
     def stats(self) -> dict[str, float]:
-        if self._started is None:
+        if self._engine is None:
             return {}
         stats = self._engine.stats()
         return {
@@ -179,23 +179,13 @@ class Generator(Actor):
 
     def engagement(self) -> Engagement | None:
         """The load of the engine, for the heartbeat. Each call also adapts the limit of concurrent sequences."""
-        if self._started is None:
+        if self._engine is None:
             return None
         stats = self._engine.stats()
         self._concurrency.adapt(stats.running, stats.waiting, stats.kv_use, stats.preemptions)
         return Engagement(
             sequences=Counter(self._sequences.values()), limit=self._concurrency.limit, version=self._engine.version
         )
-
-    @property
-    def _engine(self) -> Engine:
-        assert self._started is not None  # `setup` runs first and sets it
-        return self._started
-
-    @property
-    def _weights(self) -> WeightFetcher:
-        assert self._fetcher is not None
-        return self._fetcher
 
     @handles(YieldDevices)
     async def yield_devices(self, request: Request[YieldDevices]) -> Done:
@@ -205,7 +195,7 @@ class Generator(Actor):
 
     async def _sleep(self) -> None:
         async with self._device:
-            if self._started is not None and self.config.colocate and not self._asleep:
+            if self._engine is not None and self.config.colocate and not self._asleep:
                 self._asleep = True
                 with self.working("falling asleep", "sleep"):
                     await self._engine.sleep()
@@ -222,8 +212,7 @@ class Generator(Actor):
             yields = self._yields
             if self.config.steps and shares_devices(self.config):
                 with self._works.waiting():
-                    await self.until(lambda: bool(self.with_role("trainer", healthy=False)))
-                    trainer = self.with_role("trainer", healthy=False)[0]
+                    trainer = (await self.until(lambda: self.with_role("trainer", healthy=False)))[0]
                     try:
                         await self.ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
                     except BusError:  # it computes, has died, or has been replaced
@@ -234,14 +223,12 @@ class Generator(Actor):
                     return await use()
 
     @handles(OpenFlow)
-    async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[TokenColumns]:
-        async with contextlib.aclosing(self._flows.serve(request)) as parts:
-            async for tokens, failed in parts:
-                yield _columns(tokens, failed)
+    def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[Message]:
+        return self._flows.serve(request)
 
     @handles(Generate)
     async def generate(self, request: Request[Generate]) -> Done:
-        if self._started is None or self.state == "draining":
+        if self._engine is None or self.state == "draining":
             raise BusyError("this generator accepts no sequences: it is starting or draining")
         message, owner = request.message, request.owner
         prompts = [prompt.tolist() for prompt in message.prompts]
@@ -254,7 +241,7 @@ class Generator(Actor):
 
     @handles(EndJobs)
     async def end_jobs(self, request: Request[EndJobs]) -> Done:
-        if self._started is not None:
+        if self._engine is not None:
             names = {_name(request.owner, job) for job in request.message.jobs.tolist()}
             self._leaving |= names & self._sequences.keys()
             self._engine.hand_over(names)
@@ -299,7 +286,7 @@ class Generator(Actor):
 
     @handles(AskLogprobs)
     async def ask_logprobs(self, request: Request[AskLogprobs]) -> Logprobs:
-        if self._started is None or self.state == "draining":
+        if self._engine is None or self.state == "draining":
             raise BusyError("this generator computes no log-probs: it is starting or draining")
         ask = request.message
         wanted = ask.lineage, ask.version
@@ -315,7 +302,7 @@ class Generator(Actor):
 
     @handles(FetchWeights)
     def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
-        if self._fetcher is None:
+        if self._weights is None:
             raise BusyError("this generator is still starting and has no weights yet")
         return self._weights.serve(request)
 

@@ -413,8 +413,6 @@ class Master(HandlesRequests):
 
     async def _park(self, request: Request[Message], condition: Callable[[], T]) -> T | None:
         """The first true value of `condition`, or None shortly before the request's deadline."""
-        if value := condition():
-            return value
         try:
             async with parked(request):
                 return await self._changed.until(condition)

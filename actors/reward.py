@@ -5,24 +5,20 @@ A call that fails gives an error, never a score.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import structlog
 
 from actors.parts.flows import PART_BYTES
 from actors.parts.serving import Serving
-from actors.runtime.actor import handles
 from areal.rewards.functions import NO_OPTIONS
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.trajectory import Tokens
-from protocols.errors import BusyError, HarmfulError, RefusedError
-from protocols.messages import Completion, CompletionsScored, Done, OpenFlow, Score, Scored
-from protocols.transport import Request
+from protocols.errors import HarmfulError, RefusedError
+from protocols.messages import Completion, Scored
 
 log = structlog.get_logger()
 
@@ -43,13 +39,13 @@ class Reward(Serving):
     options: keyword arguments by name of the reward, which replace those of the configuration."""
 
     role = "reward"
-    _pool: Pool | None = None
+    _pool: Pool = None  # type: ignore[assignment]  # set by `setup`
 
     def __init__(
         self, *args: Any, functions: tuple[str, ...] = (), options: Mapping[str, Mapping[str, Any]] = NO_OPTIONS,
         make_pool: Callable[..., Pool] = RewardPool, **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(*args, size=_size, **kwargs)
+        super().__init__(*args, **kwargs)
         self._functions = functions
         self._options = options
         self._make_pool = make_pool
@@ -73,31 +69,14 @@ class Reward(Serving):
         if self._pool is not None:
             await self._pool.__aexit__(None, None, None)
 
-    @handles(OpenFlow)
-    async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[CompletionsScored]:
-        async with contextlib.aclosing(self._flows.serve(request)) as parts:
-            async for scored, failed in parts:
-                yield CompletionsScored(scored=tuple(scored), failed=tuple(failed))
-
-    @handles(Score)
-    async def score(self, request: Request[Score]) -> Done:
-        if self._pool is None:
-            raise BusyError("this reward actor is starting")
-        message = request.message
-        completions = {
-            completion.job: functools.partial(self._score, self._pool, completion, message.rows[completion.row])
-            for completion in message.completions
-        }
-        return self.begin(request, message.flow, completions)
-
-    async def _score(
-        self, pool: Pool, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
+    async def score_completions(
+        self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
-        """Do a job. Raises RefusedError."""
+        """Raises RefusedError."""
         self.check_served(completion.function)
         try:
             with self.working(f"scoring with {completion.function}"):
-                results = await pool.score_all(
+                results = await self._pool.score_all(
                     completion.function, completion.prompt, completion.completions, row, completion.tokens
                 )
         except RewardFailed as error:
@@ -107,11 +86,10 @@ class Reward(Serving):
             raise (HarmfulError if harmful else RefusedError)(str(error)) from None
         scores, parts = zip(*results, strict=True)
         scored = Scored(job=completion.job, scores=scores, parts=parts)
-        if _size(scored) > PART_BYTES:
+        if self.size(scored) > PART_BYTES:
             raise RefusedError(f"its {sum(map(len, parts))} parts are too large to be sent")
         self._scored += 1
         add(scored)
 
-
-def _size(scored: Scored) -> int:
-    return sum(64 + sum(16 + 4 * len(part) for part in parts) for parts in scored.parts)
+    def size(self, result: Scored) -> int:
+        return sum(64 + sum(16 + 4 * len(part) for part in parts) for parts in result.parts)

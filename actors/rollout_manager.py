@@ -28,7 +28,6 @@ from protocols.messages import (
     AskCalls,
     AskPermits,
     AskSamples,
-    Cause,
     Done,
     GroupFailed,
     GroupStarted,
@@ -76,7 +75,7 @@ class RolloutManager(Sampler):
         self.spawn(self._balance(), "balance")
         while self.state == "healthy":
             self.activity = "waiting for a healthy generator"
-            await self.until(lambda: bool(self.with_role("generator")))
+            await self.until(lambda: self.with_role("generator"))
             self.activity = f"the generators are full, so no new group starts: {self._running} samples are running"
             await self._router.room.until(lambda: self._free_groups() > 0)
             self.activity = "waiting for permits from the master"
@@ -175,15 +174,16 @@ class RolloutManager(Sampler):
     async def _run_group(self, permit: Permit) -> None:
         try:
             await self._sample(permit)
-        except _GroupFailed as failure:
+        except SampleFailed as failure:
+            discarded = _sampled(self._sessions[permit.group])
             failed = GroupFailed(
-                group=permit.group, cause=failure.cause, reason=f"{failure}"[:4096], discarded=failure.discarded
+                group=permit.group, cause=failure.cause, reason=f"{failure}"[:4096], discarded=discarded
             )
             await self.ask_master(failed, Done)
 
     async def _sample(self, permit: Permit) -> None:
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
-        _GroupFailed."""
+        SampleFailed if the group cannot be finished."""
         row = self._row(permit.row)
         all_or_none = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
         stored = await self._stored(permit, all_or_none)
@@ -214,9 +214,7 @@ class RolloutManager(Sampler):
             scored[-1].about["discarded"] += max(0, unused)
             store(*(scored if all_or_none else scored[-1:]))
             for refusal in filter(None, await asyncio.gather(*storing)):
-                raise _GroupFailed("trainer", f"the trainer refused the group: {refusal}", _sampled(sessions))
-        except SampleFailed as failure:
-            raise _GroupFailed(failure.cause, failure, _sampled(sessions)) from None
+                raise SampleFailed("trainer", f"the trainer refused the group: {refusal}")
         finally:
             if group:
                 group.close()
@@ -248,14 +246,14 @@ class RolloutManager(Sampler):
         return sessions
 
     def _row(self, index: int) -> Row:
-        """The row of the data at the index. Raises _GroupFailed if it cannot be used."""
+        """The row of the data at the index. Raises SampleFailed if it cannot be used."""
         try:
             row = self._source.row(index)
         except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
             log.error("row failed", row=index, exc_info=error)
-            raise _GroupFailed("row", f"row {index} of the data cannot be used: {error}", 0) from None
+            raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
         if too_long := self.services.too_long(row):
-            raise _GroupFailed("long", too_long, 0)
+            raise SampleFailed("long", too_long)
         return row
 
     async def _first_scored(
@@ -340,14 +338,14 @@ class RolloutManager(Sampler):
         return {column: name for column, name in named.items() if name}
 
     async def _stored(self, permit: Permit, all_or_none: bool) -> StoredSamples:
-        """What the trainer has of the group. Raises _GroupFailed if it refuses the group."""
+        """What the trainer has of the group. Raises SampleFailed if it refuses the group."""
         if not permit.resumed:
             return StoredSamples(places=(), start_version=None)
         request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, all_or_none=all_or_none)
         try:
             return await self._ask_trainer(request, StoredSamples)
         except RefusedError as error:
-            raise _GroupFailed("trainer", f"the trainer refused the group: {error}", 0) from None
+            raise SampleFailed("trainer", f"the trainer refused the group: {error}") from None
 
     async def _calls(self, permit: Permit, place: int) -> list[SavedCall]:
         """The calls that the trainer has of a sample. Without them it is sampled anew."""
@@ -398,9 +396,9 @@ class RolloutManager(Sampler):
     async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
         """Ask the trainer, again until it answers. Raises RefusedError."""
         while True:
-            await self.until(lambda: bool(self.with_role("trainer")))
+            trainer = (await self.until(lambda: self.with_role("trainer")))[0]
             try:
-                return await self.ask(self.with_role("trainer")[0].address, request, answer, STORE_SECONDS)
+                return await self.ask(trainer.address, request, answer, STORE_SECONDS)
             except BusError as error:
                 # If the trainer was fenced, its successor will answer.
                 if isinstance(error, RefusedError) and not isinstance(error, FencedError):
@@ -426,15 +424,6 @@ class _Scored(NamedTuple):
     def tokens_sampled(self) -> int:
         """All tokens that were sampled for it, also those that are not in it."""
         return int(self.sample.sampled.sum()) + int(self.about["discarded"])
-
-
-class _GroupFailed(Exception):
-    """A group cannot be finished. `discarded`: number of tokens that were sampled for it."""
-
-    def __init__(self, cause: Cause, why: object, discarded: int) -> None:
-        super().__init__(str(why))
-        self.cause = cause
-        self.discarded = discarded
 
 
 def _keep(scored: _Scored) -> None:

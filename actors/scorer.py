@@ -9,10 +9,9 @@ one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -30,17 +29,7 @@ from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores
 from areal.workflows.conversation import Conversation, user
 from protocols.errors import RefusedError
-from protocols.messages import (
-    Completion,
-    CompletionsScored,
-    Done,
-    OpenFlow,
-    Score,
-    Scored,
-    ScoreTokens,
-    TokensScored,
-    slices,
-)
+from protocols.messages import Completion, Done, JobFailed, Message, Scored, ScoreTokens, TokensScored, slices
 from protocols.transport import Request
 
 T = TypeVar("T")
@@ -62,14 +51,14 @@ class Scorer(Serving):
     """name: what it serves, one of the run's `scorers`."""
 
     role = "scorer"
-    _engine: FrozenModel | None = None
-    _settings: ScorerConfig  # once it is healthy
+    _engine: FrozenModel = None  # type: ignore[assignment]  # set by `setup`, like the one below
+    _settings: ScorerConfig
 
     def __init__(
         self, *args: Any, name: str, start_engine: Callable[..., Awaitable[FrozenModel]] = GenerationEngine.start,
         load_tokenizer: Callable[[str], Any] = load_tokenizer, **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(*args, size=_size, **kwargs)
+        super().__init__(*args, **kwargs)
         self._name = name
         self._start_engine = start_engine
         self._load_tokenizer = load_tokenizer
@@ -99,24 +88,24 @@ class Scorer(Serving):
         if self._engine is not None:
             await self._engine.close()
 
-    @handles(OpenFlow)
-    async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[TokensScored | CompletionsScored]:
-        async with contextlib.aclosing(self._flows.serve(request)) as parts:
-            async for rows, failed in parts:
-                if self._settings.kind != "logprobs":
-                    yield CompletionsScored(scored=tuple(rows), failed=tuple(failed))
-                    continue
-                scores = [row.scores for row in rows]
-                yield TokensScored(
-                    jobs=np.array([row.job for row in rows], np.int64),
-                    counts=np.array([len(score.logprobs) for score in scores], np.int32),
-                    logprobs=np.concatenate([np.zeros(0, np.float32), *(score.logprobs for score in scores)]),
-                    top_tokens=np.concatenate([np.zeros(0, np.int32), *(score.top_tokens.ravel() for score in scores)]),
-                    top_logprobs=np.concatenate(
-                        [np.zeros(0, np.float32), *(score.top_logprobs.ravel() for score in scores)]
-                    ),
-                    failed=tuple(failed),
-                )
+    def size(self, result: _Row | Scored) -> int:
+        if isinstance(result, Scored):
+            return 64
+        scores = result.scores
+        return 16 + scores.logprobs.nbytes + scores.top_tokens.nbytes + scores.top_logprobs.nbytes
+
+    def part(self, results: list[Any], failed: list[JobFailed]) -> Message:
+        if self._settings.kind != "logprobs":
+            return super().part(results, failed)
+        scores = [row.scores for row in results]
+        return TokensScored(
+            jobs=np.array([row.job for row in results], np.int64),
+            counts=np.array([len(score.logprobs) for score in scores], np.int32),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(score.logprobs for score in scores)]),
+            top_tokens=np.concatenate([np.zeros(0, np.int32), *(score.top_tokens.ravel() for score in scores)]),
+            top_logprobs=np.concatenate([np.zeros(0, np.float32), *(score.top_logprobs.ravel() for score in scores)]),
+            failed=tuple(failed),
+        )
 
     @handles(ScoreTokens)
     async def score_tokens(self, request: Request[ScoreTokens]) -> Done:
@@ -128,28 +117,15 @@ class Scorer(Serving):
         }
         return self.begin(request, message.flow, rows)
 
-    @handles(Score)
-    async def score(self, request: Request[Score]) -> Done:
-        message = request.message
-        completions = {
-            completion.job: functools.partial(
-                self._score_text, f"{request.owner} {completion.job}", completion, message.rows[completion.row]
-            )
-            for completion in message.completions
-        }
-        return self.begin(request, message.flow, completions)
-
     async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_Row], None]) -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
-        assert self._engine is not None  # it is healthy
         top_k = self.config.top_k_of(self._name)
         add(_Row(job, await self._computed(self._engine.score(key, tokens, top_k))))
 
-    async def _score_text(
+    async def score_completions(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
-        """Score a completion, or all of a group. The part `tokens` counts what was read and written. Raises as `_score`
-        does."""
+        """The part `tokens` counts what was read and written. Raises as `_score` does."""
         self._check(completion.function, scores_tokens=False)
         if self._settings.kind in JUDGES:
             call = self._judge.call(completion.prompt, completion.completions, row)
@@ -160,7 +136,6 @@ class Scorer(Serving):
         add(Scored(job=completion.job, scores=scores, parts=parts))
 
     async def _classify(self, key: str, completion: Completion, row: Mapping[str, Any]) -> Result:
-        assert self._engine is not None  # it is healthy
         try:
             (text,) = completion.completions
             tokens = self._tokens(completion.prompt, text, row)
@@ -175,7 +150,6 @@ class Scorer(Serving):
 
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
         """A judge's answer, and how many tokens it and the prompt have. Raises as the engine does."""
-        assert self._engine is not None  # it is healthy
         prompt = Conversation(self._tokenizer).prompt([user(text)])
         chunks = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
         tokens = [token async for chunk in chunks for token in chunk.tokens.tolist()]
@@ -215,10 +189,3 @@ class _Row(NamedTuple):
 
     job: int
     scores: TokenScores
-
-
-def _size(result: _Row | Scored) -> int:
-    if isinstance(result, Scored):
-        return 64
-    scores = result.scores
-    return 16 + scores.logprobs.nbytes + scores.top_tokens.nbytes + scores.top_logprobs.nbytes

@@ -163,8 +163,6 @@ class Trainer(Actor):
         self._direct = DirectSender(self, VERSIONS_KEPT)
         self._probes = Probes(self)
         self._lineage = 0
-        self.steps_to_redo: dict[int, tuple[str, ...]] = {}
-        """The ids of the groups of each step that may have to be redone."""
         self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._reporting: set[str] = set()  # groups that are complete, while the master is told
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
@@ -277,11 +275,6 @@ class Trainer(Actor):
             return {}
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
         return {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
-
-    @property
-    def saving(self) -> bool:
-        """True until the last checkpoint is written, and the groups that it covers have left the spool."""
-        return self._saving is not None and not self._saving.done()
 
     # --- devices that generators share
 
@@ -473,13 +466,9 @@ class Trainer(Actor):
         found = await asyncio.to_thread(checkpoints_in, self.config.folder)
         kept = {*map(version_of, found), recovery.covered, self._version} - {first_version(self.config.folder)}
         self._checkpoints = sorted(version for version in kept if version <= self._version)
-        for version in range(recovery.covered, recovery.version):
+        for version in range(self._version, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
-            batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
-            if version < self._version:  # only redone if the checkpoint turns out to be damaged
-                self.steps_to_redo[version] = batch.groups
-                continue
-            _, groups = await self._train(batch)
+            _, groups = await self._train(await self.ask_master(AskBatch(version=version), BatchAnswer))
             self._rollouts.add_trained(self._version, groups, self._learner.values)
         if recovery.lineage:
             await self._publish_again(self.policy)
@@ -575,7 +564,6 @@ class Trainer(Actor):
         metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
         if verdict := self._guard.check(metrics):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
-        self.steps_to_redo[self._version] = batch.groups
         self._version += 1
         return metrics | _metrics(groups), groups
 
@@ -698,8 +686,6 @@ class Trainer(Actor):
         needless = (await self.ask_master(saved, CheckpointAnswer)).drop.splitlines()
         self._checkpoint_version = version
         await self.on_disk("the spool", self._spool.forget, needless)
-        for step in [step for step in self.steps_to_redo if step < covered]:
-            del self.steps_to_redo[step]
         self._checkpoints.append(version)
         while len(self._checkpoints) > limit:
             await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))

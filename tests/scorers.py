@@ -62,7 +62,7 @@ async def scores_of(actor: Scorer, asked: Sequence[Asked]) -> list[tuple[float, 
     """The scores that a reward model gives, and the numbers of tokens that it read, by the code that a flow calls."""
     added: list[Any] = []
     jobs = [
-        actor._score_text(
+        actor.score_completions(
             f"{job}", Completion(job=job, function=actor._name, prompt=prompt, completions=(completion,), row=0), row,
             added.append,
         )

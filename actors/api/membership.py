@@ -51,13 +51,13 @@ class Membership:
 
     def ask(self, message: Message, patience: float = 10.0) -> Any:
         """The master's answer. Raises UserError."""
-        return self._run(lambda: ask_once(self._network(), self.master, message, patience)).result()
+        return self._run(ask_once(self._network(), self.master, message, patience)).result()
 
     def add(self, role: str, make: Make) -> Future[None]:
         """Have another actor join the run, and again whenever the master fences it. What is returned is done once it is
         ready, or fails with a UserError."""
         ready: Future[None] = Future()
-        life = self._run(lambda: self._live(role, make, ready))
+        life = self._run(self._live(role, make, ready))
         self._lives.append(life)
         life.add_done_callback(lambda ended: _follow(ended, ready))
         return ready
@@ -76,8 +76,8 @@ class Membership:
         for actor in self._actors:
             actor.leave("its process")
 
-    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(_begun(work), self._loop)
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _network(self) -> ZmqNetwork:
         return open_network(host_of(self.master), keys=self._keys)
@@ -98,11 +98,6 @@ class Membership:
             if again:
                 log.warning("an actor of this process joins the run again", role=role, why=ending.reason)
                 await asyncio.sleep(AGAIN_SECONDS)
-
-
-async def _begun(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Calls `work` inside the loop, where buses and actors have to be made."""
-    return await work()
 
 
 def _follow(life: Future[None], ready: Future[None]) -> None:

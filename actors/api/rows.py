@@ -16,11 +16,6 @@ FILE = "rows.jsonl"
 CHECKED = 10_000
 
 
-def is_source(data: Any) -> bool:
-    """Whether `data` names a source of rows, and is no rows itself."""
-    return isinstance(data, str | Path)
-
-
 def write_rows(data: Any, folder: Path) -> tuple[Path, bool]:
     """Write rows into the folder of a run. data: mappings, a datasets.Dataset, or a pandas DataFrame. Returns the file,
     and whether the first row has an answer. Raises UserError if they are no rows."""

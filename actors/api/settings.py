@@ -59,12 +59,10 @@ def settings_of(
     if workflow is not None:
         given["rollout_manager"] = merged(given.get("rollout_manager", {}), {"workflow": EXTERNAL})
     values = _values(config, given)
-    if data is None:
-        own_rows = False
-        complete = _configured(values, given)
-    else:
-        own_rows = not rows.is_source(data)
-        complete = _configured(_with_source(values, rows.FILE if own_rows else str(data)), given)
+    own_rows = not isinstance(data, str | Path | None)
+    if data is not None:
+        values = _with_source(values, rows.FILE if own_rows else str(data))
+    complete = _configured(values, given)
     folder = complete.folder
     check_room(folder, resume=False)
     check_free(folder, resume=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -13,11 +13,22 @@ from areal.config import SamplingConfig
 from areal.rewards.result import Result, RewardError
 from areal.trajectory import Finish
 from areal.workflows.conversation import Generation, Keep
-from protocols.messages import Cause, Member
+from protocols.errors import BusError
+from protocols.messages import (
+    FINISHES,
+    Cause,
+    Generate,
+    JobFailed,
+    Member,
+    Message,
+    NewSequence,
+    TokenColumns,
+    slices,
+)
 
 
 class SampleFailed(Exception):
-    """A sample cannot be finished or scored, because of `cause`. It never gets a score of 0 instead."""
+    """A sample, or a group, cannot be finished or scored, because of `cause`. It never gets a score of 0 instead."""
 
     def __init__(self, cause: Cause, why: str) -> None:
         super().__init__(why)
@@ -80,9 +91,9 @@ class SampleState:
 
 class Call(Job):
     """A call of a sample to the policy (areal.generation.routing.Sequence). All tokens that arrive are kept: where a
-    generator is lost, another one continues from the last token.
+    generator is lost, another one continues from the last token. Calls with the same prompt send it once.
 
-    most: the most tokens to sample. keep: gets all tokens of the completion so far, and returns how many of them to
+    limit: the most tokens to sample. keep: gets all tokens of the completion so far, and returns how many of them to
     keep and end with, or None to continue. `generator`: identity of the one that has the sequence, since the time
     `since`; None: none has. `target`: the one on which it should continue. `finish`: what the last tokens came with.
     """
@@ -95,9 +106,43 @@ class Call(Job):
         self.sampled = 0
         self.finish: Finish | None = None
         self._prompt = prompt
-        self._most = limit
+        self._limit = limit
         self._keep = keep
         self._tokens, self._logprobs, self._versions = (np.empty(0, t) for t in (np.int32, np.float32, np.int32))
+
+    @staticmethod
+    def request(flow: int, jobs: Sequence[Call]) -> Generate:
+        prompts: dict[bytes, tuple[int, np.ndarray]] = {}  # the number of each, and its tokens
+        new = []
+        for call in jobs:
+            tokens, sampling = call.tokens, call.sampling
+            prompt, _ = prompts.setdefault(tokens.tobytes(), (len(prompts), tokens))
+            new.append(
+                NewSequence(
+                    job=call.number,
+                    prompt=prompt,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    min_p=sampling.min_p,
+                    max_new_tokens=sampling.max_new_tokens,
+                    min_new_tokens=sampling.min_new_tokens,
+                    min_version=call.min_version,
+                    first_version=call.sample.first_version,
+                )
+            )
+        return Generate(flow=flow, prompts=tuple(tokens for _, tokens in prompts.values()), sequences=tuple(new))
+
+    @staticmethod
+    def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:
+        if not isinstance(part, TokenColumns):
+            raise BusError(f"a generator sent {part.kind!r} instead of tokens")
+        for number, places, finish in zip(part.jobs.tolist(), slices(part.counts), part.finishes.tolist(), strict=True):
+            if call := jobs.get(number):
+                call.receive(part.tokens[places], part.logprobs[places], part.versions[places], FINISHES[finish])
+                if finish:
+                    del jobs[number]
+        return part.failed
 
     @property
     def tokens(self) -> np.ndarray:
@@ -110,7 +155,7 @@ class Call(Job):
 
     @property
     def remaining(self) -> int:
-        return self._most - self.sampled
+        return self._limit - self.sampled
 
     @property
     def min_version(self) -> int:

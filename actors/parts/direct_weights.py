@@ -244,28 +244,23 @@ class DirectReceiver:
         """The parts of the stream, which is also read while a part is in use: the trainer sends the next one only after
         the answer to it, so that an end of the stream meanwhile is the end of the transfer."""
 
-        def note(read: asyncio.Task[Message | None]) -> None:
+        def note(read: asyncio.Future[Message | None]) -> None:
             if not read.cancelled() and read.exception():
                 self.lost.set()
 
-        reading = asyncio.create_task(_next(stream))
+        reading = asyncio.ensure_future(anext(stream, None))
         try:
             while True:
                 part = await reading
                 if part is None:
                     return
-                reading = asyncio.create_task(_next(stream))
+                reading = asyncio.ensure_future(anext(stream, None))
                 reading.add_done_callback(note)
                 yield part
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             await stream.aclose()
-
-
-async def _next(stream: AsyncGenerator[Message, None]) -> Message | None:
-    """The next part, or None at the end."""
-    return await anext(stream, None)
 
 
 def _info(part: TransferCall) -> dict[str, Any]:

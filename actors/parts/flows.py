@@ -81,7 +81,7 @@ class Job:
 
 
 class Kind(Protocol[J]):
-    """A kind of jobs, as the asker sees it."""
+    """A class of jobs, as the asker sees it."""
 
     def request(self, flow: int, jobs: Sequence[J]) -> Message:
         """The request to begin these jobs on a flow."""
@@ -196,17 +196,20 @@ class Flow(Generic[J]):
 
 class Flows(Generic[R]):
     """The server's end of all flows to an actor, whose results are of the type R. `size`: bytes of a result in a
-    message, about."""
+    message, about. `part`: makes the message of results and failures."""
 
-    def __init__(self, size: Callable[[R], int], spawn: Spawn) -> None:
+    def __init__(
+        self, size: Callable[[R], int], part: Callable[[list[R], list[JobFailed]], Message], spawn: Spawn
+    ) -> None:  # fmt: skip
         self._size = size
+        self._part = part
         self._spawn = spawn
         self._open: dict[tuple[str, int], _Served[R]] = {}
         self._emptied = Signal()
 
-    async def serve(self, request: Request[OpenFlow]) -> AsyncGenerator[tuple[list[R], list[JobFailed]], None]:
-        """The results on a flow, as they come, and the failures. The first part has none: it says that the flow is
-        open. Raises RefusedError if it was open already, BusyError if the sender has too many."""
+    async def serve(self, request: Request[OpenFlow]) -> AsyncGenerator[Message, None]:
+        """The answer to OpenFlow: the results and the failures, as they come. The first part has none: it says that the
+        flow is open. Raises RefusedError if it was open already, BusyError if the sender has too many."""
         key = request.owner, request.message.flow
         if key in self._open:
             raise RefusedError(f"flow {key[1]} of {request.sender} is open already")
@@ -214,11 +217,11 @@ class Flows(Generic[R]):
             raise BusyError(f"{MAX_FLOWS} flows of {request.sender} are open already")
         served = self._open[key] = _Served[R]()
         try:
-            yield [], []
+            yield self._part([], [])
             while True:
-                results, failures = await self._gathered(served)
+                part = self._part(*await self._gathered(served))
                 self._emptied.notify()
-                yield results, failures
+                yield part
         finally:
             del self._open[key]
             for task in served.jobs.values():

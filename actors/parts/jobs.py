@@ -27,18 +27,14 @@ from areal.trajectory import TokenScores
 from areal.workflows.conversation import Generation
 from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
-    FINISHES,
     Cause,
     Completion,
     CompletionsScored,
-    Generate,
     JobFailed,
     Member,
     Message,
-    NewSequence,
     Score,
     ScoreTokens,
-    TokenColumns,
     TokensScored,
     actor_name,
     slices,
@@ -58,7 +54,7 @@ log = structlog.get_logger()
 
 
 class Servers:
-    """The flows of an actor to generators, reward actors and scorers, one to each."""
+    """The flows of an actor to generators, reward actors and scorers, one to each: it does jobs of one kind."""
 
     def __init__(self, bus: Bus, spawn: Spawn) -> None:
         self._bus = bus
@@ -71,7 +67,7 @@ class Servers:
         flow = self._flows.get(member.identity)
         if flow is None or flow.broken:
             self._flows = {name: open_flow for name, open_flow in self._flows.items() if not open_flow.broken}
-            flow = Flow(self._bus.peer(member.address), self._numbers, KINDS[type(job)], self._spawn)
+            flow = Flow(self._bus.peer(member.address), self._numbers, type(job), self._spawn)
             self._flows[member.identity] = flow
         return await flow.do(job)
 
@@ -126,46 +122,9 @@ class RoutedGenerators:
         return target
 
 
-class CallJobs:
-    """Jobs of generators. Those with the same prompt send it once."""
-
-    @staticmethod
-    def request(flow: int, jobs: Sequence[Call]) -> Generate:
-        prompts: dict[bytes, tuple[int, np.ndarray]] = {}  # the number of each, and its tokens
-        new = []
-        for call in jobs:
-            tokens, sampling = call.tokens, call.sampling
-            prompt, _ = prompts.setdefault(tokens.tobytes(), (len(prompts), tokens))
-            new.append(
-                NewSequence(
-                    job=call.number,
-                    prompt=prompt,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    min_p=sampling.min_p,
-                    max_new_tokens=sampling.max_new_tokens,
-                    min_new_tokens=sampling.min_new_tokens,
-                    min_version=call.min_version,
-                    first_version=call.sample.first_version,
-                )
-            )
-        return Generate(flow=flow, prompts=tuple(tokens for _, tokens in prompts.values()), sequences=tuple(new))
-
-    @staticmethod
-    def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:
-        if not isinstance(part, TokenColumns):
-            raise BusError(f"a generator sent {part.kind!r} instead of tokens")
-        for number, places, finish in zip(part.jobs.tolist(), slices(part.counts), part.finishes.tolist(), strict=True):
-            if call := jobs.get(number):
-                call.receive(part.tokens[places], part.logprobs[places], part.versions[places], FINISHES[finish])
-                if finish:
-                    del jobs[number]
-        return part.failed
-
-
 class ScoreJob(Job):
-    """A completion to score, or those of a group; the result is a list of a Result for each."""
+    """A completion to score, or those of a group; the result is a list of a Result for each. Jobs of the same row send
+    it once."""
 
     def __init__(
         self, function: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
@@ -176,13 +135,65 @@ class ScoreJob(Job):
         self.row = row
         self.tokens = tokens
 
+    @staticmethod
+    def request(flow: int, jobs: Sequence[ScoreJob]) -> Score:
+        rows = {id(job.row): job.row for job in jobs}
+        numbers = {row: number for number, row in enumerate(rows)}
+        completions = (
+            Completion(
+                job=job.number,
+                function=job.function,
+                prompt=job.prompt,
+                completions=job.completions,
+                row=numbers[id(job.row)],
+                tokens=job.tokens,
+            )
+            for job in jobs
+        )
+        return Score(flow=flow, rows=tuple(dict(row) for row in rows.values()), completions=tuple(completions))
+
+    @staticmethod
+    def deliver(part: Message, jobs: dict[int, ScoreJob]) -> Sequence[JobFailed]:
+        if not isinstance(part, CompletionsScored):
+            raise BusError(f"a reward actor sent {part.kind!r} instead of scores")
+        for scored in part.scored:
+            if (job := jobs.get(scored.job)) and len(scored.scores) != len(job.completions):
+                raise BusError("a reward actor sent scores of another number of completions")
+            if job := jobs.pop(scored.job, None):
+                job.succeed([*map(Result, scored.scores, scored.parts)])
+        return part.failed
+
 
 class TokensJob(Job):
-    """A row of tokens, int32 [T], for the scorer of this name; the result is its TokenScores."""
+    """A row of tokens, int32 [T], for the scorer of this name; the result is its TokenScores. All jobs of a flow are
+    for one name: it leads to one scorer, which has one."""
 
     def __init__(self, scorer: str, tokens: np.ndarray) -> None:
         self.scorer = scorer
         self.tokens = tokens
+
+    @staticmethod
+    def request(flow: int, jobs: Sequence[TokensJob]) -> ScoreTokens:
+        return ScoreTokens(
+            flow=flow,
+            scorer=jobs[0].scorer,
+            jobs=np.array([job.number for job in jobs], np.int64),
+            counts=np.array([len(job.tokens) for job in jobs], np.int32),
+            tokens=np.concatenate([job.tokens for job in jobs]),
+        )
+
+    @staticmethod
+    def deliver(part: Message, jobs: dict[int, TokensJob]) -> Sequence[JobFailed]:
+        if not isinstance(part, TokensScored):
+            raise BusError(f"a scorer sent {part.kind!r} instead of log-probs")
+        shape = len(part.logprobs), len(part.top_tokens) // max(1, len(part.logprobs))
+        top_tokens, top_logprobs = part.top_tokens.reshape(shape), part.top_logprobs.reshape(shape)
+        for number, places in zip(part.jobs.tolist(), slices(part.counts), strict=True):
+            if (job := jobs.get(number)) and len(part.logprobs[places]) != len(job.tokens) - 1:
+                raise BusError("a scorer sent log-probs of another number of tokens")
+            if job := jobs.pop(number, None):
+                job.succeed(TokenScores(part.logprobs[places], top_tokens[places], top_logprobs[places]))
+        return part.failed
 
 
 class RoutedRewards:
@@ -259,66 +270,3 @@ class RoutedRewards:
 
 def _digest(job: ScoreJob) -> bytes:
     return digest(job.function, job.prompt, job.completions, job.row)
-
-
-class ScoreJobs:
-    """Jobs of reward actors. Those of the same row send it once."""
-
-    @staticmethod
-    def request(flow: int, jobs: Sequence[ScoreJob]) -> Score:
-        rows = {id(job.row): job.row for job in jobs}
-        numbers = {row: number for number, row in enumerate(rows)}
-        completions = (
-            Completion(
-                job=job.number,
-                function=job.function,
-                prompt=job.prompt,
-                completions=job.completions,
-                row=numbers[id(job.row)],
-                tokens=job.tokens,
-            )
-            for job in jobs
-        )
-        return Score(flow=flow, rows=tuple(dict(row) for row in rows.values()), completions=tuple(completions))
-
-    @staticmethod
-    def deliver(part: Message, jobs: dict[int, ScoreJob]) -> Sequence[JobFailed]:
-        if not isinstance(part, CompletionsScored):
-            raise BusError(f"a reward actor sent {part.kind!r} instead of scores")
-        for scored in part.scored:
-            if (job := jobs.get(scored.job)) and len(scored.scores) != len(job.completions):
-                raise BusError("a reward actor sent scores of another number of completions")
-            if job := jobs.pop(scored.job, None):
-                job.succeed([*map(Result, scored.scores, scored.parts)])
-        return part.failed
-
-
-class TokensJobs:
-    """Jobs of scorers. Those of a request are for one name: a flow leads to one scorer, which has one."""
-
-    @staticmethod
-    def request(flow: int, jobs: Sequence[TokensJob]) -> ScoreTokens:
-        return ScoreTokens(
-            flow=flow,
-            scorer=jobs[0].scorer,
-            jobs=np.array([job.number for job in jobs], np.int64),
-            counts=np.array([len(job.tokens) for job in jobs], np.int32),
-            tokens=np.concatenate([job.tokens for job in jobs]),
-        )
-
-    @staticmethod
-    def deliver(part: Message, jobs: dict[int, TokensJob]) -> Sequence[JobFailed]:
-        if not isinstance(part, TokensScored):
-            raise BusError(f"a scorer sent {part.kind!r} instead of log-probs")
-        shape = len(part.logprobs), len(part.top_tokens) // max(1, len(part.logprobs))
-        top_tokens, top_logprobs = part.top_tokens.reshape(shape), part.top_logprobs.reshape(shape)
-        for number, places in zip(part.jobs.tolist(), slices(part.counts), strict=True):
-            if (job := jobs.get(number)) and len(part.logprobs[places]) != len(job.tokens) - 1:
-                raise BusError("a scorer sent log-probs of another number of tokens")
-            if job := jobs.pop(number, None):
-                job.succeed(TokenScores(part.logprobs[places], top_tokens[places], top_logprobs[places]))
-        return part.failed
-
-
-KINDS: dict[type[Job], Any] = {Call: CallJobs, ScoreJob: ScoreJobs, TokensJob: TokensJobs}
-"""What is done with each kind of jobs. An actor gets jobs of one kind: a scorer is a reward model, or none."""

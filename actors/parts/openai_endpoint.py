@@ -139,29 +139,28 @@ class OpenAIEndpoint:
             )
         return sample
 
+    async def _opened(self, request: web.Request, kind: type[BaseModel]) -> tuple[_Open, Any]:
+        """The open sample of a request, and the request's body as a `kind`. Raises ApiError."""
+        return self._sample(request), _parse(kind, await _body(request))
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        sample = self._sample(request)
-        body = _parse(ChatRequest, await _body(request))
+        sample, body = await self._opened(request, ChatRequest)
         return await _answer(request, sample, ChatReply(body, sample.chat.tokenizer))
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
-        sample = self._sample(request)
-        body = _parse(ResponsesRequest, await _body(request))
+        sample, body = await self._opened(request, ResponsesRequest)
         return await _answer(request, sample, ResponseReply(body, sample.responses))
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
-        sample = self._sample(request)
-        body = _parse(MessagesRequest, await _body(request))
+        sample, body = await self._opened(request, MessagesRequest)
         return await _answer(request, sample, MessageReply(body, sample.chat.tokenizer, sample.threads))
 
     async def _count(self, request: web.Request) -> web.Response:
-        sample = self._sample(request)
-        body = _parse(CountRequest, await _body(request)).chat()
-        return web.json_response({"input_tokens": openai_api.prompt_tokens(body, sample.chat.tokenizer)})
+        sample, body = await self._opened(request, CountRequest)
+        return web.json_response({"input_tokens": openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer)})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        sample = self._sample(request)
-        body = _parse(RewardRequest, await _body(request))
+        sample, body = await self._opened(request, RewardRequest)
         if body.key != sample.reward_key:
             raise ApiError(NO_REWARD, "not_the_reward_key", 403)
         sample.chat.give_reward(body.reward, body.call)

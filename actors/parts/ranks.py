@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from areal.config import UserError
 from areal.devices import CORES, settle
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from areal.storage.disk import Patience
     from areal.training.engine import TrainingEngine
 
-T = TypeVar("T")
 # Errors of a collective: another rank has died, perhaps of an error of its own.
 COLLECTIVE = re.compile(r"^Dist\w*Error|gloo|NCCL")
 
@@ -124,10 +123,7 @@ class Ranks:
             self._engine.broadcast(command)
             return obey(self._engine, command, groups)
 
-        return await self._compute(run)
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
 
 def start_engine(config: Config, patience: Patience | None = None) -> TrainingEngine:

@@ -12,7 +12,7 @@ from actors.parts.calls import SampleFailed
 from actors.parts.jobs import RoutedGenerators, RoutedRewards, Servers
 from actors.parts.policy_judges import PolicyJudges
 from actors.parts.router import Router
-from actors.parts.services import Endpoint, Programs, Services, parsers_of
+from actors.parts.services import Endpoint, Programs, Services, load_parsers
 from actors.parts.sessions import SampleSession
 from actors.runtime.actor import Actor
 from areal.config import DataConfig
@@ -58,9 +58,7 @@ class Sampler(Actor):
         self._servers = Servers(self.bus, self.spawn)
         self._source = await asyncio.to_thread(self._open_source, config.data, config.seed)
         tokenizer = await asyncio.to_thread(self._load_tokenizer, config.model, config.data)
-        parsers = parsers_of(config, tokenizer, Parsers)
-        if config.rollout_manager.names_parsers:
-            await asyncio.to_thread(parsers.load)
+        parsers = await load_parsers(config, tokenizer, Parsers)
         self._workflow = self._given_workflow or resolve_workflow(
             config.rollout_manager.workflow, config.rollout_manager.workflow_options
         )
@@ -112,8 +110,6 @@ class Sampler(Actor):
         except SampleFailed as failure:
             if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
                 self.report_failure(failure.cause, f"{failure}")
-            raise
-        except asyncio.CancelledError:
             raise
         except Exception as error:
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)

@@ -152,7 +152,10 @@ class Services:
         await self.programs.close()
 
 
-def parsers_of(config: Config, tokenizer: Any, make: type[P]) -> P:
-    """The parsers that the configuration names, not loaded yet."""
+async def load_parsers(config: Config, tokenizer: Any, make: type[P]) -> P:
+    """The parsers of the run; those that the configuration names are loaded. Raises UserError."""
     settings = config.rollout_manager
-    return make(tokenizer, settings.tool_call_parser, settings.reasoning_parser, config.data.chat_template_kwargs)
+    parsers = make(tokenizer, settings.tool_call_parser, settings.reasoning_parser, config.data.chat_template_kwargs)
+    if settings.names_parsers:
+        await asyncio.to_thread(parsers.load)
+    return parsers

@@ -2,29 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from actors.parts.flows import Flows, Work
 from actors.runtime.actor import Actor, handles
 from protocols.errors import BusyError, RefusedError
-from protocols.messages import Done, EndJobs, Message
+from protocols.messages import (
+    Completion,
+    CompletionsScored,
+    Done,
+    EndJobs,
+    JobFailed,
+    Message,
+    OpenFlow,
+    Score,
+    Scored,
+)
 from protocols.transport import Request
 
 
 class Serving(Actor):
-    """size: bytes of a result in a message, about."""
+    """A subclass implements `score_completions` and `size`."""
 
-    def __init__(self, *args: Any, size: Callable[[Any], int], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._flows = Flows[Any](size, self.spawn)
+        self._flows = Flows[Any](self.size, self.part, self.spawn)
         self._scored = self._failed = 0
+
+    def size(self, result: Any) -> int:
+        """Bytes of a result in a message, about."""
+        raise NotImplementedError
+
+    def part(self, results: list[Any], failed: list[JobFailed]) -> Message:
+        """A part of a flow."""
+        return CompletionsScored(scored=tuple(results), failed=tuple(failed))
+
+    async def score_completions(
+        self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
+    ) -> None:
+        """Score a completion, or all of a group. key: a name of the job that no other has. Raises a BusError."""
+        raise NotImplementedError
 
     async def hand_over(self) -> None:
         await self._flows.emptied()
 
     def stats(self) -> dict[str, float]:
         return {"scored": self._scored, "failed": self._failed}
+
+    @handles(OpenFlow)
+    def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[Message]:
+        return self._flows.serve(request)
+
+    @handles(Score)
+    async def score(self, request: Request[Score]) -> Done:
+        rows = request.message.rows
+        completions = {
+            completion.job: functools.partial(
+                self.score_completions, f"{request.owner} {completion.job}", completion, rows[completion.row]
+            )
+            for completion in request.message.completions
+        }
+        return self.begin(request, request.message.flow, completions)
 
     @handles(EndJobs)
     async def end_jobs(self, request: Request[EndJobs]) -> Done:

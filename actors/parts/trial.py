@@ -27,7 +27,7 @@ from rich.console import Console
 
 from actors.parts.calls import Call, SampleFailed, score_with_retries
 from actors.parts.policy_judges import PolicyJudges
-from actors.parts.services import Endpoint, Programs, Services, parsers_of
+from actors.parts.services import Endpoint, Programs, Services, load_parsers
 from actors.parts.sessions import SampleSession
 from actors.runtime.logs import configure_logging
 from actors.watching.episode import CompletionScore, Episode, Turn, show
@@ -222,11 +222,9 @@ class Trial:
         for name in names:
             rewards.check(name, one_worker.options.get(name, {}))
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
-        self._parsers = parsers_of(config, tokenizer, _Recorded)
         async with contextlib.AsyncExitStack() as used:
             with self._clock.timed("start"):
-                if config.rollout_manager.names_parsers:
-                    await asyncio.to_thread(self._parsers.load)
+                self._parsers = await load_parsers(config, tokenizer, _Recorded)
                 served = tuple(name for name in names if name not in config.policy_judges)
                 pool = await used.enter_async_context(RewardPool(served, one_worker))
                 engine = await GenerationEngine.start(Path(config.model), config.generator, version=0, seed=config.seed)

@@ -308,9 +308,9 @@ class Actor(HandlesRequests):
         if self._own_process:
             settle(CORES)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition`, which depends on the directory or the policy, is true."""
-        await self._changed.until(condition)
+    async def until(self, condition: Callable[[], T]) -> T:
+        """The first true value of `condition`, which depends on the directory or the policy."""
+        return await self._changed.until(condition)
 
     def stop(self, ending: Ending) -> None:
         """End the actor. Only the first call has an effect."""

@@ -17,19 +17,15 @@ from areal.text import shown
 # A file that has grown to this size is renamed to NAME.1, in place of an older one.
 LIMIT_BYTES = 32 << 20
 
-_file: LogFile | None = None
+_file: Backlog | None = None
 
 
-class LogFile:
+def log_file(path: Path) -> Backlog:
     """A file to which lines are appended. It and the file NAME.1 keep the newest LIMIT_BYTES to twice that. Lines that
     a full disk refuses are written later."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = Backlog(path, path.with_name(f"{path.name}.1"), LIMIT_BYTES)
-        self._file.append([])  # the file is there from the start, also if nothing is logged
-
-    def write(self, line: str) -> None:
-        self._file.append([f"{line}\n"])
+    file = Backlog(path, path.with_name(f"{path.name}.1"), LIMIT_BYTES)
+    file.append([])  # the file is there from the start, also if nothing is logged
+    return file
 
 
 def configure_logging(name: str) -> None:
@@ -53,12 +49,12 @@ def configure_logging(name: str) -> None:
 def write_log_file(path: Path) -> None:
     """From now on, also append every log line to `path`, as JSON."""
     global _file
-    _file = LogFile(path)
+    _file = log_file(path)
 
 
 def _to_file(logger: Any, method: str, event: EventDict) -> EventDict:
     if _file is not None:
-        _file.write(json.dumps(event, default=str))
+        _file.append([f"{json.dumps(event, default=str)}\n"])
     return event
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from actors.runtime.row_checks import NO_ROOMS, check_prompts, check_rows
+from actors.runtime.row_checks import check_prompts, check_rows
 from areal.config import JUDGES, Config, EngineConfig, ScorerConfig, UserError
 from areal.cpu.processor import lacks_bf16
 from areal.data.addition import ALPHABET
@@ -202,9 +202,7 @@ def check_parsers(config: Config, folder: Path) -> None:
         )
 
 
-def check_model(
-    config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int] = NO_ROOMS
-) -> None:
+def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int]) -> None:
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
     there. rooms: of scorers. Raises UserError."""
     check_heads(folder, config.trainer.sequence_parallel)

@@ -34,7 +34,6 @@ PROMPTS_SECONDS, PROMPTS = 3.0, 512
 ROWS_AT_ONCE = 128
 # Tests of a row may be large.
 CODE_ROWS_AT_ONCE = 16
-NO_ROOMS: Mapping[str, int] = {}
 # Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
 FEW_ROWS = 512
 
@@ -47,7 +46,7 @@ def check_rows(config: Config, source: PromptSource) -> None:
 
 
 def check_prompts(
-    config: Config, source: PromptSource, tokenizer: Any, context: int | None, rooms: Mapping[str, int] = NO_ROOMS
+    config: Config, source: PromptSource, tokenizer: Any, context: int | None, rooms: Mapping[str, int]
 ) -> None:
     """Check the prompts of some rows, as the model gets them: of the held-out rows, then of the others in random order.
     context: the most tokens of the model's sequences. rooms: of those of each scorer.

@@ -37,12 +37,13 @@ from typing import IO, Any
 from rich.console import Console
 
 from actors.runtime.actor import Ending, incarnation
-from actors.runtime.logs import LogFile
+from actors.runtime.logs import log_file
 from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
 from areal.config import Config
 from areal.processes import ROOT, SUPERVISED
 from areal.roles import ROLES
+from areal.storage.disk import Backlog
 from areal.storage.run_folder import read_metrics, read_summary
 from areal.text import shown
 from protocols.addresses import on_this_machine
@@ -379,15 +380,15 @@ class Supervisor:
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
         with contextlib.closing(transport):
-            out: LogFile | None = None
+            out: Backlog | None = None
             async for line in _lines(reader):
                 child.tail.append(line)
                 new = 1
                 if out is None and self._folder is not None:
-                    out = LogFile(self._folder / "logs" / f"{child.role}-{child.index}.out")
+                    out = log_file(self._folder / "logs" / f"{child.role}-{child.index}.out")
                     new = len(child.tail)
                 if out is not None:
-                    out.write("\n".join(list(child.tail)[-new:]))
+                    out.append(f"{text}\n" for text in list(child.tail)[-new:])
 
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
         """How the run ended, if the end of this child ends it; else None."""

@@ -12,7 +12,7 @@ import scripted_policy
 from actors.evaluator import Evaluator
 from actors.parts.calls import SampleFailed
 from actors.parts.services import Services
-from actors.rollout_manager import RolloutManager, _GroupFailed, _GroupStart, _Scored
+from actors.rollout_manager import RolloutManager, _GroupStart, _Scored
 from actors.runtime.actor import Signal
 from areal.config import Config
 from areal.data.rows import Row
@@ -238,6 +238,13 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
     manager._source = SimpleNamespace(row=lambda index: Row(index, "", "", None, {}))
     manager._router = SimpleNamespace(choose=choose, place_at=lambda home: None, room=Signal())
     manager._unfinished, manager._sessions, manager._samples_finished, manager._ask_trainer = {}, {}, 0, refuse
-    with pytest.raises(_GroupFailed, match="the trainer refused the group: a token is outside") as failed:
-        await manager._sample(Permit(group="g0.0", prompt_index=0, row=0, min_version=0))
-    assert failed.value.discarded == 2 * (SAMPLED + 4)
+    reports = []
+
+    async def report(message, answer):
+        reports.append(message)
+
+    manager.ask_master = report
+    await manager._run_group(Permit(group="g0.0", prompt_index=0, row=0, min_version=0))
+    (failed,) = reports
+    assert "the trainer refused the group: a token is outside" in failed.reason
+    assert (failed.cause, failed.discarded) == ("trainer", 2 * (SAMPLED + 4))

@@ -23,8 +23,6 @@ def check_actor(one: Incarnation, model: Model, processes: int) -> None:
         _check_policy(one)
         bounds["members"] = len(actor.directory), links
     match one.role:
-        case "trainer":
-            bounds["steps to redo"] = len(actor.steps_to_redo), _steps_to_redo(model) + 1
         case "rollout_manager" if actor.state != "stale":
             most = (model.max_staleness + 1) * model.batch_size
             bounds["groups in hand"] = len(actor._groups), 2 * most

@@ -24,7 +24,7 @@ from actors.parts.calls import Call
 from actors.parts.evaluations import Evaluations
 from actors.parts.group_scores import GroupScores
 from actors.parts.hangs import Hangs
-from actors.parts.jobs import CallJobs, RoutedGenerators, RoutedRewards, ScoreJob, ScoreJobs
+from actors.parts.jobs import RoutedGenerators, RoutedRewards, ScoreJob
 from actors.parts.progress import Progress
 from actors.parts.run_state import RunState
 from actors.parts.services import Services
@@ -169,15 +169,20 @@ def only_the_last_checkpoint() -> AbstractContextManager[None]:
 
 def payloads_of_one_checkpoint() -> AbstractContextManager[None]:
     """The trainer removes groups from its spool once one checkpoint covers them, so that none before it can be used."""
-    forget = Trainer._complete_checkpoint
+    train, forget = Trainer._train, Trainer._complete_checkpoint
+
+    async def train_and_note(trainer: Trainer, batch: Any) -> Any:
+        done = await train(trainer, batch)
+        vars(trainer).setdefault("trained", {})[trainer._version] = batch.groups
+        return done
 
     async def complete(trainer: Trainer, version: int, *arguments: Any) -> Any:
         error = await forget(trainer, version, *arguments)
-        steps = [step for step in trainer.steps_to_redo if step < version]
-        trainer._spool.forget(group for step in steps for group in trainer.steps_to_redo[step])
+        trained = vars(trainer).get("trained", {})
+        trainer._spool.forget(group for step in trained if step <= version for group in trained[step])
         return error
 
-    return patch.multiple(Trainer, _complete_checkpoint=complete)
+    return patch.multiple(Trainer, _train=train_and_note, _complete_checkpoint=complete)
 
 
 def nothing_saved_on_leaving() -> AbstractContextManager[None]:
@@ -417,13 +422,13 @@ def old_trainers_give_devices() -> AbstractContextManager[None]:
 
 def failures_in_parts_are_lost() -> AbstractContextManager[None]:
     """An asker does not look at the failed sequences in the parts of a flow."""
-    deliver = CallJobs.deliver
+    deliver = Call.deliver
 
     def deliver_tokens(part: Message, jobs: Any) -> Sequence[JobFailed]:
         deliver(part, jobs)
         return ()
 
-    return patch.multiple(CallJobs, deliver=staticmethod(deliver_tokens))
+    return patch.multiple(Call, deliver=staticmethod(deliver_tokens))
 
 
 def columns_mixed_up() -> AbstractContextManager[None]:
@@ -464,7 +469,7 @@ def rewards_negated() -> AbstractContextManager[None]:
 
 def scores_exchanged() -> AbstractContextManager[None]:
     """Where two completions are scored for an asker at the same time, each gets the score of the other one."""
-    deliver = ScoreJobs.deliver
+    deliver = ScoreJob.deliver
 
     def deliver_exchanged(part: Message, jobs: dict[int, ScoreJob]) -> Sequence[JobFailed]:
         if len(jobs) > 1:
@@ -472,7 +477,7 @@ def scores_exchanged() -> AbstractContextManager[None]:
             jobs[first], jobs[second] = jobs[second], jobs[first]
         return deliver(part, jobs)
 
-    return patch.multiple(ScoreJobs, deliver=staticmethod(deliver_exchanged))
+    return patch.multiple(ScoreJob, deliver=staticmethod(deliver_exchanged))
 
 
 def rows_for_another_scorer() -> AbstractContextManager[None]:

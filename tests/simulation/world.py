@@ -551,8 +551,9 @@ class World:
             asked |= set(found)  # the trainer has died, and the next one empties the spool when it starts
         # One that does not know yet that it was replaced may put groups on the disk, which both of them have here.
         for current in trainers:
-            if current.actor.saving:  # it forgets them once the master has answered
-                asked |= {group for groups in current.actor.steps_to_redo.values() for group in groups}
+            saving = current.actor._saving
+            if saving is not None and not saving.done():  # it forgets them once the master has answered
+                asked |= {group for groups in self.oracle.disk.batches.values() for group in groups}
             if current.bus.identity.name == trainer:
                 others = (group for group in found if self.spooled_by[group][0] is not current)
                 asked |= {group for group in others if self.spooled_by[group][1] >= current.began}

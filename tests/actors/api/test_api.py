@@ -19,7 +19,7 @@ from actors.api.rows import write_rows
 from actors.api.settings import named_rewards, settings_of
 from actors.master import Master
 from actors.parts.flows import Flow
-from actors.parts.jobs import ScoreJob, ScoreJobs
+from actors.parts.jobs import ScoreJob
 from actors.runtime.addresses import open_network, take_folder
 from areal.config import RewardConfig, UserError, dump_config
 from areal.processes import KEYS, ROOT
@@ -71,7 +71,7 @@ async def scored(asker: Bus, member: Member, *completions: str) -> list[float]:
             flows.append(tasks.create_task(work))
             return flows[-1]
 
-        flow = Flow(asker.peer(member.address), itertools.count(), ScoreJobs, spawn)
+        flow = Flow(asker.peer(member.address), itertools.count(), ScoreJob, spawn)
         jobs = [ScoreJob(member.serves[0], "p", [text], {"prompt": "p"}, None) for text in completions]
         results = await asyncio.gather(*(flow.do(job) for job in jobs))
         for task in flows:

@@ -429,10 +429,10 @@ async def test_where_a_trainer_dies_while_tensors_land_nothing_is_sampled_until_
         assert cluster.engine.stats().tokens_generated == generated  # the weights are torn now
         assert cluster.engine.version == before
         fetched.set()
-        return await type(cluster.generator._fetcher).fetch(cluster.generator._fetcher, policy)
+        return await type(cluster.generator._weights).fetch(cluster.generator._weights, policy)
 
     at_call(monkeypatch, "update_weights", die)
-    monkeypatch.setattr(cluster.generator._fetcher, "fetch", fetch)
+    monkeypatch.setattr(cluster.generator._weights, "fetch", fetch)
     async with running(cluster) as (progress, tasks):
         await cluster.load()
         assert fetched.is_set()
@@ -492,7 +492,7 @@ async def test_an_engine_that_waits_for_a_silent_trainer_is_ended_and_another_go
         await GenerationEngine.start(cluster.model(0), CONFIG, version=0, transfer="gloo"),
     )
     await ended.close()
-    cluster.generator._started = cluster.engine
+    cluster.generator._engine = cluster.engine
     await cluster.another_trainer()
     await cluster.publish()
     await cluster.load()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 
@@ -47,21 +46,19 @@ class Server:
     """What it does with a job stands in the job's text. `parts`, `requests`: what travelled, by number of jobs."""
 
     def __init__(self) -> None:
-        self.flows = Flows(lambda scored: 1000, lambda work, name: asyncio.create_task(work, name=name))
+        self.flows = Flows(lambda scored: 1000, self.part, lambda work, name: asyncio.create_task(work, name=name))
         self.goes_on = asyncio.Event()
         self.running, self.parts, self.requests = set(), [], []
         self.bus = Bus("reward/0#s", network())
         self.address = self.bus.serve("tcp://127.0.0.1:*", self.handle, pytest.fail)
 
     def handle(self, request):
-        return self.stream(request) if isinstance(request.message, OpenFlow) else self.answer(request)
+        return self.flows.serve(request) if isinstance(request.message, OpenFlow) else self.answer(request)
 
-    async def stream(self, request):
-        async with contextlib.aclosing(self.flows.serve(request)) as parts:
-            async for scored, failed in parts:
-                if scored or failed:
-                    self.parts.append(len(scored) + len(failed))
-                yield CompletionsScored(scored=tuple(scored), failed=tuple(failed))
+    def part(self, scored, failed):
+        if scored or failed:
+            self.parts.append(len(scored) + len(failed))
+        return CompletionsScored(scored=tuple(scored), failed=tuple(failed))
 
     async def answer(self, request):
         asked = request.message

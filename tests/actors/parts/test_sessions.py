@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers import needs_namespaces
 
-from actors.parts.calls import SampleFailed
+from actors.parts.calls import Call, SampleFailed
 from actors.parts.group_scores import GroupScores
-from actors.parts.jobs import CallJobs, RoutedGenerators, RoutedRewards
+from actors.parts.jobs import RoutedGenerators, RoutedRewards
 from actors.parts.router import Router
 from actors.parts.sampler import Sampler
 from actors.parts.services import Endpoint, Programs, Services
@@ -58,8 +58,9 @@ class Cluster:
     def with_role(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
 
-    async def until(self, condition) -> None:
-        assert condition()
+    async def until(self, condition):
+        assert (value := condition())
+        return value
 
     async def do(self, member: Member, job):
         return await self.servers.do(member, job)
@@ -106,7 +107,7 @@ class Streams:
         self.asked, self.prompts = [], []
 
     async def do(self, member: Member, call):
-        asked = CallJobs.request(0, [call])
+        asked = Call.request(0, [call])
         self.asked.append((member.address[-1], asked.sequences[0]))
         self.prompts.append(asked.prompts[0].tolist())
         for part in self.streams[f"at{member.address[-1]}"].pop(0):
@@ -366,9 +367,10 @@ async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch
     members, cluster.members = cluster.members, ()
 
     async def until(condition):
-        while not condition():
+        while not (value := condition()):
             cluster.members = members
             await asyncio.sleep(0)
+        return value
 
     cluster.until = until
     assert await cluster.session({"late": 1.0}).score("done") == 1.0

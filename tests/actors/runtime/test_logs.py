@@ -41,9 +41,9 @@ def test_a_traceback_keeps_its_lines(log, capsys):
 def test_a_log_file_is_bounded_and_keeps_the_newest_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "LIMIT_BYTES", 4096)
     file = tmp_path / "logs" / "master-0.jsonl"
-    log = logs.LogFile(file)
+    log = logs.log_file(file)
     for number in range(1000):
-        log.write(f"{number:05d}" + "." * 95)
+        log.append([f"{number:05d}" + "." * 95 + "\n"])
     kept = [line for name in ("master-0.jsonl.1", "master-0.jsonl") for line in (file.parent / name).open()]
     assert sorted(path.name for path in file.parent.iterdir()) == ["master-0.jsonl", "master-0.jsonl.1"]
     assert sum(path.stat().st_size for path in file.parent.iterdir()) <= 2 * 4096
