@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -282,7 +282,7 @@ class SelfTest:
             "command": shlex.join(sys.argv[1:]),
             "machine": machine(),
             "config": dump_config(self._config) if self._config else None,
-            "findings": [{"model": row.model} | row.finding.as_dict() for row in self._rows],
+            "findings": [{"model": row.model} | asdict(row.finding) for row in self._rows],
         }
 
 
