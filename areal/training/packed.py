@@ -109,7 +109,7 @@ class FlatBatch:
             tokens=np.concatenate([t.tokens for t in sequences]).astype(np.int32),
             logprobs=np.concatenate([t.logprobs for t in sequences]).astype(np.float32),
             versions=versions,
-            returns=np.concatenate([t.credits for t in sequences]) if differ else np.zeros(0),
+            returns=np.concatenate([t.filled("returns") for t in sequences]) if differ else np.zeros(0),
             **{name: _scored(name, sequences) for name in (*SCORED, *TOP)},
             lengths=lengths,
             shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
