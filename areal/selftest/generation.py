@@ -262,7 +262,7 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
             await _recovery(tasks, arrived, least)  # a busy machine may not have sampled for all
             times = await engine.load(Path(config.model), engine.version)
             seconds, failed_tasks = await _recovery(tasks, arrived, least)
-            load = BusyLoad(times, times.sequences_interrupted, seconds)
+            load = BusyLoad(times, seconds)
     finally:
         for task in tasks:
             task.cancel()
