@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -143,10 +144,7 @@ def parser_conflicts(key: str, name: str | None) -> Iterator[str]:
 
 def devices_of(options: Mapping[str, Any]) -> int:
     """How many times `generator.tensor_parallel` devices an engine with these options has."""
-    devices = 1
-    for name in _SIZES:
-        devices *= options.get(name, 1)
-    return devices
+    return math.prod(options.get(name, 1) for name in _SIZES)
 
 
 def deepspeed_conflicts(options: Mapping[str, Any], offload: str) -> Iterator[str]:

@@ -173,11 +173,6 @@ class Trajectory:
         """bool [T]: the tokens that the policy sampled."""
         return self.versions != NOT_SAMPLED
 
-    @property
-    def credits(self) -> np.ndarray:
-        """float64 [T]: what each token is credited with."""
-        return self.filled("returns")
-
     def filled(self, name: str, width: tuple[int, ...] = ()) -> np.ndarray:
         """An array of it. If it does not have this one: its reward at each token for the returns, else 0. width: of a
         wide column."""

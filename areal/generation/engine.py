@@ -29,12 +29,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
 import setproctitle
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.cpu import generation as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
+from areal.models import shapes_in
 from areal.processes import importing
 from areal.trajectory import Finish, TokenScores
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
@@ -852,8 +853,7 @@ def _read_shapes(folder: Path) -> Shapes:
     shapes: Shapes = {}
     for path in sorted(folder.glob("*.safetensors")) or [folder / WEIGHTS_FILE]:  # raises: it is missing
         try:
-            with safe_open(path, framework="np") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            shapes |= shapes_in(path)
         except SafetensorError as error:
             raise ValueError(f"{path.name} is cut short, or no safetensors file ({error})") from None
     return shapes

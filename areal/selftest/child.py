@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,8 @@ def serve(checks: Any) -> None:
         try:
             findings = getattr(checks, order["order"])(**order["arguments"])
             if isinstance(findings, Awaitable):
-                findings = loop.run_until_complete(_awaited(findings))
-            answer = {"found": [finding.as_dict() for finding in findings] if isinstance(findings, list) else findings}
+                findings = loop.run_until_complete(findings)
+            answer = {"found": [asdict(finding) for finding in findings] if isinstance(findings, list) else findings}
         except UserError as error:
             answer = {"error": str(error)}
         except Exception as error:  # whatever went wrong is what this check has found
@@ -164,7 +165,3 @@ def _orders() -> Iterator[dict[str, Any]]:
         if not line:
             return
         yield json.loads(line)
-
-
-async def _awaited(check: Awaitable[Any]) -> Any:
-    return await check

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,21 +66,14 @@ class Links(Protocol):
     def check_way_to(self, master: str) -> list[Finding]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFinding:
-    """A line of the table: the model that was checked, or "" for what concerns the node, and what was found."""
-
-    model: str
-    finding: Finding
-
-
 class SelfTest:
     """A self-test. options: those of the command line. Raises UserError for options that cannot be followed."""
 
     def __init__(self, options: argparse.Namespace, links: Links) -> None:
         self._options = options
         self._links = links
-        self._rows: list[ModelFinding] = []
+        # The lines of the table: the model that was checked, or "" for what concerns the node, and the finding.
+        self._rows: list[tuple[str, Finding]] = []
         self._only = set(options.only)
         if unknown := sorted(self._only - CHECKS):
             raise UserError(f"There is no check {unknown[0]!r}: known are {', '.join(sorted(CHECKS))}.")
@@ -107,7 +100,7 @@ class SelfTest:
             self.add("", [check_started_ranks()])
         else:
             self._check_all()
-        ok = not any(row.finding.result == "FAILED" for row in self._rows)
+        ok = not any(finding.result == "FAILED" for _, finding in self._rows)
         seconds = time.monotonic() - started
         if os.environ.get("RANK", "0") != "0":
             return ok
@@ -256,9 +249,7 @@ class SelfTest:
     def add(self, model: str, findings: Sequence[Finding]) -> None:
         """Keep the findings that are wanted, and all failures."""
         self._rows += [
-            ModelFinding(model, finding)
-            for finding in findings
-            if self.selects({finding.name}) or finding.result == "FAILED"
+            (model, finding) for finding in findings if self.selects({finding.name}) or finding.result == "FAILED"
         ]
 
     def _print_progress(self, what: str) -> None:
@@ -266,10 +257,9 @@ class SelfTest:
 
     def _table(self) -> Table:
         table = Table("model", "check", "result", "measured", "what to do", title="Self-test", title_justify="left")
-        for row in self._rows:
-            finding = row.finding
+        for model, finding in self._rows:
             colour = COLOURS[finding.result]
-            texts = (shown(row.model), finding.name, finding.result, shown(finding.measured), shown(finding.advice))
+            texts = (shown(model), finding.name, finding.result, shown(finding.measured), shown(finding.advice))
             cells = [text.replace("[", r"\[") for text in texts]
             table.add_row(*cells[:2], f"[{colour}]{cells[2]}[/]", *cells[3:])
         return table
@@ -282,7 +272,7 @@ class SelfTest:
             "command": shlex.join(sys.argv[1:]),
             "machine": machine(),
             "config": dump_config(self._config) if self._config else None,
-            "findings": [{"model": row.model} | row.finding.as_dict() for row in self._rows],
+            "findings": [{"model": model} | asdict(finding) for model, finding in self._rows],
         }
 
 

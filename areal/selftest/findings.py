@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 REPORT = "Report it with selftest.json attached (docs/gpu.md)."
@@ -27,9 +27,6 @@ class Finding:
     measured: str
     advice: str = ""
     values: dict[str, Any] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def judged(name: str, passed: bool, measured: str, advice: str, **values: Any) -> Finding:

@@ -94,25 +94,7 @@ class GenerationChecks:
 
     async def sleep(self, sequences: bool) -> dict[str, Any]:
         """Have the engine leave the devices, if wanted in the middle of some sequences."""
-        prompts, begun = _prompts(self._config), asyncio.Event()
-        waiting = set(range(SEQUENCES if sequences else 0))
-
-        def note(number: int) -> bool:
-            waiting.discard(number)
-            if not waiting:
-                begun.set()
-            return False
-
-        async def sample_one(number: int) -> Sampled:
-            parts: list[Chunk] = []
-            await _follow(self._engine, self._config, prompts[number], 4 * TOKENS, parts, lambda: note(number))
-            return _joined(prompts[number], parts)
-
-        self._asleep = [asyncio.create_task(sample_one(number)) for number in waiting]
-        if self._asleep:
-            first: asyncio.Future[Any] = asyncio.ensure_future(begun.wait())
-            await asyncio.wait([first, asyncio.gather(*self._asleep)], return_when=asyncio.FIRST_COMPLETED)
-            first.cancel()
+        self._asleep = await begin(self._engine, self._config, 4 * TOKENS) if sequences else []
         started = time.perf_counter()
         await self._engine.sleep()
         return {"seconds": time.perf_counter() - started, "sequences": sum(not task.done() for task in self._asleep)}
@@ -205,38 +187,47 @@ class GenerationChecks:
 
 async def sample(engine: GenerationEngine, config: Config) -> list[Sampled]:
     """Some whole sequences, by the weights that the engine has."""
-    parts: list[list[Chunk]] = [[] for _ in range(SEQUENCES)]
-    prompts = _prompts(config)
-    await asyncio.gather(*(_follow(engine, config, prompts[n], TOKENS, parts[n]) for n in range(SEQUENCES)))
-    return [_joined(prompt, chunks) for prompt, chunks in zip(prompts, parts, strict=True)]
+    return await asyncio.gather(*await begin(engine, config, TOKENS))
 
 
 async def interrupt(
     engine: GenerationEngine, config: Config, folder: Path, version: int
 ) -> tuple[list[Sampled], LoadTimes]:
     """Sequences that went on from the version before to the weights in `folder`, `version`, and what the load took."""
-    parts: list[list[Chunk]] = [[] for _ in range(SEQUENCES)]
-    prompts, begun = _prompts(config), asyncio.Event()
-    waiting = set(range(SEQUENCES))
 
-    def enough(number: int) -> bool:
-        waiting.discard(number)
-        if not waiting:
-            begun.set()
-        return sum(int((chunk.versions >= version).sum()) for chunk in parts[number]) >= AFTER
+    def enough(parts: Sequence[Chunk]) -> bool:
+        return sum(int((chunk.versions >= version).sum()) for chunk in parts) >= AFTER
 
-    async def sample_one(number: int) -> None:
-        await _follow(engine, config, prompts[number], LONGEST, parts[number], lambda: enough(number))
-        enough(number)
+    tasks = await begin(engine, config, LONGEST, enough)
+    times = await engine.load(folder, version)
+    return await asyncio.gather(*tasks), times
+
+
+async def begin(
+    engine: GenerationEngine, config: Config, tokens: int,
+    enough: Callable[[Sequence[Chunk]], bool] = lambda parts: False,
+) -> list[asyncio.Task[Sampled]]:  # fmt: skip
+    """Begin to sample some sequences, each of at most `tokens` tokens, until its chunks are `enough`. Returns once all
+    have tokens, or have ended."""
+    prompts, begun = _prompts(config), [asyncio.Event() for _ in range(SEQUENCES)]
+
+    async def sample_one(number: int) -> Sampled:
+        parts: list[Chunk] = []
+
+        def note() -> bool:
+            begun[number].set()
+            return enough(parts)
+
+        try:
+            await _follow(engine, config, prompts[number], tokens, parts, note)
+        finally:
+            begun[number].set()
+        return _joined(prompts[number], parts)
 
     tasks = [asyncio.create_task(sample_one(number)) for number in range(SEQUENCES)]
-    everything = asyncio.gather(*tasks)
-    first: asyncio.Future[Any] = asyncio.ensure_future(begun.wait())
-    await asyncio.wait([first, everything], return_when=asyncio.FIRST_COMPLETED)
-    first.cancel()
-    times = await engine.load(folder, version)
-    await everything
-    return [_joined(prompt, chunks) for prompt, chunks in zip(prompts, parts, strict=True)], times
+    for event in begun:
+        await event.wait()
+    return tasks
 
 
 async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLoad | None]:
@@ -271,7 +262,7 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
             await _recovery(tasks, arrived, least)  # a busy machine may not have sampled for all
             times = await engine.load(Path(config.model), engine.version)
             seconds, failed_tasks = await _recovery(tasks, arrived, least)
-            load = BusyLoad(times, times.sequences_interrupted, seconds)
+            load = BusyLoad(times, seconds)
     finally:
         for task in tasks:
             task.cancel()

@@ -10,12 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from areal.training.head import LogitCurve
 from areal.training.packed import PackedRow
-
-PLAIN = LogitCurve()
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: int | None = None) -> Tensor:
@@ -32,21 +28,6 @@ def attention(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window:
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = (query @ key.transpose(2, 3) / math.sqrt(query.shape[3])).masked_fill(~seen, -math.inf)
     return (torch.softmax(scores, -1) @ value).transpose(1, 2)
-
-
-def curved(logits: Tensor, curve: LogitCurve) -> Tensor:
-    """What `curve` makes of the products of a head."""
-    logits = curve.scale * logits
-    return logits if curve.cap == math.inf else curve.cap * torch.tanh(logits / curve.cap)
-
-
-def logprobs_of_whole_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, distribution: Tensor, targets: Tensor, temperature: float,
-    curve: LogitCurve = PLAIN,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probs and entropies, as `areal.training.head.linear_logprobs`."""
-    logps = torch.log_softmax(curved(linear(hidden, weight, bias), curve) / temperature, -1)
-    return logps[distribution, targets], -(logps.exp() * logps).sum(-1)[distribution]
 
 
 def logprobs_alone(model: Any, tokens: Tensor, temperature: float) -> Tensor:

@@ -26,10 +26,9 @@ much. Contexts, kernels and graphs stay."""
 
 @dataclass(frozen=True, slots=True)
 class BusyLoad:
-    """A load while the engine was full: what it took; sequences that ran; seconds until they had the next tokens."""
+    """A load while the engine was full: what it took; seconds until the sequences that ran had the next tokens."""
 
     times: LoadTimes
-    sequences: int
     recovery_seconds: float
 
 
@@ -41,10 +40,10 @@ def check_busy_load(load: BusyLoad | None, size: int) -> Finding:
     return judged(
         "busy load",
         load.recovery_seconds < RECOVERY_SECONDS,
-        f"{load.sequences} sequences: {measured}; they went on within {load.recovery_seconds:.2f} s",
+        f"{load.times.sequences_interrupted} sequences: {measured}; they went on within {load.recovery_seconds:.2f} s",
         f"The sequences of a full engine do not go on within {RECOVERY_SECONDS:.0f} s after a load: lower "
         "generator.max_concurrent_rollouts, and report it.",
-        sequences=load.sequences,
+        sequences=load.times.sequences_interrupted,
         recovery_seconds=load.recovery_seconds,
         **values,
     )

@@ -32,7 +32,7 @@ def advantages(
     """
     sample_returns, within = np.asarray(rewards, np.float64), np.zeros(len(rewards))
     gains = sample_returns[samples]
-    if returns is not None and len(returns):
+    if returns is not None:
         gains = np.asarray(returns, np.float64)
         sample_returns = _mean_of(gains, samples, sampled)
         within = _mean_of((gains - sample_returns[samples]) ** 2, samples, sampled)

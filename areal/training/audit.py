@@ -164,8 +164,9 @@ class Audit:
         by_journal: dict[str, Any] = {
             "groups_discarded": dict(counters.discarded),
             "groups_requeued": dict(counters.requeued),
+            "steps": ledger.version,
+            "prompts_open": ledger.open_prompts(),
         }
-        by_journal |= {"steps": ledger.version, "prompts_open": ledger.open_prompts()}
         finding.faults += [
             f"{name} is {value!r} by the journal and {self.summary[name]!r} by summary.json"
             for name, value in by_journal.items()

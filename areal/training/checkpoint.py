@@ -244,7 +244,9 @@ class _StoredState:
         if not file.is_file():
             raise UserError(f"{model} is not a checkpoint to resume from: it has no {STATE_FILE}.")
         try:
-            self.facts = _facts_in(file)
+            if (facts := record_of(file.read_bytes())) is None:
+                raise ValueError("it is not as it was written")
+            self.facts: dict[str, Any] = facts
             if run and self.facts.get("run") not in (None, "", run):
                 raise UserError(f"The checkpoint {model} is of another run: put back that of this run.")
             if self.facts["shapes"] != shapes:
@@ -318,12 +320,6 @@ class _StoredState:
             for kind in _random_states():
                 if (name := f"random.{kind}") in share.keys():  # noqa: SIM118 - it is not a dict
                     setters[kind](share.get_tensor(name))
-
-
-def _facts_in(file: Path) -> dict[str, Any]:
-    if (facts := record_of(file.read_bytes())) is None:
-        raise ValueError("it is not as it was written")
-    return facts
 
 
 def _checksum(pieces: Iterable[Tensor]) -> int:

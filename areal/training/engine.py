@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +328,10 @@ class TrainingEngine:
             head.measure(module, **inputs, note_window=windows.append)
             if missing := what_is_missing(module.config.get_text_config(), windows, self._longest):
                 raise UserError(f"{head} cannot be trained: {missing}.")
-            forward = partial(self._forward_whole, temperature=1.0, module=module)
+
+            def forward(row: PackedRow) -> tuple[Tensor, ...]:
+                return self._compute(row, row, 1.0, module)
+
             arguments = forward, head.embeddings, self.vocab_size, self.device
             prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)
             if self._together.size > 1:
@@ -349,7 +352,7 @@ class TrainingEngine:
     def _check_divided(self, module: torch.nn.Module, head: Head) -> None:
         """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
         if not only_attention_mixes(
-            lambda row: self._compute(row, row_inputs(row, self._attention) | {"muted": True}, 1.0, module),
+            lambda row: self._compute(row, row, 1.0, module, muted=True),
             head.embeddings,
             self.vocab_size,
             self.device,
@@ -427,23 +430,19 @@ class TrainingEngine:
         """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, and a critic's values,
         [S] each (all ranks)."""
         if self._together.size == 1:
-            return self._forward_whole(row, temperature, module)
+            return self._compute(row, row, temperature, module)
         part = self._together.part(row)
         part_inputs = {"input_ids": part.tokens, "position_ids": part.positions, "together": self._together}
-        outputs = self._compute(part, row_inputs(part.row, self._attention) | part_inputs, temperature, module)
-        return self._together.join(part, outputs)
-
-    def _forward_whole(
-        self, row: PackedRow, temperature: float, module: torch.nn.Module | None = None
-    ) -> tuple[Tensor, ...]:
-        """As `_forward`, with the whole row on this rank."""
-        return self._compute(row, row_inputs(row, self._attention), temperature, module)
+        return self._together.join(part, self._compute(part, part.row, temperature, module, **part_inputs))
 
     def _compute(
-        self, what: PackedRow | RowPart, inputs: dict[str, Any], temperature: float, module: torch.nn.Module | None
-    ) -> tuple[Tensor, ...]:
+        self, what: PackedRow | RowPart, row: PackedRow, temperature: float, module: torch.nn.Module | None,
+        **inputs: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """What the model gives for `what`, which is `row` or this rank's part of it. inputs: in place of those of the
+        row, or beside them."""
         return (module or self._deepspeed)(
-            **inputs,
+            **row_inputs(row, self._attention) | inputs,
             predicts=what.predicts,
             distribution=what.distribution,
             targets=what.targets,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,8 +211,11 @@ class Head:
         probe: given back as what the model makes of these logits.
         """
         tap = _Tap(probe)
-        with self._replaced(tap):
+        setattr(self._parent, self._name, tap)
+        try:
             output = self._forward(**inputs)
+        finally:
+            setattr(self._parent, self._name, self._linear)
         if probe is not None:
             return output.logits
         hidden = tap.hidden[0].index_select(0, predicts)
@@ -226,14 +228,6 @@ class Head:
         """The head's new forward method."""
         head = self._linear
         return linear_logprobs(hidden, head.weight, head.bias, distribution, targets, temperature, self.curve)
-
-    @contextmanager
-    def _replaced(self, tap: _Tap) -> Iterator[None]:
-        setattr(self._parent, self._name, tap)
-        try:
-            yield
-        finally:
-            setattr(self._parent, self._name, self._linear)
 
 
 class ValueHead(torch.nn.Linear):

@@ -392,8 +392,6 @@ def kl(logp: Tensor, logp_ref: Tensor, estimator: str) -> Tensor:
             return -log_r
         case "k2":
             return log_r.square() / 2
-        case "k3":
+        case _:  # k3
             log_r = log_r.clamp(max=LOG_RATIO_BOUND)
             return torch.expm1(log_r) - log_r
-        case _:
-            raise ValueError(f"unknown estimator {estimator!r}")

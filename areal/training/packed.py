@@ -109,7 +109,7 @@ class FlatBatch:
             tokens=np.concatenate([t.tokens for t in sequences]).astype(np.int32),
             logprobs=np.concatenate([t.logprobs for t in sequences]).astype(np.float32),
             versions=versions,
-            returns=np.concatenate([t.credits for t in sequences]) if differ else np.zeros(0),
+            returns=np.concatenate([t.filled("returns") for t in sequences]) if differ else np.zeros(0),
             **{name: _scored(name, sequences) for name in (*SCORED, *TOP)},
             lengths=lengths,
             shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
@@ -365,7 +365,8 @@ def packed_sdpa(
     _refuse(options)
     if row.added != row.lengths:
         key, value = key.index_select(2, row.paths), value.index_select(2, row.paths)
-    key, value = _for_each_head(query, key, value)
+    repeats = query.shape[1] // key.shape[1]  # each head of queries gets keys and values of its own
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     parts = (query.split(row.added, 2), key.split(row.lengths, 2), value.split(row.lengths, 2))
     outputs: list[Tensor] = []
     for q, k, v in zip(*parts, strict=True):
@@ -467,9 +468,3 @@ def _refuse(options: dict[str, Any]) -> None:
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"packed attention does not support {unknown}")
-
-
-def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, repeated to as many heads as the queries have."""
-    repeats = query.shape[1] // key.shape[1]
-    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)

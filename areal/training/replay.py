@@ -395,40 +395,35 @@ class Training:
     def step(
         self, step: int, batch: list[Group], check: Callable[[TrainingEngine, Config, int], None] | None = None
     ) -> dict[str, Any]:
-        """Train the batch of a step. Returns its metrics."""
-        config = self.prepare(step)
+        """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the
+        batch's samples, pi / pi_behav with pi the policy before this step, say about pi.
+
+        effective_samples: the equivalent number of equally weighted samples, as a share. reward_weighted: the mean over
+        the groups of the weighted mean of their rewards; an estimate of the reward that pi would have had on these
+        prompts.
+        """
+        config, engine = self.prepare(step), self.engine
         if check:
-            check(self.engine, config, step)
-        return _step(self.engine, config, step, batch)
-
-
-def _step(engine: TrainingEngine, config: Config, step: int, batch: list[Group]) -> dict[str, Any]:
-    """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the batch's
-    samples, pi / pi_behav with pi the policy before this step, say about pi.
-
-    effective_samples: the equivalent number of equally weighted samples, as a share. reward_weighted: the mean over the
-    groups of the weighted mean of their rewards; an estimate of the reward that pi would have had on these prompts.
-    """
-    trainer = config.trainer
-    temperature = config.sampling.temperature
-    mask = oldest_in_loss(config.on_straggler, config.max_staleness, step - 1)
-    on_rank_0 = batch if engine.rank == 0 else None
-    logp = None if trainer.proximal == "recompute" else engine.logprobs(on_rank_0, temperature=temperature)
-    result = engine.step(on_rank_0, version=step - 1, temperature=temperature, mask_older_than=mask)
-    if logp is None:
-        assert engine.values is not None  # as asked for
-        logp = engine.values.proximal_logprobs
-    samples = [sample for group in batch for sample in group.trajectories]
-    rewards = [sample.reward for sample in samples]
-    ages = [step - 1 - group.start_version for group in batch]
-    return {
-        "step": step,
-        "reward_mean": float(np.mean(rewards)),
-        "staleness_mean": float(np.mean(ages)),
-        "staleness_max": max(ages),
-        **asdict(result),
-        **weighted(batch, logp, mask, mask_cut=trainer.mask_cut),
-    }
+            check(engine, config, step)
+        trainer = config.trainer
+        temperature = config.sampling.temperature
+        mask = oldest_in_loss(config.on_straggler, config.max_staleness, step - 1)
+        on_rank_0 = batch if engine.rank == 0 else None
+        logp = None if trainer.proximal == "recompute" else engine.logprobs(on_rank_0, temperature=temperature)
+        result = engine.step(on_rank_0, version=step - 1, temperature=temperature, mask_older_than=mask)
+        if logp is None:
+            assert engine.values is not None  # as asked for
+            logp = engine.values.proximal_logprobs
+        rewards = [sample.reward for group in batch for sample in group.trajectories]
+        ages = [step - 1 - group.start_version for group in batch]
+        return {
+            "step": step,
+            "reward_mean": float(np.mean(rewards)),
+            "staleness_mean": float(np.mean(ages)),
+            "staleness_max": max(ages),
+            **asdict(result),
+            **weighted(batch, logp, mask, mask_cut=trainer.mask_cut),
+        }
 
 
 def weighted(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask_cut: bool) -> dict[str, float]:

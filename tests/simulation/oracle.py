@@ -710,6 +710,6 @@ def _digest_of_call(prompt: int, place: int, call: SavedCall) -> bytes:
 
 def _digest(sample: Trajectory) -> bytes:
     found = blake2b(f"{sample.reward} {sample.finish} {sample.branches}".encode(), digest_size=16)
-    for column in (sample.tokens, sample.logprobs, sample.versions, sample.credits):
+    for column in (sample.tokens, sample.logprobs, sample.versions, sample.filled("returns")):
         found.update(column.tobytes())
     return found.digest()

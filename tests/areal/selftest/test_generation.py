@@ -225,7 +225,7 @@ async def test_sequences_that_stop_at_a_load_of_a_full_engine_fail(generator, mo
     assert not ended
     for task in stuck:
         task.cancel()
-    load = verdicts.BusyLoad(LoadTimes(0.1, 0.2, 0.1, 64, 0), 64, seconds)
+    load = verdicts.BusyLoad(LoadTimes(0.1, 0.2, 0.1, 64, 0), seconds)
     assert verdicts.check_busy_load(load, 1000).result == "FAILED"
 
 

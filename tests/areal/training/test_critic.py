@@ -89,7 +89,7 @@ def exact_gradients(folder, batch, head):
             logps.append(logprobs_alone(model, sequence)[its])
             ws.append((logps[-1].detach() - torch.from_numpy(sequence.logprobs)[1:][its]).exp())
             own_values.append(exact_values(model, head, sequence)[its])
-            credits += sequence.credits[1:][its.numpy()].tolist()
+            credits += sequence.filled("returns")[1:][its.numpy()].tolist()
         V = torch.cat(own_values)
         rewards = -np.diff([*credits, 0.0])
         raw.append(np.array(estimates(V.tolist(), rewards.tolist(), GAMMA, LAM)))
