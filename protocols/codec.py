@@ -51,7 +51,6 @@ class Header(NamedTuple):
 
     kind: str
     sender: str
-    run: str = ""
     id: str = ""
     reply_to: str = ""
     part: int = 0
@@ -165,19 +164,12 @@ def decode_header(frames: Sequence[Frame]) -> Header:
 
 
 def _check(header: Header) -> None:
-    kind, sender, run, id, reply_to, part, remaining_ms, attempt, token, _ = header
-    texts = type(kind) is type(sender) is type(run) is type(id) is type(reply_to) is str
+    kind, sender, id, reply_to, part, remaining_ms, attempt, token, _ = header
+    texts = type(kind) is type(sender) is type(id) is type(reply_to) is str
     numbers = type(part) is type(remaining_ms) is type(attempt) is int
     if not (texts and numbers and type(token) is bytes):
         raise MalformedError("a field of the header is of the wrong type")
-    if (
-        len(kind) > 64
-        or len(sender) > 256
-        or len(run) > 256
-        or len(id) > 128
-        or len(reply_to) > 128
-        or len(token) > MAX_TOKEN_BYTES
-    ):
+    if len(kind) > 64 or len(sender) > 256 or len(id) > 128 or len(reply_to) > 128 or len(token) > MAX_TOKEN_BYTES:
         raise MalformedError("a field of the header is too long")
     if remaining_ms < 0 or attempt < 0:
         raise MalformedError("a field of the header is negative")
