@@ -19,7 +19,6 @@ import asyncio
 import functools
 import operator
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -115,11 +114,6 @@ class ZmqNetwork:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._refusals = Refusals()
         self._doorkeeping: Watch | None = None
-
-    @property
-    def refused(self) -> Counter[str]:
-        """The number of refused peers, by reason."""
-        return self._refusals.counts
 
     def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[ZmqLink, str]:
         socket = self._socket(zmq.ROUTER)

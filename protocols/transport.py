@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -103,7 +103,6 @@ class RequestServer:
 
     def __init__(self, network: Network, address: str, identity: Identity, handle: Handler, on_crash: OnCrash) -> None:
         self.identity = identity
-        self.counts: Counter[str] = Counter()
         self._handle = handle
         self._on_crash = on_crash
         self._link, self.address = network.bind(address, self._receive, on_crash)
@@ -125,24 +124,19 @@ class RequestServer:
         try:
             header = decode_header(frames)
         except ProtocolVersionError as error:
-            self.counts[error.code] += 1
             # A header of another version cannot be read, so the answer names no request.
             self._send(route, _failure(error))
             return
-        except MalformedError as error:
-            self.counts[error.code] += 1
+        except MalformedError:
             return
         if not (header.token and (header.id or header.reply_to)):
-            self.counts[MalformedError.code] += 1
             return
         key = (header.sender, header.reply_to or header.id, header.token)
         if header.reply_to:
             self._control(key, header, frames)
         elif key in self._answers:
-            self.counts["repeated"] += 1
             self._send_frames(route, self._answers[key])
         elif key in self._calls:
-            self.counts["repeated"] += 1
             self._calls[key].route = route
         else:
             self._start(key, route, header, frames)
@@ -154,10 +148,8 @@ class RequestServer:
         if header.kind == Cancel.kind:
             call.task.cancel()
         elif header.kind == Credit.kind:
-            try:
+            with contextlib.suppress(MalformedError):
                 call.grant(cast(Credit, decode_body(header.kind, frames)).parts)
-            except MalformedError as error:
-                self.counts[error.code] += 1
 
     def _start(self, key: _Key, route: Frame, header: Header, frames: list[Frame]) -> None:
         sender, asker = header.sender, (header.sender, header.token)
@@ -169,7 +161,6 @@ class RequestServer:
             if len(self._calls) >= MAX_PENDING:
                 raise BusyError(f"{MAX_PENDING} requests are open already")
         except BusError as error:
-            self.counts[error.code] += 1
             self._send(route, _failure(error), header.id)
             return
         loop = asyncio.get_running_loop()
@@ -199,7 +190,6 @@ class RequestServer:
                 answer = await result
             frames = self._encode(answer, call.id, call.sent)
         except BusError as error:
-            self.counts[error.code] += 1
             frames = self._encode(_failure(error), call.id)
         except Exception as error:  # a bug in the handler: the asker gets an error, the actor decides
             crash = error
@@ -257,7 +247,6 @@ class RequestServer:
         try:
             self._link.send([route, *frames])
         except (Full, Unreachable) as error:
-            self.counts["unreachable" if isinstance(error, Unreachable) else "full"] += 1
             return error
         return None
 
@@ -301,7 +290,6 @@ class Peer:
         self.token = token
         self.identity = identity
         self.address = address
-        self.counts: Counter[str] = Counter()
         self._ids = ids
         self._link = network.connect(address, self._receive, on_crash)
         self._waiting: dict[str, _Inbox] = {}
@@ -424,20 +412,16 @@ class Peer:
         except ProtocolVersionError as error:
             self._fail_all(error)
             return
-        except MalformedError as error:
-            self.counts[error.code] += 1
+        except MalformedError:
             return
         if not header.reply_to and isinstance(message, Failure):
             self._fail_all(from_code(message.code, message.text))
             return
         if inbox := self._waiting.get(header.reply_to):
             inbox.put((header, message))
-        else:
-            self.counts["unmatched"] += 1
 
     def _fail_all(self, error: BusError) -> None:
         # The peer uses another protocol version, so no waiting request will get an answer.
-        self.counts[error.code] += 1
         for inbox in self._waiting.values():
             inbox.put((_NOT_SENT, _failure(error)))
 
@@ -534,7 +518,6 @@ class Subscriber:
         self, network: Network, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash
     ) -> None:
         self.address = address
-        self.counts: Counter[str] = Counter()
         self._on_event = on_event
         self._link = network.subscribe(address, self._receive, on_crash)
 
@@ -542,8 +525,7 @@ class Subscriber:
         try:
             header = decode_header(frames)
             event = decode_body(header.kind, frames)
-        except BusError as error:
-            self.counts[error.code] += 1
+        except BusError:
             return
         self._on_event(header.part, event)
 
