@@ -113,8 +113,6 @@ class Totals:
     learner: Counter[str]
     tokens: int
     logged: Counter[str]
-    digest: int
-    """A hash of all messages so far, and of when they were sent."""
 
 
 class Cluster:
@@ -183,7 +181,7 @@ class Cluster:
         self._totals.append(
             Totals(
                 self.scheduler.now, self.scheduler.cpu(), self.messages.copy(), engines, learner.shares.copy(),
-                learner.tokens, self.logged.copy(), self.wire.digest,
+                learner.tokens, self.logged.copy(),
             )
         )  # fmt: skip
 

@@ -85,8 +85,7 @@ class ModelEngine:
 
     def __init__(self, costs: Costs, lengths: Lengths) -> None:
         self.version = 0
-        self.tokens = 0.0
-        self.sequence_seconds = self.busy_seconds = self.load_seconds = 0.0
+        self._totals = dict.fromkeys(("tokens", "sequence_seconds", "busy_seconds", "load_seconds"), 0.0)
         self._costs = costs
         self._setup = costs.setup
         self._lengths = lengths
@@ -148,12 +147,12 @@ class ModelEngine:
         self._stall(prefill)
         self._admit()
         self._plan()
-        self.load_seconds += self._costs.load + prefill
+        self._totals["load_seconds"] += self._costs.load + prefill
         return LoadTimes(0.0, self._costs.load, prefill, interrupted, int(self._context))
 
     def stats(self) -> EngineStats:
         use = self._context / self._costs.kv_capacity
-        return EngineStats(len(self._running), len(self._waiting), use, int(self.tokens), 0)
+        return EngineStats(len(self._running), len(self._waiting), use, int(self._totals["tokens"]), 0)
 
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
         """Log-probs of 0: nobody compares them."""
@@ -172,25 +171,20 @@ class ModelEngine:
     def account(self) -> dict[str, float]:
         """The totals of this engine up to now."""
         self._advance()
-        return {
-            "tokens": self.tokens,
-            "sequence_seconds": self.sequence_seconds,
-            "busy_seconds": self.busy_seconds,
-            "load_seconds": self.load_seconds,
-        }
+        return self._totals
 
     def _advance(self) -> None:
         """Update the counters for the steps up to now."""
         now, n = self._loop.time(), len(self._running)
-        self.sequence_seconds += n * (now - self._at)
+        self._totals["sequence_seconds"] += n * (now - self._at)
         if n:
-            self.busy_seconds += now - self._at
+            self._totals["busy_seconds"] += now - self._at
         began = max(self._at, self._stalled_until)
         if n and not self._paused and now > began:
             steps = (now - began) / self._step_seconds
             self._steps += steps
             self._context += steps * n
-            self.tokens += steps * n
+            self._totals["tokens"] += steps * n
         self._at = now
 
     def _plan(self) -> None:
