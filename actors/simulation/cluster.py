@@ -130,7 +130,6 @@ class Cluster:
         self.steps: list[dict[str, Any]] = []
         self.engines: list[ModelEngine] = []
         self.learner = ModelLearner(self.costs)
-        self.master: Master
         self._lengths = Lengths(setup)
         self._random = Random(setup.seed)
         self._loops: list[ProcessLoop] = []
@@ -212,8 +211,7 @@ class Cluster:
         match role:
             case "master":
                 journal = Journal(_memory())
-                self.master = Master(bus, self.config, journal=journal, folder=_Folder(self))  # type: ignore[arg-type]
-                return self.master
+                return Master(bus, self.config, journal=journal, folder=_Folder(self))  # type: ignore[arg-type]
             case "trainer":
                 return Trainer(
                     bus,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -21,7 +21,7 @@ from actors.simulation.lengths import Lengths
 from actors.simulation.setups import GRAIN
 from areal.config import SamplingConfig
 from areal.data.rows import Row
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes
+from areal.generation.engine import Chunk, EngineStats, LoadTimes
 from areal.rewards.result import Result
 from areal.trajectory import Finish, Group, TokenScores
 
@@ -39,7 +39,7 @@ class ModelSequence:
     `left` tokens follow after it. `parts`: (version, number of message tokens) of the chunk so far, of which the first
     `labelled` message tokens have a version."""
 
-    __slots__ = ("begin", "chunks", "context", "cut", "due", "labelled", "left", "parts", "waiter")
+    __slots__ = ("begin", "chunks", "context", "cut", "due", "labelled", "left", "parts")
 
     def __init__(self, context: int, length: int, cut: bool) -> None:
         self.context = context
@@ -49,8 +49,7 @@ class ModelSequence:
         self.due = 0
         self.labelled = 0
         self.parts: list[tuple[int, int]] = []
-        self.chunks: deque[Chunk] = deque()
-        self.waiter: asyncio.Future[None] | None = None
+        self.chunks: asyncio.Queue[Chunk] = asyncio.Queue()
 
     def go_on(self, begin: float, limit: int) -> float:
         """Sample the next chunk from engine step `begin` on. Returns the step at which it is complete."""
@@ -60,7 +59,7 @@ class ModelSequence:
         return begin + self.due
 
     def label(self, sampled: int, version: int) -> None:
-        """The first `done` tokens of this chunk are sampled. Those of them without a version get this one."""
+        """The first `sampled` tokens of this chunk are there. Those of them without a version get this one."""
         new = sampled // GRAIN - self.labelled
         if new > 0:
             self.parts.append((version, new))
@@ -73,9 +72,7 @@ class ModelSequence:
         self.parts.clear()
         n = len(versions)
         finish: Finish | None = None if self.left else ("length" if self.cut else "stop")
-        self.chunks.append(Chunk(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+        self.chunks.put_nowait(Chunk(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
 
 
 class ModelEngine:
@@ -101,7 +98,6 @@ class ModelEngine:
         self._stalled_until = 0.0
         self._paused = False
         self._timer: Any = None
-        self._error: EngineError | None = None
 
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
@@ -114,12 +110,7 @@ class ModelEngine:
         self._plan()
         try:
             while True:
-                while not stream.chunks:
-                    if self._error is not None:
-                        raise self._error
-                    stream.waiter = self._loop.create_future()
-                    await stream.waiter
-                chunk = stream.chunks.popleft()
+                chunk = await stream.chunks.get()
                 yield chunk
                 if chunk.finish is not None:
                     return
@@ -163,10 +154,7 @@ class ModelEngine:
         again.)"""
 
     async def close(self) -> None:
-        self._error = EngineError("The engine was closed.")
-        for stream in [*self._running, *self._waiting]:
-            if stream.waiter is not None and not stream.waiter.done():
-                stream.waiter.set_result(None)
+        """Does nothing: a generator that closes its engine has ended, and so has the simulation."""
 
     def account(self) -> dict[str, float]:
         """The totals of this engine up to now."""
