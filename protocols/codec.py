@@ -89,17 +89,18 @@ def encode_body(message: Message) -> list[Frame]:
             return msgpack.ExtType(_ARRAY, described)
         if isinstance(value, BaseModel):
             return value.__dict__
-        if isinstance(value, _Text):
-            _limit(message.kind, "bytes in one text", len(value.encoded), MAX_FRAME_BYTES)
-            arrays.append(value.encoded)
-            return msgpack.ExtType(_TEXT, _pack(len(arrays) - 1))
         raise MalformedError(f"a message of kind {message.kind!r} holds a {type(value).__name__}: it cannot be sent")
+
+    def apart(text: str) -> msgpack.ExtType:
+        arrays.append(text.encode())
+        _limit(message.kind, "bytes in one text", len(arrays[-1]), MAX_FRAME_BYTES)
+        return msgpack.ExtType(_TEXT, _pack(len(arrays) - 1))
 
     try:
         body = _pack(message.__dict__, pack)
         if len(body) > MAX_BODY_BYTES:
             arrays.clear()
-            body = _pack(_with_long_texts_apart(message.__dict__), pack)
+            body = _pack(_with_long_texts(message.__dict__, apart), pack)
     except (ValueError, OverflowError, RecursionError) as error:  # not Unicode, beyond 64 bits, or too deep
         raise MalformedError(f"a message of kind {message.kind!r} cannot be sent: {error!s:.200}") from None
     _limit(message.kind, "bytes of body", len(body), MAX_BODY_BYTES)
@@ -107,25 +108,17 @@ def encode_body(message: Message) -> list[Frame]:
     return [body, *arrays]
 
 
-class _Text:
-    """A text that travels as a frame of its own."""
-
-    __slots__ = ("encoded",)
-
-    def __init__(self, text: str) -> None:
-        self.encoded = text.encode()
-
-
-def _with_long_texts_apart(value: Any) -> Any:
+def _with_long_texts(value: Any, apart: Callable[[str], Any]) -> Any:
+    """The value with what `apart` makes of each long text in it."""
     match value:
         case str() if len(value) >= LONG_TEXT:
-            return _Text(value)
+            return apart(value)
         case BaseModel():
-            return _with_long_texts_apart(value.__dict__)
+            return _with_long_texts(value.__dict__, apart)
         case dict():
-            return {key: _with_long_texts_apart(part) for key, part in value.items()}
+            return {key: _with_long_texts(part, apart) for key, part in value.items()}
         case list() | tuple():
-            return [_with_long_texts_apart(part) for part in value]
+            return [_with_long_texts(part, apart) for part in value]
     return value
 
 
