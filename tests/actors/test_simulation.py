@@ -100,7 +100,7 @@ def test_a_step_takes_as_long_as_its_fullest_rank() -> None:
     setup = Setup(devices=8, minibatches=1)  # two of them train
     flops = setup.llm.training_flops
     seconds, even = Costs(setup).training([500, 9000, 2000, 8000, 3000])
-    work = flops(9000) + flops(2000), flops(8000) + flops(3000) + flops(500)
+    work = flops(9000) + flops(2000) + flops(500), flops(8000) + flops(3000)
     assert seconds / even == pytest.approx(max(work) / (sum(work) / 2))
 
 

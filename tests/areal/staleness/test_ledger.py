@@ -892,7 +892,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = self.from_a_dump()
 
     def from_a_dump(self) -> Ledger:
-        return self.ledger_class.load(through_json(self.ledger.dump()), self.settings, self.ledger.journal)
+        ledger = self.ledger_class.load(through_json(self.ledger.dump()), self.settings)
+        ledger.journal = self.ledger.journal
+        return ledger
 
     # -- what always holds
 
@@ -980,7 +982,8 @@ class RolledBackMachine(LedgerMachine):
         for name, past in deepcopy(book).items():
             setattr(self, name, past)
         self.pasts = {past: state for past, state in self.pasts.items() if past <= version}
-        self.ledger = self.ledger_class.load(dump, self.settings, self.events.append)
+        self.ledger = self.ledger_class.load(dump, self.settings)
+        self.ledger.journal = self.events.append
         lost = data.draw(st.sets(st.sampled_from(sorted(self.ready_groups)))) if self.ready_groups else set()
         for group_id in [*self.leases, *sorted(lost)]:
             if self.ledger.group(group_id):  # owners learn only later that a group was re-queued
