@@ -51,7 +51,6 @@ class Header(NamedTuple):
 
     kind: str
     sender: str
-    run: str = ""
     id: str = ""
     reply_to: str = ""
     part: int = 0
@@ -90,17 +89,18 @@ def encode_body(message: Message) -> list[Frame]:
             return msgpack.ExtType(_ARRAY, described)
         if isinstance(value, BaseModel):
             return value.__dict__
-        if isinstance(value, _Text):
-            _limit(message.kind, "bytes in one text", len(value.encoded), MAX_FRAME_BYTES)
-            arrays.append(value.encoded)
-            return msgpack.ExtType(_TEXT, _pack(len(arrays) - 1))
         raise MalformedError(f"a message of kind {message.kind!r} holds a {type(value).__name__}: it cannot be sent")
+
+    def apart(text: str) -> msgpack.ExtType:
+        arrays.append(text.encode())
+        _limit(message.kind, "bytes in one text", len(arrays[-1]), MAX_FRAME_BYTES)
+        return msgpack.ExtType(_TEXT, _pack(len(arrays) - 1))
 
     try:
         body = _pack(message.__dict__, pack)
         if len(body) > MAX_BODY_BYTES:
             arrays.clear()
-            body = _pack(_with_long_texts_apart(message.__dict__), pack)
+            body = _pack(_with_long_texts(message.__dict__, apart), pack)
     except (ValueError, OverflowError, RecursionError) as error:  # not Unicode, beyond 64 bits, or too deep
         raise MalformedError(f"a message of kind {message.kind!r} cannot be sent: {error!s:.200}") from None
     _limit(message.kind, "bytes of body", len(body), MAX_BODY_BYTES)
@@ -108,25 +108,17 @@ def encode_body(message: Message) -> list[Frame]:
     return [body, *arrays]
 
 
-class _Text:
-    """A text that travels as a frame of its own."""
-
-    __slots__ = ("encoded",)
-
-    def __init__(self, text: str) -> None:
-        self.encoded = text.encode()
-
-
-def _with_long_texts_apart(value: Any) -> Any:
+def _with_long_texts(value: Any, apart: Callable[[str], Any]) -> Any:
+    """The value with what `apart` makes of each long text in it."""
     match value:
         case str() if len(value) >= LONG_TEXT:
-            return _Text(value)
+            return apart(value)
         case BaseModel():
-            return _with_long_texts_apart(value.__dict__)
+            return _with_long_texts(value.__dict__, apart)
         case dict():
-            return {key: _with_long_texts_apart(part) for key, part in value.items()}
+            return {key: _with_long_texts(part, apart) for key, part in value.items()}
         case list() | tuple():
-            return [_with_long_texts_apart(part) for part in value]
+            return [_with_long_texts(part, apart) for part in value]
     return value
 
 
@@ -165,19 +157,12 @@ def decode_header(frames: Sequence[Frame]) -> Header:
 
 
 def _check(header: Header) -> None:
-    kind, sender, run, id, reply_to, part, remaining_ms, attempt, token, _ = header
-    texts = type(kind) is type(sender) is type(run) is type(id) is type(reply_to) is str
+    kind, sender, id, reply_to, part, remaining_ms, attempt, token, _ = header
+    texts = type(kind) is type(sender) is type(id) is type(reply_to) is str
     numbers = type(part) is type(remaining_ms) is type(attempt) is int
     if not (texts and numbers and type(token) is bytes):
         raise MalformedError("a field of the header is of the wrong type")
-    if (
-        len(kind) > 64
-        or len(sender) > 256
-        or len(run) > 256
-        or len(id) > 128
-        or len(reply_to) > 128
-        or len(token) > MAX_TOKEN_BYTES
-    ):
+    if len(kind) > 64 or len(sender) > 256 or len(id) > 128 or len(reply_to) > 128 or len(token) > MAX_TOKEN_BYTES:
         raise MalformedError("a field of the header is too long")
     if remaining_ms < 0 or attempt < 0:
         raise MalformedError("a field of the header is negative")

@@ -8,7 +8,7 @@ One task reads each socket (receiving is not cancel-safe) and passes the frames 
 cancelled at any time. The asyncio sockets of pyzmq are not used: libzmq does not announce a message again that arrives
 during another call into libzmq. So each send has to wake the reader, and only `ZmqLink` sends.
 
-Every link is encrypted, and both ends prove that they hold the run's keys. The `Doorkeeper` answers libzmq's question
+Every link is encrypted, and both ends prove that they hold the run's keys. `keep_door` answers libzmq's question
 about each peer; without an answer nobody is admitted. It is not pyzmq's `zmq.auth.asyncio`: that tells a refused peer
 the reason, after which the peer's libzmq never connects again, also once the keys were rotated.
 """
@@ -19,7 +19,6 @@ import asyncio
 import functools
 import operator
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -27,7 +26,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from protocols.codec import MAX_FRAME_BYTES, Frame
-from protocols.security import ANSWERS, HANDSHAKE_MS, Doorkeeper, KeyGeneration, Keys, Refusals
+from protocols.security import ANSWERS, HANDSHAKE_MS, KeyGeneration, Keys, Refusals, keep_door
 
 # After this many messages the reader lets other tasks run, so that a flood does not block the event loop.
 DRAIN = 256
@@ -44,7 +43,7 @@ MAX_SUBSCRIPTION_BYTES = 1024
 # Time between two attempts to connect to an address with different keys.
 OTHER_KEYS_SECONDS = 0.2
 
-# The reasons of failed handshakes. The `Doorkeeper` reports unknown keys.
+# The reasons of failed handshakes. `keep_door` reports unknown keys.
 HANDSHAKES_FAILED = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "handshake aborted or too slow",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "wrong handshake protocol",
@@ -116,11 +115,6 @@ class ZmqNetwork:
         self._refusals = Refusals()
         self._doorkeeping: Watch | None = None
 
-    @property
-    def refused(self) -> Counter[str]:
-        """The number of refused peers, by reason."""
-        return self._refusals.counts
-
     def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[ZmqLink, str]:
         socket = self._socket(zmq.ROUTER)
         socket.router_mandatory = True
@@ -183,13 +177,15 @@ class ZmqNetwork:
             door = self._context.socket(zmq.ROUTER)
             door.linger = 0
             door.bind(ANSWERS)
-            self._doorkeeping = Watch(door, Doorkeeper(self._keys, self._refusals, door.send_multipart).answer_request)
+            self._doorkeeping = Watch(
+                door, lambda frames: door.send_multipart(keep_door(frames, self._keys, self._refusals))
+            )
 
 
 class Watch:
     """Calls `handle` with each message of a socket inside this process, until closed."""
 
-    def __init__(self, socket: zmq.Socket[bytes], handle: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], handle: Callable[[list[bytes]], object]) -> None:
         self._socket = socket
         self._handle = handle
         self._loop = asyncio.get_running_loop()

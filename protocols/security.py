@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -88,8 +88,8 @@ class Keys:
         return any(z85.encode(public) == zmq.curve_public(g.client.encode()) for g in self.generations)
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Restrict what `socket` binds next to holders of the keys, about each of which the `Doorkeeper` is asked. If
-        there is no `Doorkeeper`, all peers are refused."""
+        """Restrict what `socket` binds next to holders of the keys, about each of which `keep_door` is asked. If nobody
+        asks it, all peers are refused."""
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True
@@ -187,19 +187,12 @@ class Refusals:
         log.warning("a peer was refused", address=address, reason=reason, refused=self.counts.total())
 
 
-class Doorkeeper:
-    """Tells libzmq, for each peer that has finished a handshake, whether it holds the keys (ZeroMQ RFC 27)."""
-
-    def __init__(self, keys: Keys, refusals: Refusals, answer: Callable[[list[bytes]], object]) -> None:
-        self._keys = keys
-        self._refusals = refusals
-        self._answer = answer
-
-    def answer_request(self, frames: list[bytes]) -> None:
-        """Answer one ZAP request. `frames` begin with the route of the answer."""
-        route, empty, version, number, domain, address, _, mechanism, *credentials = frames
-        admitted = domain == DOMAIN and mechanism == b"CURVE" and self._keys.lets_in(credentials[0])
-        if not admitted:
-            self._refusals.add(address.decode(errors="replace"), "unknown key")
-        status = ACCEPTED if admitted else REFUSED_SILENTLY
-        self._answer([route, empty, version, number, status, b"", b"", b""])
+def keep_door(frames: list[bytes], keys: Keys, refusals: Refusals) -> list[bytes]:
+    """Tells libzmq whether a peer that has finished a handshake holds the keys: the answer to a request of ZAP (ZeroMQ
+    RFC 27). Both begin with the route of the answer."""
+    route, empty, version, number, domain, address, _, mechanism, *credentials = frames
+    admitted = domain == DOMAIN and mechanism == b"CURVE" and keys.lets_in(credentials[0])
+    if not admitted:
+        refusals.add(address.decode(errors="replace"), "unknown key")
+    status = ACCEPTED if admitted else REFUSED_SILENTLY
+    return [route, empty, version, number, status, b"", b"", b""]

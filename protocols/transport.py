@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,6 @@ from protocols.errors import (
     DeadlineError,
     MalformedError,
     ProtocolVersionError,
-    RefusedError,
     StreamBrokenError,
     from_code,
     text_of,
@@ -102,12 +101,8 @@ class RequestServer:
     is sent back as a typed error. Any other exception is a bug of the actor and also goes to `on_crash`.
     """
 
-    def __init__(
-        self, network: Network, address: str, identity: Identity, run: str, handle: Handler, on_crash: OnCrash
-    ) -> None:
+    def __init__(self, network: Network, address: str, identity: Identity, handle: Handler, on_crash: OnCrash) -> None:
         self.identity = identity
-        self.run = run
-        self.counts: Counter[str] = Counter()
         self._handle = handle
         self._on_crash = on_crash
         self._link, self.address = network.bind(address, self._receive, on_crash)
@@ -129,24 +124,19 @@ class RequestServer:
         try:
             header = decode_header(frames)
         except ProtocolVersionError as error:
-            self.counts[error.code] += 1
             # A header of another version cannot be read, so the answer names no request.
             self._send(route, _failure(error))
             return
-        except MalformedError as error:
-            self.counts[error.code] += 1
+        except MalformedError:
             return
         if not (header.token and (header.id or header.reply_to)):
-            self.counts[MalformedError.code] += 1
             return
         key = (header.sender, header.reply_to or header.id, header.token)
         if header.reply_to:
             self._control(key, header, frames)
         elif key in self._answers:
-            self.counts["repeated"] += 1
             self._send_frames(route, self._answers[key])
         elif key in self._calls:
-            self.counts["repeated"] += 1
             self._calls[key].route = route
         else:
             self._start(key, route, header, frames)
@@ -158,24 +148,19 @@ class RequestServer:
         if header.kind == Cancel.kind:
             call.task.cancel()
         elif header.kind == Credit.kind:
-            try:
+            with contextlib.suppress(MalformedError):
                 call.grant(cast(Credit, decode_body(header.kind, frames)).parts)
-            except MalformedError as error:
-                self.counts[error.code] += 1
 
     def _start(self, key: _Key, route: Frame, header: Header, frames: list[Frame]) -> None:
         sender, asker = header.sender, (header.sender, header.token)
         open_already = self._pending.get(asker, 0)
         try:
-            if header.run and self.run and header.run != self.run:
-                raise RefusedError(f"this is run {self.run!r}, not {header.run!r}")
             message = decode_body(header.kind, frames)
             if open_already >= MAX_PENDING_PER_PEER:
                 raise BusyError(f"{MAX_PENDING_PER_PEER} requests of {sender} are open already")
             if len(self._calls) >= MAX_PENDING:
                 raise BusyError(f"{MAX_PENDING} requests are open already")
         except BusError as error:
-            self.counts[error.code] += 1
             self._send(route, _failure(error), header.id)
             return
         loop = asyncio.get_running_loop()
@@ -205,7 +190,6 @@ class RequestServer:
                 answer = await result
             frames = self._encode(answer, call.id, call.sent)
         except BusError as error:
-            self.counts[error.code] += 1
             frames = self._encode(_failure(error), call.id)
         except Exception as error:  # a bug in the handler: the asker gets an error, the actor decides
             crash = error
@@ -252,7 +236,7 @@ class RequestServer:
             self._keep_alive_later(call)
 
     def _encode(self, message: Message, reply_to: str = "", part: int = 0) -> list[Frame]:
-        return encode(Header(message.kind, self.identity.name, self.run, reply_to=reply_to, part=part), message)
+        return encode(Header(message.kind, self.identity.name, reply_to=reply_to, part=part), message)
 
     def _send(self, route: Frame, message: Message, reply_to: str = "", part: int = 0) -> Full | Unreachable | None:
         return self._send_frames(route, self._encode(message, reply_to, part))
@@ -263,7 +247,6 @@ class RequestServer:
         try:
             self._link.send([route, *frames])
         except (Full, Unreachable) as error:
-            self.counts["unreachable" if isinstance(error, Unreachable) else "full"] += 1
             return error
         return None
 
@@ -302,14 +285,11 @@ class Peer:
     """
 
     def __init__(
-        self, network: Network, identity: Identity, run: str, ids: Iterator[int], address: str, on_crash: OnCrash,
-        token: bytes,
-    ) -> None:  # fmt: skip
+        self, network: Network, identity: Identity, ids: Iterator[int], address: str, on_crash: OnCrash, token: bytes
+    ) -> None:
         self.token = token
         self.identity = identity
-        self.run = run
         self.address = address
-        self.counts: Counter[str] = Counter()
         self._ids = ids
         self._link = network.connect(address, self._receive, on_crash)
         self._waiting: dict[str, _Inbox] = {}
@@ -397,7 +377,7 @@ class Peer:
     def _head(self, message: Message, sender: str, id: str, deadline: float, attempt: int = 0) -> bytes:
         remaining = max(0, int((deadline - asyncio.get_running_loop().time()) * 1000))
         return encode_header(
-            Header(message.kind, sender, self.run, id, remaining_ms=remaining, attempt=attempt, token=self.token)
+            Header(message.kind, sender, id, remaining_ms=remaining, attempt=attempt, token=self.token)
         )
 
     async def _send(self, frames: list[Frame], until: float) -> bool:
@@ -423,9 +403,7 @@ class Peer:
         # Never waits, since it is called while a stream is being closed. The message is lost only if the connection is
         # lost, and a server drops the streams of an asker that it can no longer reach.
         with contextlib.suppress(Full, Unreachable):
-            self._link.send(
-                encode(Header(message.kind, sender, self.run, reply_to=reply_to, token=self.token), message)
-            )
+            self._link.send(encode(Header(message.kind, sender, reply_to=reply_to, token=self.token), message))
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
@@ -434,20 +412,16 @@ class Peer:
         except ProtocolVersionError as error:
             self._fail_all(error)
             return
-        except MalformedError as error:
-            self.counts[error.code] += 1
+        except MalformedError:
             return
         if not header.reply_to and isinstance(message, Failure):
             self._fail_all(from_code(message.code, message.text))
             return
         if inbox := self._waiting.get(header.reply_to):
             inbox.put((header, message))
-        else:
-            self.counts["unmatched"] += 1
 
     def _fail_all(self, error: BusError) -> None:
         # The peer uses another protocol version, so no waiting request will get an answer.
-        self.counts[error.code] += 1
         for inbox in self._waiting.values():
             inbox.put((_NOT_SENT, _failure(error)))
 
@@ -517,11 +491,9 @@ class _Inbox:
 class Publisher:
     """Publishes events with sequence numbers after `first`. Subscribers may miss events and then ask for a snapshot."""
 
-    def __init__(
-        self, network: Network, address: str, identity: Identity, run: str, first: int, on_crash: OnCrash
-    ) -> None:
+    def __init__(self, network: Network, address: str, identity: Identity, first: int, on_crash: OnCrash) -> None:
         self.sequence = first
-        self._header = Header(kind="", run=run, sender=identity.name)
+        self._header = Header(kind="", sender=identity.name)
         self._link, self.address = network.publish(address, on_crash)
 
     def publish(self, event: Message) -> None:
@@ -543,11 +515,9 @@ class Subscriber:
     gaps."""
 
     def __init__(
-        self, network: Network, run: str, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash
+        self, network: Network, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash
     ) -> None:
-        self.run = run
         self.address = address
-        self.counts: Counter[str] = Counter()
         self._on_event = on_event
         self._link = network.subscribe(address, self._receive, on_crash)
 
@@ -555,11 +525,7 @@ class Subscriber:
         try:
             header = decode_header(frames)
             event = decode_body(header.kind, frames)
-        except BusError as error:
-            self.counts[error.code] += 1
-            return
-        if header.run and self.run and header.run != self.run:
-            self.counts["foreign"] += 1  # another run's master has taken over the address
+        except BusError:
             return
         self._on_event(header.part, event)
 
@@ -577,9 +543,8 @@ class Bus:
     secret: what the tokens are made from; by default a random one.
     """
 
-    def __init__(self, identity: str, network: Network, run: str = "", secret: bytes = b"") -> None:
+    def __init__(self, identity: str, network: Network, secret: bytes = b"") -> None:
         self.identity = Identity(identity)
-        self.run = run
         self.server: RequestServer | None = None
         self._network = network
         self._secret = secret or secrets.token_bytes(32)
@@ -595,16 +560,14 @@ class Bus:
         Raises OSError (address in use).
         """
         self._on_crash = on_crash
-        self.server = RequestServer(self._network, address, self.identity, self.run, handle, on_crash)
+        self.server = RequestServer(self._network, address, self.identity, handle, on_crash)
         return self.server.address
 
     def peer(self, address: str) -> Peer:
         """The link to the server at `address`, made on first use."""
         if address not in self._peers:
             token = token_for(address, self._secret)
-            self._peers[address] = Peer(
-                self._network, self.identity, self.run, self._ids, address, self._on_crash, token
-            )
+            self._peers[address] = Peer(self._network, self.identity, self._ids, address, self._on_crash, token)
         return self._peers[address]
 
     def forget(self, address: str) -> None:
@@ -619,14 +582,14 @@ class Bus:
 
         Raises OSError (address in use).
         """
-        publisher = Publisher(self._network, address, self.identity, self.run, first, self._on_crash)
+        publisher = Publisher(self._network, address, self.identity, first, self._on_crash)
         self._event_links.append(publisher)
         return publisher
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
         """Call `on_event(sequence, event)` for each event published at `address`, until the subscriber is closed."""
         self._event_links = [end for end in self._event_links if not end.closed]
-        subscriber = Subscriber(self._network, self.run, address, on_event, self._on_crash)
+        subscriber = Subscriber(self._network, address, on_event, self._on_crash)
         self._event_links.append(subscriber)
         return subscriber
 

@@ -270,7 +270,7 @@ def flood_actors(names: list[str], frames: int, seed: int) -> bool:
             doors |= {name: run[name] for name in members}
             version = version_of(master)
         for n, (name, door) in enumerate(doors.items()):
-            flood(door, frames, Malformed(seed + n, run="run"), joins=name == "master")
+            flood(door, frames, Malformed(seed + n), joins=name == "master")
             print(row(name, door), flush=True)
             if not door.alive or door.back["stuck"]:
                 unharmed = False

@@ -46,17 +46,13 @@ LAST_WORDS = {"training_failed", "scoring_failed", "training_finished"}
 class Malformed:
     """Frames of one message after the other: a tenth valid as far as types go, the rest broken in one way or more.
 
-    senders: identities to speak as; those of members get further, with the token that they joined with. run: the name
-    of the run that is sometimes named.
+    senders: identities to speak as; those of members get further, with the token that they joined with.
     """
 
-    def __init__(
-        self, seed: int, senders: Sequence[str] = ("stranger/0#1",), run: str = "run", token: bytes = b"token"
-    ) -> None:
+    def __init__(self, seed: int, senders: Sequence[str] = ("stranger/0#1",), token: bytes = b"token") -> None:
         self.random = random.Random(seed)
         self.senders = list(senders)
         self.token = token
-        self._run = run
         self._sent: deque[list[bytes]] = deque(maxlen=64)
         self._ids = 0
         self._kinds = sorted(KINDS)
@@ -94,7 +90,7 @@ class Malformed:
         kind = self.random.choice(self._kinds)
         header: dict[Any, Any] = self._header(kind)
         for _ in range(self.random.choice((1, 1, 2))):
-            name = self.random.choice([*header, "unknown", "attempt", "part", "reply_to", "run"])
+            name = self.random.choice([*header, "unknown", "attempt", "part", "reply_to"])
             match self.random.randrange(4):
                 case 0:
                     header.pop(name, None)
@@ -175,8 +171,6 @@ class Malformed:
         header = {"v": PROTOCOL_VERSION, "kind": kind, "sender": n.choice(self.senders), "id": f"f{self._ids}"}
         if chance < 0.99:
             header["token"] = self.token
-        if chance < 0.5:
-            header["run"] = self._run
         if chance < 0.9:
             header["remaining_ms"] = n.choice((1, 50, 1000, 8000))
         if 0.9 < chance < 0.95:

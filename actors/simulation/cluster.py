@@ -113,8 +113,6 @@ class Totals:
     learner: Counter[str]
     tokens: int
     logged: Counter[str]
-    digest: int
-    """A hash of all messages so far, and of when they were sent."""
 
 
 class Cluster:
@@ -132,7 +130,6 @@ class Cluster:
         self.steps: list[dict[str, Any]] = []
         self.engines: list[ModelEngine] = []
         self.learner = ModelLearner(self.costs)
-        self.master: Master
         self._lengths = Lengths(setup)
         self._random = Random(setup.seed)
         self._loops: list[ProcessLoop] = []
@@ -183,7 +180,7 @@ class Cluster:
         self._totals.append(
             Totals(
                 self.scheduler.now, self.scheduler.cpu(), self.messages.copy(), engines, learner.shares.copy(),
-                learner.tokens, self.logged.copy(), self.wire.digest,
+                learner.tokens, self.logged.copy(),
             )
         )  # fmt: skip
 
@@ -214,8 +211,7 @@ class Cluster:
         match role:
             case "master":
                 journal = Journal(_memory())
-                self.master = Master(bus, self.config, journal=journal, folder=_Folder(self))  # type: ignore[arg-type]
-                return self.master
+                return Master(bus, self.config, journal=journal, folder=_Folder(self))  # type: ignore[arg-type]
             case "trainer":
                 return Trainer(
                     bus,

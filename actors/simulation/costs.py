@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
+from itertools import chain
 
 from actors.simulation.setups import Setup
+from areal.training.microbatches import split_over_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +70,15 @@ class Costs:
         return 12 * tokens / self.setup.hardware.spool_bandwidth
 
     def training(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Seconds of computing, and the seconds that it would take if all ranks had equal shares. Sequences are dealt
-        out as in areal.training.microbatches: longest first, each to the rank with the fewest tokens."""
+        """Seconds of computing, and the seconds that it would take if all ranks had equal shares."""
         setup, llm = self.setup, self.setup.llm
         rate = setup.hardware.peak_flops * llm.training_utilisation
         seconds = even = 0.0
         part = -(-len(lengths) // setup.minibatches)
         for first in range(0, len(lengths), part):
-            ranks = [(0, rank) for rank in range(setup.trainer_devices)]
-            work = [0.0] * setup.trainer_devices
-            for tokens in sorted(lengths[first : first + part], reverse=True):
-                load, rank = ranks[0]
-                heapreplace(ranks, (load + tokens, rank))
-                work[rank] += llm.training_flops(tokens)
+            minibatch = lengths[first : first + part]
+            shares = split_over_ranks(minibatch, setup.trainer_devices, sum(minibatch))
+            work = [sum(llm.training_flops(minibatch[i]) for i in chain(*rows)) for rows in shares]
             seconds += max(work) / rate
             even += sum(work) / len(work) / rate
         return seconds, even

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -21,7 +21,7 @@ from actors.simulation.lengths import Lengths
 from actors.simulation.setups import GRAIN
 from areal.config import SamplingConfig
 from areal.data.rows import Row
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes
+from areal.generation.engine import Chunk, EngineStats, LoadTimes
 from areal.rewards.result import Result
 from areal.trajectory import Finish, Group, TokenScores
 
@@ -39,7 +39,7 @@ class ModelSequence:
     `left` tokens follow after it. `parts`: (version, number of message tokens) of the chunk so far, of which the first
     `labelled` message tokens have a version."""
 
-    __slots__ = ("begin", "chunks", "context", "cut", "due", "labelled", "left", "parts", "waiter")
+    __slots__ = ("begin", "chunks", "context", "cut", "due", "labelled", "left", "parts")
 
     def __init__(self, context: int, length: int, cut: bool) -> None:
         self.context = context
@@ -49,8 +49,7 @@ class ModelSequence:
         self.due = 0
         self.labelled = 0
         self.parts: list[tuple[int, int]] = []
-        self.chunks: deque[Chunk] = deque()
-        self.waiter: asyncio.Future[None] | None = None
+        self.chunks: asyncio.Queue[Chunk] = asyncio.Queue()
 
     def go_on(self, begin: float, limit: int) -> float:
         """Sample the next chunk from engine step `begin` on. Returns the step at which it is complete."""
@@ -60,7 +59,7 @@ class ModelSequence:
         return begin + self.due
 
     def label(self, sampled: int, version: int) -> None:
-        """The first `done` tokens of this chunk are sampled. Those of them without a version get this one."""
+        """The first `sampled` tokens of this chunk are there. Those of them without a version get this one."""
         new = sampled // GRAIN - self.labelled
         if new > 0:
             self.parts.append((version, new))
@@ -73,9 +72,7 @@ class ModelSequence:
         self.parts.clear()
         n = len(versions)
         finish: Finish | None = None if self.left else ("length" if self.cut else "stop")
-        self.chunks.append(Chunk(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+        self.chunks.put_nowait(Chunk(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
 
 
 class ModelEngine:
@@ -85,8 +82,7 @@ class ModelEngine:
 
     def __init__(self, costs: Costs, lengths: Lengths) -> None:
         self.version = 0
-        self.tokens = 0.0
-        self.sequence_seconds = self.busy_seconds = self.load_seconds = 0.0
+        self._totals = dict.fromkeys(("tokens", "sequence_seconds", "busy_seconds", "load_seconds"), 0.0)
         self._costs = costs
         self._setup = costs.setup
         self._lengths = lengths
@@ -102,7 +98,6 @@ class ModelEngine:
         self._stalled_until = 0.0
         self._paused = False
         self._timer: Any = None
-        self._error: EngineError | None = None
 
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
@@ -115,12 +110,7 @@ class ModelEngine:
         self._plan()
         try:
             while True:
-                while not stream.chunks:
-                    if self._error is not None:
-                        raise self._error
-                    stream.waiter = self._loop.create_future()
-                    await stream.waiter
-                chunk = stream.chunks.popleft()
+                chunk = await stream.chunks.get()
                 yield chunk
                 if chunk.finish is not None:
                     return
@@ -148,12 +138,12 @@ class ModelEngine:
         self._stall(prefill)
         self._admit()
         self._plan()
-        self.load_seconds += self._costs.load + prefill
+        self._totals["load_seconds"] += self._costs.load + prefill
         return LoadTimes(0.0, self._costs.load, prefill, interrupted, int(self._context))
 
     def stats(self) -> EngineStats:
         use = self._context / self._costs.kv_capacity
-        return EngineStats(len(self._running), len(self._waiting), use, int(self.tokens), 0)
+        return EngineStats(len(self._running), len(self._waiting), use, int(self._totals["tokens"]), 0)
 
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
         """Log-probs of 0: nobody compares them."""
@@ -164,33 +154,25 @@ class ModelEngine:
         again.)"""
 
     async def close(self) -> None:
-        self._error = EngineError("The engine was closed.")
-        for stream in [*self._running, *self._waiting]:
-            if stream.waiter is not None and not stream.waiter.done():
-                stream.waiter.set_result(None)
+        """Does nothing: a generator that closes its engine has ended, and so has the simulation."""
 
     def account(self) -> dict[str, float]:
         """The totals of this engine up to now."""
         self._advance()
-        return {
-            "tokens": self.tokens,
-            "sequence_seconds": self.sequence_seconds,
-            "busy_seconds": self.busy_seconds,
-            "load_seconds": self.load_seconds,
-        }
+        return self._totals
 
     def _advance(self) -> None:
         """Update the counters for the steps up to now."""
         now, n = self._loop.time(), len(self._running)
-        self.sequence_seconds += n * (now - self._at)
+        self._totals["sequence_seconds"] += n * (now - self._at)
         if n:
-            self.busy_seconds += now - self._at
+            self._totals["busy_seconds"] += now - self._at
         began = max(self._at, self._stalled_until)
         if n and not self._paused and now > began:
             steps = (now - began) / self._step_seconds
             self._steps += steps
             self._context += steps * n
-            self.tokens += steps * n
+            self._totals["tokens"] += steps * n
         self._at = now
 
     def _plan(self) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from random import Random
-from zlib import crc32
 
 from actors.simulation.loop import ProcessLoop, Scheduler
 from protocols.codec import Frame
@@ -25,14 +24,12 @@ Watch = Callable[["SimNetwork", "SimNetwork", list[Frame], str], None]
 class Wire:
     """All connections of the simulated cluster. A message takes `latency` seconds, and up to as much again.
 
-    `watch` is called with every message that is sent, and its fate: empty if it arrives. `digest`: a hash of all
-    messages and of when they were sent."""
+    `watch` is called with every message that is sent, and its fate: empty if it arrives."""
 
     def __init__(self, scheduler: Scheduler, random: Random, latency: float) -> None:
         self.scheduler = scheduler
         self.random = random
         self.latency = latency
-        self.digest = 0
         self.watch: Watch | None = None
         self.doors: dict[str, SimDoor] = {}
         self._ports = count(40_000)
@@ -60,12 +57,7 @@ class Wire:
 
     def carry(self, source: SimNetwork, target: SimLink, way: Way, frames: list[Frame]) -> None:
         """Send a message to `target`. `way`: this direction of the connection."""
-        when = self.scheduler.now + self.delay()
-        digest = self.digest ^ hash(when) & 0xFFFFFFFF
-        for frame in frames:
-            digest = crc32(frame, digest)
-        self.digest = digest
-        fate = self.deliver(source, target, way, frames, when)
+        fate = self.deliver(source, target, way, frames, self.scheduler.now + self.delay())
         if self.watch is not None:
             self.watch(source, target.network, frames, fate)
 
@@ -175,7 +167,7 @@ class SimCaller(SimLink):
         self.route = b""
         self.to_door = Way()
         self.from_door = Way()
-        self._waiters: list[asyncio.Future[None]] = []
+        self._woken = asyncio.Event()
 
     def send(self, frames: list[Frame]) -> None:
         if self.closed:
@@ -189,13 +181,8 @@ class SimCaller(SimLink):
         while not self.closed:
             if self.door is not None:
                 return self.send(frames)
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+            self._woken.clear()
+            await self._woken.wait()
 
     async def close(self) -> None:
         self.closed = True
@@ -203,10 +190,7 @@ class SimCaller(SimLink):
 
     def wake(self) -> None:
         """Let what waits for a connection look again."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._woken.set()
 
 
 def no_receive(frames: list[Frame]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -56,8 +55,6 @@ class Report:
     cpu_seconds: float
     """CPU time of the simulation."""
     logged: dict[str, int]
-    digest: tuple[Any, ...]
-    """All simulated values above. They are the same for the same set-up."""
 
     @classmethod
     def of(cls, cluster: Cluster, start: Totals, end: Totals, cpu_seconds: float) -> Report:
@@ -82,31 +79,27 @@ class Report:
             return ProcessLoad(messages / seconds, max(end.cpu[name] - start.cpu[name] for name in names) / seconds)
 
         staleness = [step["staleness_mean"] for step in steps]
-        simulated = {
-            "throughput": tokens / seconds,
-            "training_bound": tokens / bare,
-            "generating_bound": costs.generating_bound(setup.prompt_tokens + mean / 2),
-            "age_bound": (setup.max_staleness + 1) * tokens / len(steps) / (setup.max_new_tokens * pace),
-            "step_seconds": seconds / len(steps),
-            "shares": {name: value / seconds for name, value in spent.items()},
-            "staleness_mean": sum(staleness) / len(staleness),
-            "staleness_max": max(step["staleness_max"] for step in steps),
-            "alive": sum(step["groups_alive"] for step in steps) / len(steps) / setup.batch_size + 1,
-            "sequences": sequences,
-            "engines_idle": 1 - engines["busy_seconds"] / engine_seconds,
-            "engines_loading": engines["load_seconds"] / engine_seconds,
-            "logged": dict(end.logged),
-        }
         return cls(
-            setup=setup, **simulated, master=load("master"), manager=load("rollout_manager"),
-            generator=load("generator"), trainer=load("trainer"), cpu_seconds=cpu_seconds,
-            digest=(tuple(map(repr, simulated.items())), end.digest),
-        )  # fmt: skip
-
-    @property
-    def bound(self) -> float:
-        """The smaller one of the training bound and the generating bound."""
-        return min(self.training_bound, self.generating_bound)
+            setup=setup,
+            throughput=tokens / seconds,
+            training_bound=tokens / bare,
+            generating_bound=costs.generating_bound(setup.prompt_tokens + mean / 2),
+            age_bound=(setup.max_staleness + 1) * tokens / len(steps) / (setup.max_new_tokens * pace),
+            step_seconds=seconds / len(steps),
+            shares={name: value / seconds for name, value in spent.items()},
+            staleness_mean=sum(staleness) / len(staleness),
+            staleness_max=max(step["staleness_max"] for step in steps),
+            alive=sum(step["groups_alive"] for step in steps) / len(steps) / setup.batch_size + 1,
+            sequences=sequences,
+            engines_idle=1 - engines["busy_seconds"] / engine_seconds,
+            engines_loading=engines["load_seconds"] / engine_seconds,
+            master=load("master"),
+            manager=load("rollout_manager"),
+            generator=load("generator"),
+            trainer=load("trainer"),
+            cpu_seconds=cpu_seconds,
+            logged=dict(end.logged),
+        )
 
     @property
     def limit(self) -> str:

@@ -20,7 +20,6 @@ import string
 import zlib
 from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 LABELS = string.ascii_letters[:40]
 ALPHABET = string.digits + LABELS + "="
@@ -35,12 +34,6 @@ LENGTH_EXPONENT = 1.5
 # greedy decoding would have nothing to learn.
 HARD_PAIRS = frozenset({(7, 8), (8, 7), (6, 9), (9, 6)})
 HARD_SLIP = 0.55
-
-
-def rows(seed: int, count: int, **options: Any) -> Iterator[dict[str, str]]:
-    """Yield rows 0 to `count - 1` of the endless sequence of `seed`. `options` are those of `make_row`."""
-    for index in range(count):
-        yield make_row(seed, index, **options)
 
 
 def make_row(

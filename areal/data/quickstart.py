@@ -88,7 +88,7 @@ def build(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = make_model(tokenizer)
-            warm_up(model, tokenizer, seed, recipe, progress or _silent)
+            warm_up(model, tokenizer, seed, recipe, progress)
     finally:
         torch.set_num_threads(threads_before)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 def warm_up(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] | None,
 ) -> None:  # fmt: skip
     """Train the model, supervised, on the demonstrations of the flawed teacher, short additions first."""
     optimizers = _optimizers(model, recipe.lr)
@@ -164,7 +164,7 @@ def warm_up(
             optimizer.param_groups[0]["lr"] = recipe.lr * _schedule(step, recipe)
             optimizer.step()
             optimizer.zero_grad()
-        if (step + 1) % 20 == 0:
+        if progress and (step + 1) % 20 == 0:
             progress(f"warm start: step {step + 1} of {recipe.steps}, loss {loss:.3f}")
 
 
@@ -254,7 +254,3 @@ def _parts(examples: list[tuple[list[int], list[int]]], cap: int) -> Iterator[li
 def _padded(sequences: list[list[int]], value: int) -> torch.Tensor:
     length = max(map(len, sequences))
     return torch.tensor([sequence + [value] * (length - len(sequence)) for sequence in sequences])
-
-
-def _silent(line: str) -> None:
-    pass

@@ -67,12 +67,9 @@ class Table:
             return None
 
 
-@dataclass(frozen=True)
-class RowGenerator:
-    """An endless source. `draw(side, number, attempt)` makes one row; the same arguments give the same row. `side` is
-    `train` or `held_out`. Another attempt at the same number gives another row."""
-
-    draw: Callable[[str, int, int], Row]
+Draw = Callable[[str, int, int], Row]
+"""An endless source: called with a side, a number and an attempt, it makes one row; the same arguments give the same
+row. The side is `train` or `held_out`. Another attempt at the same number gives another row."""
 
 
 class PromptSource:
@@ -113,9 +110,7 @@ class PromptSource:
         raise NotImplementedError
 
     def heldout(self, i: int) -> Row:
-        """Return held-out row i, for i in range(eval_size). Raises IndexError for any other i."""
-        if not 0 <= i < len(self.held_out):
-            raise IndexError(f"held-out row {i} of {len(self.held_out)}")
+        """Return held-out row i, for i in range(eval_size)."""
         return self.held_out[i]
 
 
@@ -123,7 +118,7 @@ class OneSource(PromptSource):
     """The rows of one source. held_out: its own held-out rows. apart: prompts that may not be trained on."""
 
     def __init__(
-        self, source: Table | RowGenerator, held_out: Sequence[Row], apart: Set[str], size: int | None, seed: int,
+        self, source: Table | Draw, held_out: Sequence[Row], apart: Set[str], size: int | None, seed: int,
         what: str,
     ) -> None:  # fmt: skip
         super().__init__(held_out)
@@ -131,8 +126,8 @@ class OneSource(PromptSource):
         self._apart = apart
         self._seed = seed
         self._what = what
-        self._positions = range(size or 0) if isinstance(source, RowGenerator) else self._training_positions(source)
-        self.size = self.rows = size if isinstance(source, RowGenerator) else len(self._positions)
+        self._positions = self._training_positions(source) if isinstance(source, Table) else range(size or 0)
+        self.size = self.rows = len(self._positions) if isinstance(source, Table) else size
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def key(self, index: int) -> int:
@@ -143,9 +138,9 @@ class OneSource(PromptSource):
 
     def _row(self, index: int) -> Row:
         position = self.key(index)
-        if isinstance(self._source, RowGenerator):
-            return self._drawn(self._source, position)
-        return self._source.row(position)
+        if isinstance(self._source, Table):
+            return self._source.row(position)
+        return self._drawn(self._source, position)
 
     def _training_positions(self, table: Table) -> Sequence[int]:
         if not self._apart:
@@ -161,9 +156,9 @@ class OneSource(PromptSource):
     def _shuffled(self, epoch: int) -> Sequence[int]:
         return Random(f"{self._seed}/epoch/{epoch}").sample(self._positions, len(self._positions))
 
-    def _drawn(self, source: RowGenerator, number: int) -> Row:
+    def _drawn(self, draw: Draw, number: int) -> Row:
         for attempt in range(MAX_DRAWS):
-            row = source.draw("train", number, attempt)
+            row = draw("train", number, attempt)
             if _key(row.prompt) not in self._apart:
                 return row
         raise UserError(
@@ -218,11 +213,11 @@ def open_source(config: RowsConfig, seed: int) -> PromptSource:
     """
     if not config.parts:
         return Mixture([], [], by_epoch=True, seed=seed)
-    opened: list[tuple[SourceConfig, Table | RowGenerator, str]] = []
+    opened: list[tuple[SourceConfig, Table | Draw, str]] = []
     for part in config.parts:
         what = f"data.source {part.source!r}"
         source = _open(part, str(part.source), part.options, seed, what)
-        if not isinstance(source, RowGenerator) and part.size is not None:
+        if isinstance(source, Table) and part.size is not None:
             raise UserError(f"data.size is for generated tasks, but {what} has rows of its own: remove data.size")
         opened.append((part, source, what))
     shares = _shares(config, opened)
@@ -254,12 +249,12 @@ def open_benchmark(name: str, config: BenchmarkConfig, seed: int) -> list[Row]:
     what = f"the source {config.source!r} of the benchmark {name}"
     # Without the size, on which the rows of a generated task would depend.
     source = _open(config.model_copy(update={"size": None}), config.source, config.options, seed, what)
-    if isinstance(source, RowGenerator):
-        if config.size is None:
-            raise UserError(f"{what} has no end: set evaluator.benchmarks.{name}.size")
-        rows: Iterable[Row] = (source.draw("held_out", i, 0) for i in range(config.size))
+    if isinstance(source, Table):
+        rows: Iterable[Row] = map(source.row, range(len(source)))
+    elif config.size is None:
+        raise UserError(f"{what} has no end: set evaluator.benchmarks.{name}.size")
     else:
-        rows = map(source.row, range(len(source)))
+        rows = (source("held_out", i, 0) for i in range(config.size))
     numbered = (dataclasses.replace(row, index=i) for i, row in enumerate(rows))
     problems = list(itertools.islice((row for row in numbered if _in_window(row, config, what)), config.size))
     if not problems:
@@ -281,13 +276,13 @@ def _in_window(row: Row, config: BenchmarkConfig, what: str) -> bool:
     return config.dates[0] <= day <= config.dates[1]
 
 
-def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | RowGenerator, str]]) -> list[float]:
+def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | Draw, str]]) -> list[float]:
     """By which the rows and the held-out rows are divided among the sources: weights, or else numbers of rows."""
     if not config.sources:
         return [1.0]
     if config.sources[0].weight is not None:
         return [float(part.weight or 0) for part in config.sources]
-    sizes = [part.size if isinstance(source, RowGenerator) else len(source) for part, source, _ in opened]
+    sizes = [len(source) if isinstance(source, Table) else part.size for part, source, _ in opened]
     if None in sizes:
         what = opened[sizes.index(None)][2]
         raise UserError(f"{what} has no end, so data.sources need weights: give each a weight, or this one a size")
@@ -303,14 +298,14 @@ def _divided(count: int, shares: Sequence[float]) -> list[int]:
     return parts
 
 
-def _held_out(config: SourceConfig, source: Table | RowGenerator, count: int, seed: int, what: str) -> list[Row]:
+def _held_out(config: SourceConfig, source: Table | Draw, count: int, seed: int, what: str) -> list[Row]:
     if config.eval_source is not None and count:
         what = f"data.eval_source {config.eval_source!r}"
         # The options belong to `source`. They only fit `eval_source` if it is the same task or data set.
         options = config.options if _dataset(config.eval_source) == _dataset(str(config.source)) else {}
         source = _open(config, config.eval_source, options, seed, what)
-    if isinstance(source, RowGenerator):
-        return [dataclasses.replace(source.draw("held_out", i, 0), index=i) for i in range(count)]
+    if not isinstance(source, Table):
+        return [dataclasses.replace(source("held_out", i, 0), index=i) for i in range(count)]
     spare = 0 if config.eval_source is not None else 1
     if count > len(source) - spare:
         raise UserError(f"{what} has {len(source)} rows, too few for data.eval_size {count}: lower data.eval_size")
@@ -326,7 +321,7 @@ def _key(prompt: Any) -> str:
     return json.dumps([[m["role"], m["content"]] for m in messages if m["role"] != "system"])
 
 
-def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | RowGenerator:
+def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | Draw:
     if name == "addition":
         return _open_addition(config, options, seed, what)
     if name.startswith("reasoning_gym:"):
@@ -460,7 +455,7 @@ def _derived_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest())
 
 
-def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, what: str) -> RowGenerator:
+def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, what: str) -> Draw:
     option_names = set(inspect.signature(addition.make_row).parameters) - {"seed", "index", "held_out"}
     unknown = [name for name in options if name not in option_names]
     if unknown:
@@ -470,12 +465,10 @@ def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, 
         raw = addition.make_row(_derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
         return _make_row(raw, config, f"{what}, row {number},", "prompt", "answer")
 
-    return _tried(RowGenerator(draw), (TypeError, ValueError), what)
+    return _tried(draw, (TypeError, ValueError), what)
 
 
-def _open_reasoning_gym(
-    config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str
-) -> RowGenerator:
+def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Draw:
     reasoning_tasks.check(task, options, what)
     chunk = config.size or reasoning_tasks.CHUNK
 
@@ -488,17 +481,17 @@ def _open_reasoning_gym(
         raw = reasoning_tasks.row(task, options, entry)
         return _make_row(raw, config, f"{what}, row {number},", "question", "answer")
 
-    return _tried(RowGenerator(draw), (AssertionError, LookupError, TypeError, ValueError), what)
+    return _tried(draw, (AssertionError, LookupError, TypeError, ValueError), what)
 
 
-def _tried(generator: RowGenerator, mistakes: tuple[type[Exception], ...], what: str) -> RowGenerator:
-    """Return the generator if it can make its first row. Bad options are detected there and raise UserError."""
+def _tried(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
+    """Return the source if it can make its first row. Bad options are detected there and raise UserError."""
     try:
-        generator.draw("train", 0, 0)
+        draw("train", 0, 0)
     except mistakes as error:
         reason = str(error) or type(error).__name__
         raise UserError(f"{what}: {reason}: correct data.options or data.size") from error
-    return generator
+    return draw
 
 
 def _open_file(config: SourceConfig, path: Path, what: str) -> Table:

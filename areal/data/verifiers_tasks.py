@@ -18,13 +18,9 @@ from typing import Any
 from areal.config import UserError
 
 
-def load(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the environment `name`; the same options give the same object. Raises UserError."""
-    return _load(name, json.dumps(dict(options), sort_keys=True))
-
-
 @functools.cache
-def _load(name: str, options: str) -> Any:
+def load(name: str, options: str) -> Any:
+    """Return the environment `name`, of options in JSON; the same options give the same object. Raises UserError."""
     what = _what(name)
     try:
         library = importlib.import_module("verifiers")
@@ -52,13 +48,10 @@ def has_tasks() -> bool:
     return installed and importlib.util.find_spec("verifiers.envs") is None
 
 
-def tasks(name: str, options: Mapping[str, Any]) -> list[Any]:
-    """Return the tasks of the task set `name` (0.4), which `options["taskset"]` configures. Raises UserError."""
-    return _tasks(name, json.dumps(dict(options), sort_keys=True))
-
-
 @functools.cache
-def _tasks(name: str, options: str) -> list[Any]:
+def tasks(name: str, options: str) -> list[Any]:
+    """Return the tasks of the task set `name` (0.4), which `taskset` in the options, in JSON, configures. Raises
+    UserError."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     try:
         chosen = loaders.taskset_config_type(name).model_validate(
@@ -82,16 +75,17 @@ def _what(name: str) -> str:
 def rows(name: str, options: Mapping[str, Any], side: str) -> Any:
     """Return the environment's data set (`side`: train or eval), or the task set as one, whatever the side. Each row
     has what `play` needs. Raises UserError."""
+    encoded = json.dumps(dict(options))
     if has_tasks():
         from datasets import Dataset  # takes seconds
 
         dataset = Dataset.from_list(
-            [{"prompt": task.data.prompt_text, "task": i} for i, task in enumerate(tasks(name, options))]
+            [{"prompt": task.data.prompt_text, "task": i} for i, task in enumerate(tasks(name, encoded))]
         )
     else:
-        world = load(name, options)
+        world = load(name, encoded)
         dataset = world.get_eval_dataset() if side == "eval" else world.get_dataset()
-    columns: dict[str, str | None] = {"environment": name, "environment_options": json.dumps(dict(options))}
+    columns: dict[str, str | None] = {"environment": name, "environment_options": encoded}
     if "answer" not in dataset.column_names:
         columns["answer"] = None
     for column, value in columns.items():

@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -48,20 +48,6 @@ class Generation:
 
 Keep = Callable[[np.ndarray], int | None]
 """Gets all tokens sampled so far. Returns None to continue, or how many of these tokens to keep and end with."""
-
-
-class TokenSampler(Protocol):
-    """Samples tokens: the part of a session that a conversation needs."""
-
-    tokenizer: Any
-
-    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
-        """Continue `tokens` with the policy, at the run's sampling settings.
-
-        All calls of a sample share `sampling.max_new_tokens`; `max_new_tokens` limits this call further. If nothing of
-        it is left, or the conversation is too long for the model, the generation is empty and its finish is "length".
-        If `keep` ended the generation, its finish is "stop".
-        """
 
 
 class Conversation:

@@ -22,13 +22,13 @@ from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
 from areal.config import SamplingConfig
+from areal.trajectory import Tokens
 from areal.workflows.conversation import (
     THINKING,
     Conversation,
     Generation,
     GrownText,
     Keep,
-    TokenSampler,
     compared,
     first_of,
     keep_until_text,
@@ -61,15 +61,25 @@ class ApiError(Exception):
         self.status = status
 
 
-class CallsPolicy(TokenSampler, Protocol):
+class CallsPolicy(Protocol):
     """The part of a session that an agent's calls need. `parsers` read what the policy says, `sampling` is how it is
     sampled."""
+
+    tokenizer: Any
 
     @property
     def parsers(self) -> Parsers: ...
 
     @property
     def sampling(self) -> SamplingConfig: ...
+
+    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
+        """Continue `tokens` with the policy, at the run's sampling settings.
+
+        All calls of a sample share `sampling.max_new_tokens`; `max_new_tokens` limits this call further. If nothing of
+        it is left, or the conversation is too long for the model, the generation is empty and its finish is "length".
+        If `keep` ended the generation, its finish is "stop".
+        """
 
     def reward(self, call: Generation, value: float) -> None: ...
 

@@ -80,9 +80,7 @@ class ResponseReply:
         return [self._event("response.created", response=self._response("in_progress", []))]
 
     def text(self, piece: str) -> list[Event]:
-        begin = self._begin_message(0) if self._streamed_length is None else []
-        self._streamed_length = (self._streamed_length or 0) + len(piece)
-        return [*begin, self._text_delta(0, piece)]
+        return self._more_text(0, piece)
 
     def finish(self, answer: Answer) -> list[Event]:
         items = self._items(answer)
@@ -137,9 +135,15 @@ class ResponseReply:
 
     def _streamed(self, index: int, item: Json) -> list[Event]:
         """The events of an item, or of what `text` has not told of it, without the last one."""
-        if item["type"] == "message":
-            return self._streamed_message(index, item["content"][0])
         where: Json = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "message":
+            (part,) = item["content"]
+            where |= {"content_index": 0}
+            return [
+                *self._more_text(index, part["text"][self._streamed_length or 0 :]),
+                self._event("response.output_text.done", **where, text=part["text"], logprobs=[]),
+                self._event("response.content_part.done", **where, part=part),
+            ]
         if item["type"] == "reasoning":
             added = self._event("response.output_item.added", output_index=index, item=item | {"content": []})
             where |= {"content_index": 0}
@@ -152,26 +156,16 @@ class ResponseReply:
         delta = self._event("response.function_call_arguments.delta", **where, delta=arguments)
         return [added, delta, self._event("response.function_call_arguments.done", **where, arguments=arguments)]
 
-    def _streamed_message(self, index: int, part: Json) -> list[Event]:
+    def _more_text(self, index: int, piece: str) -> list[Event]:
+        """The events of a new piece of the message, and of its beginning if this is the first one."""
         where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
-        return [
-            *(self._begin_message(index) if self._streamed_length is None else []),
-            self._text_delta(index, part["text"][self._streamed_length or 0 :]),
-            self._event("response.output_text.done", **where, text=part["text"], logprobs=[]),
-            self._event("response.content_part.done", **where, part=part),
-        ]
-
-    def _begin_message(self, index: int) -> list[Event]:
-        where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
-        begun = self._message([], "in_progress")
-        return [
-            self._event("response.output_item.added", output_index=index, item=begun),
-            self._event("response.content_part.added", **where, part=_part("")),
-        ]
-
-    def _text_delta(self, index: int, text: str) -> Event:
-        where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
-        return self._event("response.output_text.delta", **where, delta=text, logprobs=[])
+        events: list[Event] = []
+        if self._streamed_length is None:
+            begun = self._message([], "in_progress")
+            events.append(self._event("response.output_item.added", output_index=index, item=begun))
+            events.append(self._event("response.content_part.added", **where, part=_part("")))
+        self._streamed_length = (self._streamed_length or 0) + len(piece)
+        return [*events, self._event("response.output_text.delta", **where, delta=piece, logprobs=[])]
 
 
 def _earlier(request: ResponsesRequest, responses: Responses) -> list[Json]:

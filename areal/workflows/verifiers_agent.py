@@ -13,10 +13,10 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     """Runs the library's agent, a program, on the row's task. Raises RuntimeError if it fails."""
     import verifiers.v1 as library
 
-    options = json.loads(row["environment_options"])
-    task = verifiers_tasks.tasks(row["environment"], options)[row["task"]]
+    task = verifiers_tasks.tasks(row["environment"], row["environment_options"])[row["task"]]
     # The program chats and calls the task's tools; it runs no code of the policy, so it needs no container.
-    chosen = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} | options.get("agent", {})
+    chosen = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    chosen |= json.loads(row["environment_options"]).get("agent", {})
     variable = f"AREAL_KEY_{api_key}"  # the library takes keys from the environment only
     os.environ[variable] = api_key
     try:

@@ -5,7 +5,6 @@ The environment runs in the process that samples. Its own rubric gives the rewar
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from areal.data import verifiers_tasks
@@ -18,7 +17,7 @@ from areal.workflows.session import Session
 
 async def play(session: Session, row: Row) -> Trajectory:
     """Runs the policy in the row's environment. Raises RuntimeError if the environment fails or gives no reward."""
-    world = verifiers_tasks.load(row.fields["environment"], json.loads(row.fields["environment_options"]))
+    world = verifiers_tasks.load(row.fields["environment"], row.fields["environment_options"])
     fields = {key: value for key, value in row.fields.items() if value is not None}
     played = await world.run_rollout(fields | {"prompt": row.prompt}, _policy(session), "policy", {})
     if played.get("error") or played.get("reward") is None:

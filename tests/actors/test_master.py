@@ -426,11 +426,11 @@ async def reconnect(caller: Caller) -> None:
     caller.bus.forget(caller.address)
 
 
-async def test_a_request_in_the_name_of_another_member_is_refused_and_counted(config):
+async def test_a_request_in_the_name_of_another_member_is_refused(config):
     config = without_evaluation(config)
     async with callers_of_several_masters("trainer", "reward", config=config) as (trainer, reward):
         for first in (True, False):  # and by the next master, before the owner has said a word to it
-            async with master_of(config) as running:
+            async with master_of(config):
                 if first:
                     await trainer.join()
                     await reward.join()
@@ -447,7 +447,6 @@ async def test_a_request_in_the_name_of_another_member_is_refused_and_counted(co
                 await reconnect(trainer)
                 await trainer.beat()
                 assert trainer.bus.identity.name in [m.identity for m in (await reward.ask(AskSnapshot())).members]
-                assert running.get_coro().cr_frame.f_locals["self"].bus.server.counts[ForgedError.code] == 4
 
 
 async def test_a_welcome_is_told_again_to_the_one_it_was_made_for_alone(config):

@@ -89,7 +89,7 @@ class Ours(Contestant):
         self._folder = tempfile.TemporaryDirectory()
         keys = make_keys(Path(self._folder.name)).parent
         self._server, address = serve(functools.partial(_serve_bus, keys=keys))
-        self._bus = Bus("generator/0#1f4a9c07", ZmqNetwork(Keys(keys)), "benchmark")
+        self._bus = Bus("generator/0#1f4a9c07", ZmqNetwork(Keys(keys)))
         self._peer = self._bus.peer(address)
 
     async def close(self) -> None:
@@ -114,7 +114,7 @@ def _fetch(parts: int) -> FetchWeights:
 
 def _serve_bus(ready: Connection, keys: Path) -> None:
     async def main() -> None:
-        bus = Bus("master/0#77d02be3", ZmqNetwork(Keys(keys)), "benchmark")
+        bus = Bus("master/0#77d02be3", ZmqNetwork(Keys(keys)))
         ready.send(bus.serve("tcp://127.0.0.1:*", _handle, _raise))
         await asyncio.Event().wait()
 

@@ -60,7 +60,7 @@ def sample_batches(folder: Path, seed: int, count: int, groups: int, size: int, 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    rows = list(addition.rows(seed, count * groups))
+    rows = [addition.make_row(seed, index) for index in range(count * groups)]
     prompts = [tokenizer.encode(row["prompt"]) for row in rows]
     longest = max(map(len, prompts))
     padded = [[tokenizer.pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]

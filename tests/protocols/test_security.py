@@ -104,7 +104,7 @@ async def test_one_without_the_keys_gets_nothing_and_reaches_nobody(bus, serve, 
         await asyncio.sleep(A_WHILE)
         assert not nobody.poll(0)
     assert not runs
-    assert network.refused["wrong handshake protocol"] >= 2
+    assert network._refusals.counts["wrong handshake protocol"] >= 2
 
 
 async def test_knowing_whom_to_expect_there_is_not_enough(bus, serve, folder, tmp_path):
@@ -117,7 +117,7 @@ async def test_knowing_whom_to_expect_there_is_not_enough(bus, serve, folder, tm
     with pytest.raises(DeadlineError):
         await bus("reward/0#b", stranger).peer(address).ask(AskStatus(), A_WHILE)
     assert not runs
-    assert network.refused["unknown key"] >= 1
+    assert network._refusals.counts["unknown key"] >= 1
 
 
 async def test_a_server_without_the_keys_is_told_nothing(bus, serve, folder, tmp_path):
@@ -160,7 +160,7 @@ async def test_what_was_overheard_can_be_neither_read_nor_said_again(bus, serve,
     with raw(address) as peer:
         peer.sendall(said)
         await hears_until_cut_off(peer)
-    await until(lambda: server.refused["wrong handshake protocol"] == 1)
+    await until(lambda: server._refusals.counts["wrong handshake protocol"] == 1)
     assert len(runs) == 1
 
 
@@ -230,7 +230,7 @@ async def test_a_retired_key_lets_nobody_in(bus, serve, folder, tmp_path):
     with pytest.raises(DeadlineError):
         await bus("reward/0#b", kept).peer(address).ask(AskStatus(), A_WHILE)
     assert not runs
-    assert server.refused["unknown key"] >= 1
+    assert server._refusals.counts["unknown key"] >= 1
 
 
 def test_keys_that_cannot_be_read_any_more_stay_as_they_were(folder):
@@ -275,7 +275,7 @@ async def test_one_who_never_finishes_his_handshake_is_cut_off_and_counted(serve
     with raw(address) as peer:
         peer.sendall(GREETING[:4])
         await hears_until_cut_off(peer)
-    await until(lambda: server.refused["handshake aborted or too slow"] == 1)
+    await until(lambda: server._refusals.counts["handshake aborted or too slow"] == 1)
 
 
 def posted(frames):
@@ -323,7 +323,7 @@ async def test_one_who_wants_no_encryption_hears_a_greeting_and_no_more(serve):
         )
         heard = await hears_until_cut_off(peer)
     assert len(heard) <= 64
-    await until(lambda: server.refused.total() == 1)
+    await until(lambda: server._refusals.counts.total() == 1)
 
 
 async def test_one_who_sends_too_large_a_frame_is_cut_off_and_the_others_are_not(bus, serve, folder, monkeypatch):

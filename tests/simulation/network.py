@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+from zlib import crc32
 
 from actors.simulation.loop import Scheduler
 from actors.simulation.network import (
@@ -55,13 +56,15 @@ class Weather:
 
 
 class FaultyWire(Wire):
-    """All connections of the simulated cluster. They have the faults of `weather`, and break and are made again."""
+    """All connections of the simulated cluster. They have the faults of `weather`, and break and are made again.
+    `digest`: a hash of all messages and of when they were sent."""
 
     doors: dict[str, Any]  # FaultyDoor, FaultyPublication
 
     def __init__(self, scheduler: Scheduler, random: Random) -> None:
         super().__init__(scheduler, random, 0.0)
         self.weather = Weather()
+        self.digest = 0
         self._cut: set[tuple[str, str]] = set()
         self._waiting: dict[str, list[Any]] = {}
 
@@ -162,6 +165,9 @@ class FaultyWire(Wire):
 
     def deliver(self, source: SimNetwork, target: SimLink, way: Any, frames: list[Frame], when: float) -> str:
         """Deliver a message, subject to weather and partitions."""
+        self.digest = self.digest ^ hash(when) & 0xFFFFFFFF
+        for frame in frames:
+            self.digest = crc32(frame, self.digest)
         arrival = way.arrive, target, frames
         if self.weather.calm and not self._cut:
             when = way.last = max(when, way.last + SPACING)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections import Counter
-from itertools import islice
 from random import Random
 
 import pytest
@@ -18,6 +17,10 @@ def replace(text: str, at: int, character: str) -> str:
     return text[:at] + character + text[at + 1 :]
 
 
+def rows(seed: int, count: int, **options) -> list[dict[str, str]]:
+    return [addition.make_row(seed, index, **options) for index in range(count)]
+
+
 def summands(prompt: str) -> tuple[int, int]:
     return int(prompt[1:-1:3][::-1]), int(prompt[2:-1:3][::-1])
 
@@ -28,26 +31,24 @@ def test_the_module_does_not_import_torch():
 
 
 def test_a_row_depends_on_seed_and_index_alone():
-    rows = list(addition.rows(3, 20))
-    assert rows[17] == addition.make_row(3, 17)
-    assert list(islice(addition.rows(3, 1000), 20)) == rows
-    assert rows != list(addition.rows(4, 20))
+    assert rows(3, 20) == rows(3, 20) != rows(4, 20)
+    assert addition.make_row(3, 17) == rows(3, 20)[17] not in rows(3, 17)
 
 
 def test_the_answer_is_the_sum_of_the_summands_in_the_prompt():
-    for row in addition.rows(0, 300):
+    for row in rows(0, 300):
         assert int(row["answer"]) == sum(summands(row["prompt"]))
 
 
 def test_held_out_rows_are_never_training_rows():
-    training = {row["prompt"] for row in addition.rows(0, 5000, max_digits=3)}
-    held_out = {row["prompt"] for row in addition.rows(0, 500, max_digits=3, held_out=True)}
+    training = {row["prompt"] for row in rows(0, 5000, max_digits=3)}
+    held_out = {row["prompt"] for row in rows(0, 500, max_digits=3, held_out=True)}
     assert not training & held_out
     assert all(map(addition.is_held_out, held_out))
 
 
 def test_lengths_are_heavy_tailed():
-    digits = Counter((len(row["prompt"]) - 1) // 3 for row in addition.rows(1, 2000))
+    digits = Counter((len(row["prompt"]) - 1) // 3 for row in rows(1, 2000))
     assert min(digits) == 2
     assert 30 <= max(digits) <= 40
     assert digits[2] > digits[4] > digits[8]
@@ -55,7 +56,7 @@ def test_lengths_are_heavy_tailed():
 
 
 def test_digit_bounds_hold_and_impossible_ones_are_refused():
-    assert {len(row["prompt"]) for row in addition.rows(0, 50, min_digits=4, max_digits=4)} == {13}
+    assert {len(row["prompt"]) for row in rows(0, 50, min_digits=4, max_digits=4)} == {13}
     for bounds in ({"min_digits": 1}, {"max_digits": 41}, {"min_digits": 9, "max_digits": 8}):
         with pytest.raises(ValueError, match="digits"):
             addition.make_row(0, 0, **bounds)
@@ -66,16 +67,16 @@ def test_a_teacher_without_slips_writes_the_working_of_the_docstring():
 
 
 def test_a_teacher_without_slips_is_always_right():
-    for row in addition.rows(5, 300):
+    for row in rows(5, 300):
         completion = addition.demonstration(row, Random(0))
         assert addition.reward(row["prompt"], completion, row) == 1.0
 
 
 def test_a_sloppy_teacher_is_wrong_more_often_the_longer_the_sum():
     def accuracy(digits: int) -> float:
-        rows = list(addition.rows(0, 400, min_digits=digits, max_digits=digits))
+        drawn = rows(0, 400, min_digits=digits, max_digits=digits)
         scores = [
-            addition.reward(r["prompt"], addition.demonstration(r, Random(i), 0.05), r) for i, r in enumerate(rows)
+            addition.reward(r["prompt"], addition.demonstration(r, Random(i), 0.05), r) for i, r in enumerate(drawn)
         ]
         return sum(scores) / len(scores)
 

@@ -35,7 +35,7 @@ def test_the_folder_loads_as_any_hugging_face_model(built):
 
 def test_text_survives_the_tokenizer_one_token_a_character(built):
     tokenizer = AutoTokenizer.from_pretrained(built[0])
-    for row in addition.rows(0, 50):
+    for row in (addition.make_row(0, index) for index in range(50)):
         text = row["prompt"] + addition.demonstration(row, Random(0))
         tokens = tokenizer.encode(text)
         assert len(tokens) == len(text)

@@ -105,9 +105,14 @@ def through_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def all_but_the_story(ledger: Ledger) -> dict[str, Any]:
+def state_of(ledger: Ledger) -> dict[str, Any]:
+    """All but what its owner has set."""
     state = vars(ledger) | {"order": list(ledger._groups)}
-    return {name: value for name, value in state.items() if name not in ("_story", "journal")}
+    return {name: value for name, value in state.items() if name not in ("journal", "choose")}
+
+
+def all_but_the_story(ledger: Ledger) -> dict[str, Any]:
+    return state_of(ledger) | {"_story": None}
 
 
 # --------------------------------------------------------------------------------------------------------- admission
@@ -166,7 +171,7 @@ def test_what_was_admitted_for_more_steps_is_left_over_and_trained_once_there_ar
     train(ledger)
     assert ledger.next_batch(2) == RunEnded(2)
     ledger.validate()
-    assert replay(Ledger, events, settings) == ledger
+    assert state_of(replay(Ledger, events, settings)) == state_of(ledger)
     ledger.change_settings(replace(settings, steps=4))
     assert ledger.capacity == 2
     finish(ledger, *admit(ledger, 100))
@@ -199,8 +204,9 @@ def test_a_group_keeps_the_bound_of_its_admission(bounds: tuple[int, int]):
     assert [ledger.deadline(group) for group in unbatched(ledger)] == sorted(
         bounds[:1] * len(old) + bounds[1:] * len(new)
     )
-    assert replay(Ledger, events, later) != ledger  # which it would not be if the settings were not events
-    assert replay(Ledger, events, earlier) == ledger
+    # It would be the same if the settings were not events.
+    assert state_of(replay(Ledger, events, later)) != state_of(ledger)
+    assert state_of(replay(Ledger, events, earlier)) == state_of(ledger)
 
 
 def test_a_dump_of_before_settings_were_kept_is_loaded_with_those_of_now():
@@ -538,7 +544,7 @@ def test_a_journal_that_fails_leaves_the_ledger_as_it_was():
     ledger.journal = full
     with pytest.raises(OSError, match="no space"):
         admit(ledger, 1)
-    assert ledger == Ledger(ledger.settings)
+    assert state_of(ledger) == state_of(Ledger(ledger.settings))
 
 
 def test_an_event_that_does_not_fit_is_refused_with_nothing_changed():
@@ -546,7 +552,7 @@ def test_an_event_that_does_not_fit_is_refused_with_nothing_changed():
     for event in (Ready("g0.0", 0), Committed(0), BatchLogged(0, ("g0.0",)), Admitted("g5.0", 5, 0, "a", 0, 1.0)):
         with pytest.raises(LedgerError):
             ledger.apply(event)
-    assert ledger == make()
+    assert state_of(ledger) == state_of(make())
 
 
 def test_every_kind_of_event_comes_back_from_its_record():
@@ -581,7 +587,7 @@ def test_a_replay_rebuilds_the_story_too_and_a_dump_starts_it_anew():
     ledger = Ledger(make_settings(), journal=events.append)
     finish(ledger, *admit(ledger, 2))
     ledger.next_batch(0)
-    assert replay(Ledger, events, ledger.settings) == ledger
+    assert state_of(replay(Ledger, events, ledger.settings)) == state_of(ledger)
     loaded = Ledger.load(ledger.dump(), ledger.settings)
     assert ledger.story("g0.0") and not loaded.story("g0.0")
     loaded.commit(0)
@@ -886,7 +892,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = self.from_a_dump()
 
     def from_a_dump(self) -> Ledger:
-        return self.ledger_class.load(through_json(self.ledger.dump()), self.settings, self.ledger.journal)
+        ledger = self.ledger_class.load(through_json(self.ledger.dump()), self.settings)
+        ledger.journal = self.ledger.journal
+        return ledger
 
     # -- what always holds
 
@@ -974,7 +982,8 @@ class RolledBackMachine(LedgerMachine):
         for name, past in deepcopy(book).items():
             setattr(self, name, past)
         self.pasts = {past: state for past, state in self.pasts.items() if past <= version}
-        self.ledger = self.ledger_class.load(dump, self.settings, self.events.append)
+        self.ledger = self.ledger_class.load(dump, self.settings)
+        self.ledger.journal = self.events.append
         lost = data.draw(st.sets(st.sampled_from(sorted(self.ready_groups)))) if self.ready_groups else set()
         for group_id in [*self.leases, *sorted(lost)]:
             if self.ledger.group(group_id):  # owners learn only later that a group was re-queued
