@@ -56,7 +56,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
