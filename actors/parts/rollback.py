@@ -21,6 +21,7 @@ from typing import Any
 
 from actors.parts.run_state import RunState
 from areal.config import Config, UserError
+from areal.storage.disk import shortage
 from areal.storage.journal import Journal
 from areal.storage.rollouts import FOLDER as ROLLOUTS
 from areal.storage.rollouts import move_rollouts
@@ -97,8 +98,8 @@ def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path)
     try:
         opened = Spool.open(spool)
     except UserError as error:
-        if not isinstance(error.__cause__, sqlite3.DatabaseError):
-            raise  # in use
+        if not isinstance(error.__cause__, sqlite3.DatabaseError) or shortage(error.__cause__, spool.parent):
+            raise  # in use, or it only cannot be written
         for file in spool.parent.glob(f"{spool.name}*"):
             _move(file, abandoned)
         return set()

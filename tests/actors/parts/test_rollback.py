@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,19 @@ def test_groups_that_the_spool_has_lost_are_generated_anew(config, loss):
     assert state.ledger.ready_count == len(held) - len(lost)
     assert not any(map(state.tokens.get, lost))
     assert (config.folder / "abandoned/1/spool.db").exists() == (loss == "no database")
+
+
+def test_a_spool_that_a_full_disk_keeps_from_being_opened_stays_where_it_is(config, monkeypatch):
+    full = sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+
+    def open_spool(path):
+        raise UserError("the spool cannot be used") from full
+
+    monkeypatch.setattr(rollback.Spool, "open", open_spool)
+    with pytest.raises(UserError, match="the spool cannot be used"):
+        check_record(config, from_step=4)
+    assert (config.folder / "spool.db").exists() and not (config.folder / "abandoned/1/spool.db").exists()
 
 
 class Killed(Exception):
