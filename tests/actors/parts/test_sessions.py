@@ -450,7 +450,7 @@ class Running:
             await self.ended.wait()
         finally:
             self.running.remove(code)
-        return Outcome("ok", 0, code, "", 0.0)
+        return Outcome("ok", 0, code, "")
 
 
 async def test_only_so_many_programs_run_at_once_and_a_sample_that_is_cancelled_leaves_the_queue(monkeypatch):
