@@ -121,6 +121,14 @@ def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
                 os.killpg(started.process.pid, signal.SIGKILL)
 
 
+# Whole runs and what else takes a minute. Begun last, they would be what one process of pytest does at the end alone.
+LONG = {"test_chaos.py", "test_redo.py", "test_eval.py", "test_run.py", "test_hosts.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

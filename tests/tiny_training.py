@@ -261,13 +261,12 @@ def assert_same_gradients(found, expected):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def run_worker(file, *arguments, ranks=1, environment=None):
+def run_worker(file, *arguments, ranks=1):
     """A test file as a program in new processes, one a rank."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", file]
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     done = subprocess.run(
-        [*torchrun, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (environment or {}),
+        [sys.executable, str(TESTS / "ranks.py"), str(ranks), file, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,

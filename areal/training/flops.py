@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,6 +98,12 @@ def peak_tflops(device: torch.device, dtype: str) -> float | None:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return next((float(peak) for part, peak in KNOWN.items() if part in name and dtype == "bfloat16"), None)
+    return _measured_tflops(dtype, torch.get_num_threads())
+
+
+@cache
+def _measured_tflops(dtype: str, threads: int) -> float:
+    """Of the CPU with the `threads` that torch has. Measured once in a process, since it takes half a second."""
     size = SMALLEST  # in bf16, a CPU without instructions for it takes a hundred times as long
     while size < LARGEST and _seconds_of_product(size, dtype) < LEAST_SECONDS:
         size *= 2

@@ -399,5 +399,7 @@ def test_distillation_needs_no_reward_and_then_no_reward_actor_but_a_scorer():
     }  # fmt: skip
     evaluation = RUN | LIKED | {"steps": 0, "reward": {"functions": {"liked": 1}}}
     assert [ROLES[name].started(Config.model_validate(evaluation)) for name in ("scorer", "reward")] == [1, 0]
+    judged = {"functions": {"judge": 0.5, "liked": 0.5}, "options": {"judge": {"url": "policy"}}}
+    assert ROLES["reward"].started(Config.model_validate(RUN | LIKED | {"reward": judged})) == 0
     away = Config.model_validate(config.model_dump() | {"scorers": {"wise": {"model": "m", "count": 0}}})
     assert (ROLES["scorer"].started(away), ROLES["scorer"].processes(away)) == (0, 1)

@@ -139,6 +139,21 @@ async def adapting(shared_adapting: GenerationEngine, models: Models, tmp_path: 
     return shared_adapting
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_keeping(models: Models) -> AsyncGenerator[GenerationEngine, None]:
+    """An engine whose sequences keep their KV cache on new weights."""
+    engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update={"kv_on_update": "keep"}), version=0)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def keeping(shared_keeping: GenerationEngine, models: Models) -> GenerationEngine:
+    """That engine, idle and at version 0, of which it has no KV cache."""
+    await shared_keeping.load(models[0], 0)
+    return shared_keeping
+
+
 async def collect(stream: AsyncGenerator[Chunk, None], progress: list[Chunk] | None = None) -> Chunk:
     """The whole sequence as one chunk; `progress` sees its parts while they come."""
     parts = [] if progress is None else progress
@@ -886,13 +901,13 @@ async def test_sequences_that_a_full_kv_cache_preempts_lose_no_token_and_have_th
             assert np.abs(expected - sequence.logprobs)[part].max() < 1e-4
 
 
-async def test_a_kept_kv_cache_serves_the_sequences_that_run_and_no_later_prompt(models: Models) -> None:
-    engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update={"kv_on_update": "keep"}), version=0)
-    tasks = await queue_up(engine, 24)
-    cost = await engine.load(models[1], 1)
-    tasks.append(asyncio.create_task(collect(engine.generate("later", PROMPT, SAMPLING))))
+async def test_a_kept_kv_cache_serves_the_sequences_that_run_and_no_later_prompt(
+    keeping: GenerationEngine, models: Models
+) -> None:
+    tasks = await queue_up(keeping, 24)
+    cost = await keeping.load(models[1], 1)
+    tasks.append(asyncio.create_task(collect(keeping.generate("later", PROMPT, SAMPLING))))
     sequences = await asyncio.gather(*tasks)
-    await engine.close()
     through_both = [s for s in sequences if set(s.versions) == {0, 1}]
     later = [s for s in sequences if set(s.versions) == {1}]
     assert (
@@ -968,17 +983,15 @@ async def test_prompt_tokens_are_counted_and_those_that_an_earlier_sequence_left
     assert after.prefix_cache_hits - before.prefix_cache_hits == 2 * BLOCK_SIZE
 
 
-async def test_a_later_turn_reuses_the_kept_kv_cache_of_its_sample(models: Models) -> None:
-    engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update={"kv_on_update": "keep"}), version=0)
+async def test_a_later_turn_reuses_the_kept_kv_cache_of_its_sample(keeping: GenerationEngine, models: Models) -> None:
     prompt = PROMPT[: 2 * BLOCK_SIZE + 5]
-    turn = await collect(engine.generate("first turn", prompt, SAMPLING))
-    await engine.load(models[1], 1)
+    turn = await collect(keeping.generate("first turn", prompt, SAMPLING))
+    await keeping.load(models[1], 1)
     hits = []
     for first_version in (None, 0, 0):
-        before = engine.stats().prefix_cache_hits
-        await collect(engine.generate("second turn", [*prompt, *turn.tokens], SAMPLING, first_version=first_version))
-        hits.append(engine.stats().prefix_cache_hits - before)
-    await engine.close()
+        before = keeping.stats().prefix_cache_hits
+        await collect(keeping.generate("second turn", [*prompt, *turn.tokens], SAMPLING, first_version=first_version))
+        hits.append(keeping.stats().prefix_cache_hits - before)
     # The key and value of the turn's last token were never computed.
     assert hits == [0, *[(len(prompt) + len(turn.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE] * 2]
 

@@ -1,7 +1,7 @@
 """A step comes out the same however it is computed: on one rank or two, at any ZeRO stage, in any micro-batches, with
 activations kept or computed again.
 
-Run under torchrun, this file is also the worker of two ranks.
+Run by ranks.py, this file is also the worker of two ranks.
 """
 
 import json

@@ -52,7 +52,8 @@ def hurried():
 
 @pytest.fixture(scope="module")
 def code_tests():
-    reward = CodeTests(**LIMITS | {"cpu_seconds": 3.0, "wall_seconds": 10.0})
+    # Right programs use less than 0.1 seconds of CPU time, and attacks that end by themselves less than one.
+    reward = CodeTests(**LIMITS | {"cpu_seconds": 1.5, "wall_seconds": 10.0})
     yield reward
     reward.close()
 
@@ -275,7 +276,12 @@ async def test_no_program_passes_a_pytest_module_without_the_answer(code_tests):
     secret = 10**8 + secrets.randbelow(9 * 10**8)
     row = {"test": attacks.CHEATED_MODULE.format(secret=secret)}
     kinds = ("raises", "modules", "everything", "verdict", "patches", ": ")
-    programs = {name: program for name, program in attacks.CHEATS.items() if any(kind in name for kind in kinds)}
+    limits = ("time: ", "resources: ")  # the judge has them whatever the tests are: asserts show them
+    programs = {
+        name: program
+        for name, program in attacks.CHEATS.items()
+        if any(kind in name for kind in kinds) and not name.startswith(limits)
+    }
     scores = await all_of(programs, lambda program: code_tests.score("", attacks.AROUND + program, row))
     assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
     right = f"{attacks.AROUND}def f(x):\n    print({secret})\n    return {secret}\n"
@@ -351,7 +357,7 @@ async def test_other_languages_run_where_they_are_installed(language):
     command, program = PROGRAMS[language]
     if shutil.which(command) is None:
         pytest.skip(f"{command} is not installed")
-    reward = CodeTests()
+    reward = CodeTests(wall_seconds=60.0)  # a busy machine may take long to compile
     row = {"language": language, "tests": [{"input": str(i), "output": str(i + 1)} for i in range(2)]}
     try:
         assert await reward.score("", f"```{language}\n{program}\n```", row) == (1.0, {"passed": 1.0})

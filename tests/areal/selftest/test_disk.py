@@ -34,6 +34,7 @@ def test_a_slow_disk_fails(tmp_path, monkeypatch):
 def test_a_container_with_little_shared_memory_fails_if_there_are_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "MEMORY", tmp_path)
     monkeypatch.setattr(disk, "SHARED_MEMORY", 1 << 60)
+    monkeypatch.setattr(disk, "MOST", disk.LEAST)  # what is written where there is room
     assert disk.check_memory_folder(0, gpus=True).result == "FAILED"
     assert "--shm-size" in disk.check_memory_folder(0, gpus=True).advice
     assert disk.check_memory_folder(1 << 62, gpus=False).result in ("ok", "skipped")

@@ -1,6 +1,6 @@
 """Real DeepSpeed on a tiny model, against plain transformers with eager attention, one sequence at a time.
 
-Run under torchrun, this file is also the worker of the test of two ranks.
+Run by ranks.py, this file is also the worker of the test of two ranks.
 """
 
 import os
@@ -440,9 +440,10 @@ def assert_same_bits(found, expected):
 @pytest.fixture(scope="module", params=["some cases", pytest.param("all cases", marks=pytest.mark.slow)])
 def one_rank(request, folder, tmp_path_factory):
     """What `train_straight_and_stop` wrote on one rank."""
-    out = tmp_path_factory.mktemp("one")
-    train_straight_and_stop(folder, out, ON_ONE_RANK if request.param == "some cases" else CASES)
-    return out
+    cases = ON_ONE_RANK if request.param == "some cases" else CASES
+    return made_once(
+        tmp_path_factory, f"one rank, {request.param}", lambda out: train_straight_and_stop(folder, out, cases)
+    )
 
 
 def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, one_rank):

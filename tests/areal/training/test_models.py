@@ -1,6 +1,6 @@
 """Kinds of models: the trainer's gradients against plain transformers in float64, one sequence at a time.
 
-Run under torchrun, this file is also the worker of the test of two ranks.
+Run by ranks.py, this file is also the worker of the test of two ranks.
 """
 
 import sys

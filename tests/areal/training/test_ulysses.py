@@ -1,6 +1,6 @@
 """Rows that several ranks compute together, against plain transformers in float64, one sequence at a time.
 
-Run under torchrun, this file is also the worker of the ranks.
+Run by ranks.py, this file is also the worker of the ranks.
 """
 
 import json
