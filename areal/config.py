@@ -6,7 +6,6 @@ This module imports neither torch nor vLLM, so a configuration can be checked be
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import inspect
@@ -1427,16 +1426,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _loaded(text: str) -> Any:
-    """What `_UniqueKeyLoader` makes of YAML, parsed by libyaml where PyYAML has it: a tenth of the time. Raises
-    YAMLError, and ValueError."""
-    if yaml.__with_libyaml__:
-        with contextlib.suppress(yaml.YAMLError):  # Python's own parser says more about what is wrong
-            if (document := yaml.compose(text, yaml.CSafeLoader)) is not None:
-                return _UniqueKeyLoader("").construct_document(document)
-    return yaml.load(text, _UniqueKeyLoader)
-
-
 def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
     first. Raises UserError if it cannot be read."""
@@ -1446,7 +1435,7 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
     try:
-        values = _loaded(file.read_text(encoding="utf-8"))
+        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except _RepeatedKeyError as error:
         raise UserError(f"{file} {error}: remove one.") from None
     except OSError as error:
