@@ -146,6 +146,12 @@ def test_a_teacher_has_the_policys_tokenizer(tmp_path):
         preflight.check_scorer(config, "wise", tmp_path / "many", tmp_path / "few")
 
 
+@pytest.fixture
+def much_time(monkeypatch):
+    """All rows are looked at, however busy the machine is."""
+    monkeypatch.setattr(row_checks, "TESTS_SECONDS", 200.0)
+
+
 def check_tests(tmp_path, *tests, **data):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Write {test}", "tests": test}) + "\n" for test in tests))
@@ -155,7 +161,7 @@ def check_tests(tmp_path, *tests, **data):
     row_checks.check_tests(config, open_source(config.data, config.seed))
 
 
-def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refused(tmp_path, capsys):
+def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refused(tmp_path, capsys, much_time):
     good, weak, unreadable = "assert f([1]) == 2", "assert f([1]) == []\nassert f([2]) == []", "assert f("
     check_tests(tmp_path, good)
     assert capsys.readouterr() == ("", "")
@@ -166,7 +172,7 @@ def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refuse
         check_tests(tmp_path, good, weak, weak_tests="refuse")
 
 
-def test_rows_all_of_which_lack_tests_are_refused(tmp_path):
+def test_rows_all_of_which_lack_tests_are_refused(tmp_path, much_time):
     with pytest.raises(UserError, match="of the 1 rows .* 1 have tests worth nothing, .*: give rows with tests"):
         check_tests(tmp_path, "assert f([1]) == []\nassert f([2]) == []")
 
