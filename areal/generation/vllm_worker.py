@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -60,6 +61,9 @@ class PolicyWorker:
         """Have an adapter with this number that changes nothing."""
         manager = self.model_runner.lora_manager
         self._put_adapter(manager._adapter_manager.create_dummy_lora(number, 1, manager.embedding_modules))
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, LogitsProcessorWithLoRA):
+                module._get_logits = partial(_logits_of_model, module)
 
     def open_policy(self, folder: str, adapter: int | None) -> str | None:
         """Open the files that `load_policy` loads: those of a whole model, or of the adapter with this number. Returns
@@ -134,6 +138,12 @@ class PolicyWorker:
         manager.remove_adapter(adapter.id)
         manager.add_adapter(adapter)
         manager.activate_adapter(adapter.id)
+
+
+def _logits_of_model(module: LogitsProcessorWithLoRA, hidden: torch.Tensor, head: Any, *options: Any) -> Any:
+    """The logits without an adapter of the head, which the policy's adapters do not have. vLLM would add one of zeros,
+    and dies where a prompt is scored while other sequences are sampled: its rows are counted by what is sampled."""
+    return module.base_layer._get_logits(hidden, getattr(head, "base_layer", head), *options)
 
 
 def _prepare_reload(model: torch.nn.Module) -> None:

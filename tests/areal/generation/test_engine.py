@@ -522,6 +522,22 @@ def merge(model: Path, adapter: Path, folder: Path) -> Path:
     return folder
 
 
+async def test_a_prompt_is_scored_with_the_adapter_while_sequences_run(
+    adapting: GenerationEngine, models: Models, tmp_path: Path
+) -> None:
+    adapter = write_adapter_of(models[0], tmp_path / "adapter")
+    await adapting.load(adapter, 1)
+    progress: list[list[Chunk]] = [[], []]
+    running = [asyncio.create_task(collect(adapting.generate("r", PROMPT, SAMPLING), parts)) for parts in progress]
+    await until(lambda: all(progress))
+    scores = await adapting.score("scored", PROMPT)
+    policy = merge(models[0], adapter, tmp_path / "merged")
+    assert np.abs(reference(policy, PROMPT[:1], np.array(PROMPT[1:])) - scores.logprobs).max() < 1e-4
+    for sequence in await asyncio.gather(*running):
+        expected = reference(policy, PROMPT, sequence.tokens, SAMPLING.temperature)
+        assert np.abs(expected - sequence.logprobs).max() < 1e-4
+
+
 async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_adapter_that_sampled_it(
     adapting: GenerationEngine, models: Models, tmp_path: Path
 ) -> None:
