@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from helpers import keys_folder, made_once
+from helpers import find_free_port, keys_folder, made_once
 
 from areal.cpu.processor import avoid_broken_amx
 
@@ -57,12 +56,6 @@ def free_port() -> int:
 @pytest.fixture
 def another_free_port() -> int:
     return find_free_port()
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Run:

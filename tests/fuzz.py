@@ -41,8 +41,7 @@ import zmq
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from conftest import find_free_port  # noqa: E402
-from helpers import dealer, keys_folder  # noqa: E402
+from helpers import dealer, find_free_port, keys_folder  # noqa: E402
 from malformed import Malformed, MalformedHttp  # noqa: E402
 from scripted_policy import Session, byte_tokenizer  # noqa: E402
 

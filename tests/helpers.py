@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,6 +28,12 @@ needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode != 0,
     reason="user namespaces are forbidden here, as they often are in containers",
 )
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,15 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import socket
 import sys
 
 import areal  # noqa: F401  # before torch, as in a run
 
 # isort: split
+from helpers import find_free_port
+
 from areal.cpu.training import set_environment
 from areal.processes import die_with_parent, importing
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fork_rank(rank: int, ranks: int, port: int, file: str) -> int:
@@ -46,7 +41,7 @@ def main() -> int:
     set_environment("float32")  # what DeepSpeed reads at import
     with importing():
         import deepspeed  # noqa: F401
-    port = free_port()
+    port = find_free_port()
     running = {fork_rank(rank, count, port, file) for rank in range(count)}
     while running:
         process, status = os.wait()

@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import socket as sockets
 import threading
 
 import msgpack
 import numpy as np
 import pytest
 import zmq
-from helpers import keys, network
+from helpers import find_free_port, keys, network
 
 import protocols.network
 from protocols import errors, transport
@@ -130,9 +129,7 @@ def decoded(monkeypatch):
 
 
 def unused_address():
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{find_free_port()}"
 
 
 async def received(socket):

@@ -53,7 +53,8 @@ def test_held_out_rows_are_never_trained_not_even_their_duplicates(tmp_path):
     source = open_source(DataConfig(source=jsonl(tmp_path, rows + rows), eval_size=8), seed=3)
     held_out = {source.heldout(i).prompt for i in range(8)}
     assert not held_out & {source.row(i).prompt for i in range(3 * len(source))}
-    assert len(source.held_out) == 8
+    with pytest.raises(IndexError):
+        source.heldout(8)
 
 
 def test_prompts_of_an_eval_source_are_not_trained(tmp_path):
