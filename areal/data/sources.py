@@ -56,8 +56,9 @@ class Table:
     def prompts(self) -> Iterable[Any]:
         """The prompts of all rows, as the source or the template writes them; None for a row that does not fit, which
         is discarded when it is looked up."""
-        if self.config.prompt_template is None and not isinstance(self.rows, list):
-            return self.rows[self.config.prompt_key][:]  # a column, without the others
+        key = self.config.prompt_key
+        if self.config.prompt_template is None and not isinstance(self.rows, list) and key in self.rows.column_names:
+            return self.rows[key][:]  # a column, without the others
         return map(self._prompt, self.rows)
 
     def _prompt(self, raw: Mapping[str, Any]) -> Any:
@@ -379,14 +380,17 @@ def _make_row(
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
         fields["prompt"] = prompt
+    text = answer
     try:
         msgpack.packb(fields)
+        if answer is not None and not isinstance(answer, str):
+            text = json.dumps(answer)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where} cannot be sent to rewards ({error}): keep to JSON values") from error
     return Row(
         index=0,
         prompt=with_system(prompt, config.system_prompt),
-        answer=answer if answer is None or isinstance(answer, str) else json.dumps(answer),
+        answer=text,
         reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
     )
@@ -406,7 +410,7 @@ def _field(raw: Mapping[str, Any], key: str) -> Any:
 def _prompt(raw: Mapping[str, Any], config: SourceConfig, prompt_key: str, where: str) -> Any:
     """The prompt of `raw` as it is, or as the template writes it."""
     if config.prompt_template is None:
-        return raw[prompt_key]
+        return _field(raw, prompt_key)
     try:
         return _template(config.prompt_template).render(raw)
     except (jinja2.TemplateError, TypeError, ValueError) as error:

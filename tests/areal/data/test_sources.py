@@ -185,10 +185,22 @@ def test_a_file_has_neither_splits_nor_options_but_those_of_its_base_do_not_coun
     assert again.eval_source == "hf:other"
 
 
-def test_the_answer_may_be_a_field_of_a_field(tmp_path):
-    path = jsonl(tmp_path, [{"prompt": "a", "reward_model": {"ground_truth": "1"}}])
-    row = open_source(DataConfig(source=path, answer_key="reward_model.ground_truth", eval_size=0), seed=0).row(0)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_prompt_and_answer_may_be_fields_of_fields(tmp_path, kind):
+    rows = [{"extra": {"q": f"question {i}"}, "reward_model": {"ground_truth": "1"}} for i in range(3)]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    path = str(tmp_path / "rows.parquet") if kind == "parquet" else jsonl(tmp_path, rows)
+    keys = {"prompt_key": "extra.q", "answer_key": "reward_model.ground_truth"}
+    source = open_source(DataConfig(source=path, **keys, eval_size=1), seed=0)
+    row = source.row(0)
+    assert row.prompt.startswith("question ") and row.prompt == row.fields["prompt"] != source.heldout(0).prompt
     assert row.answer == row.fields["answer"] == "1"
+
+
+def test_an_answer_that_is_no_json_is_told(tmp_path):
+    pq.write_table(pa.table({"prompt": ["a"], "answer": [b"1"]}), tmp_path / "rows.parquet")
+    refused("row 0, cannot be sent to rewards .*bytes", str(tmp_path / "rows.parquet"), eval_size=0)
 
 
 def test_a_source_that_cannot_be_used_is_told(tmp_path):
