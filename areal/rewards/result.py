@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import numbers
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from statistics import fmean
@@ -53,12 +52,12 @@ def as_results(value: Any, count: int) -> list[Result]:
 
 def as_score(value: Any) -> float:
     """`value` as a float. Raises RewardError unless it is a finite number of magnitude LARGEST_REWARD at most."""
-    if not isinstance(value, numbers.Real):
+    if not hasattr(value, "__float__"):  # text has none; numbers and scalars of numpy, torch and the like do
         raise RewardError(f"the reward returned a {type(value).__name__}, not a number")
     try:
         score = float(value)
-    except OverflowError as error:
-        raise RewardError("the reward returned a number too large for a float") from error
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # also of arrays with several numbers
+        raise RewardError(f"the reward returned what is not one float ({error})") from error
     if not abs(score) <= LARGEST_REWARD:
         raise RewardError(f"the reward returned {score}, not a finite number up to {LARGEST_REWARD:g}")
     return score

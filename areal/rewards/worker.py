@@ -38,6 +38,7 @@ LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
 # A worker whose call fails while it has this share of its memory in use is taken to have failed for lack of more.
 FULL = 7 / 8
+_PID = os.getpid()
 _printed: set[tuple[tuple[str, int | None], ...]] = set()
 
 
@@ -131,6 +132,8 @@ async def _serve_concurrently(
 
 
 def send(pipe: BinaryIO, message: list[Any]) -> None:
+    if os.getpid() != _PID:  # a process that a reward has forked: its answer would be taken for that of another call
+        os._exit(1)
     data = msgpack.packb(message, unicode_errors="replace")
     pipe.write(LENGTH.pack(len(data)) + data)
     pipe.flush()

@@ -2,8 +2,10 @@ import asyncio
 import json
 import math
 import sys
+from decimal import Decimal
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from areal.config import Config, DataConfig, RewardConfig, ScoringConfig, UserError
@@ -230,7 +232,8 @@ def test_the_mean_of_a_part_is_over_those_that_have_it():
 
 def test_only_finite_numbers_are_scores():
     assert [as_score(value) for value in (True, 2, 0.5, Fraction(1, 4))] == [1.0, 2.0, 0.5, 0.25]
-    for value in (math.nan, math.inf, 1e30, -2e9, None, "1", 10**400):
+    assert [as_score(value) for value in (np.bool_(True), np.array(0.5), Decimal("0.25"))] == [1.0, 0.5, 0.25]
+    for value in (math.nan, math.inf, 1e30, -2e9, None, "1", 10**400, np.array([0.5, 1.0])):
         with pytest.raises(RewardError):
             as_score(value)
 

@@ -70,6 +70,12 @@ OWN = textwrap.dedent(
     def exits(prompt, completion, row):
         sys.exit("bye")
 
+    def forks(prompt, completion, row):
+        if (child := os.fork()) == 0:
+            raise ValueError("in the child")
+        os.waitpid(child, 0)
+        return 1.0
+
     def pid(prompt, completion, row):
         return os.getpid()
 
@@ -348,6 +354,12 @@ async def test_prints_do_not_disturb_the_answers():
     async with pool_of("noisy", "echo") as pool:
         assert await score(pool, "own:noisy", "", "", {}) == 0.5
         assert await score(pool, "own:echo", "", "1", {}) == 1.0
+
+
+async def test_a_process_that_a_reward_forks_answers_no_call():
+    async with pool_of("forks", "echo", workers=1) as pool:
+        assert await score(pool, "own:forks", "", "", {}) == 1.0
+        assert await score(pool, "own:echo", "", "0.5", {}) == 0.5
 
 
 async def test_large_completions_pass():
