@@ -57,6 +57,9 @@ _DOUBLED = re.compile(r"(?<!\\)\\(?=\\(?:boxed|text|frac|sqrt|left|right)\b)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
 # Also the formulas that boxes stand in, and the left side of an equation.
 _BETWEEN_BOXES = re.compile(r"(?:[^.!?\n]{0,40}\b(?:and|or)|,|;)?\s*(?:[\w_{}]{1,20}\s*=)?\s*")
+# Digits in groups with spaces between them, and the punctuation of a sentence that stands in its formula.
+_GROUPS = re.compile(r"(?<![\w.,\\])[1-9]\d{0,2}(?:(?:\\[,;: ]|[~ ])\d{3})+(?!\d)")
+_PUNCTUATION = re.compile(r"(?<=[^\s.,;:\\{(\[&])\s{0,9}[.,;](?=\s{0,9}(?:\$|\\[)\]]|\}|$))")
 _AFTER_BOX = re.compile(rf"[\s$\\)\]]{{0,9}}{_PERCENT}", _FLAGS)
 
 
@@ -95,6 +98,15 @@ def extract(text: str, prompt: str = "") -> str | None:
     return candidates[-1].content if is_all else _unless_in(prompt, text, candidates[-1])
 
 
+def tidy(latex: str) -> str:
+    """A formula without the spaces within its numbers, and without the punctuation at its end."""
+    return _PUNCTUATION.sub("", _joined_digits(latex))
+
+
+def _joined_digits(latex: str) -> str:
+    return _GROUPS.sub(lambda number: re.sub(r"\D", "", number[0]), latex)
+
+
 def _last_of_sentence(text: str, candidates: Sequence[Candidate]) -> Candidate:
     last = candidates[0]
     for candidate in candidates[1:]:
@@ -131,7 +143,8 @@ def _candidates(text: str) -> Iterator[Candidate]:
             run = []
         if token["formula"]:
             inside = token["a"] or token["b"] or token["c"] or token["d"]
-            yield Candidate(token.start(), token.end(), inside.strip() + "\\%" * bool(token["percent"]), True)
+            content = tidy(inside.strip()) + "\\%" * bool(token["percent"])
+            yield Candidate(token.start(), token.end(), content, True)
         elif token["broken"]:
             yield Candidate(token.start(), token.end(), None, True)
         else:
@@ -201,7 +214,7 @@ def _last_boxes(text: str, boxes: Sequence[tuple[int, int, str]]) -> str:
     while first and _BETWEEN_BOXES.fullmatch(_words(text[boxes[first - 1][1] : boxes[first][0]][:200])):
         first -= 1
     percent = "\\%" * bool(_AFTER_BOX.match(text, boxes[-1][1]))
-    content = ", ".join(content for _, _, content in boxes[first:])
+    content = ", ".join(tidy(content.strip()) for _, _, content in boxes[first:])
     return re.sub(r"\\(?:boxed|fbox)\s*\{", "{", re.sub(r"\\?\$", "", content)).strip() + percent
 
 
@@ -238,7 +251,7 @@ _ROOT = re.compile(r"-?\d*\\sqrt(?:\[\d\])?\{?\d+\}?")
 
 def _words(latex: str) -> str:
     """LaTeX without what only says how it looks."""
-    text = _SPACE.sub(" ", _NOTHING.sub("", _WORDS.sub(r" \1 ", latex)))
+    text = _SPACE.sub(" ", _NOTHING.sub("", _WORDS.sub(r" \1 ", _joined_digits(latex))))
     return text.replace("{,}", ",").replace("−", "-").strip()
 
 

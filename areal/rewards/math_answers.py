@@ -16,7 +16,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from areal.rewards import final_answer
-from areal.rewards.final_answer import MARK, rounded
+from areal.rewards.final_answer import MARK, rounded, tidy
 from areal.rewards.limits import all_limited, limited
 from areal.rewards.result import RewardError
 
@@ -95,7 +95,7 @@ def unreadable(answers: Sequence[str]) -> list[str]:
 
 
 def _after_mark(text: str) -> str:
-    return text.rpartition(MARK)[2].strip()
+    return tidy(text.rpartition(MARK)[2].strip())
 
 
 def _number(text: str) -> Decimal | None:

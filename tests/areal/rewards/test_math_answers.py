@@ -40,6 +40,16 @@ RIGHT = r"""
 1234 ~ \boxed{1{,}234}
 1234 ~ \boxed{1,\!234}
 1234567 ~ The answer is 1,234,567.
+1234 ~ \boxed{1\,234}
+-12345678 ~ \boxed{-12\;345~678 \text{ km}}
+1\,234 ~ \boxed{1234}
+\frac{1000}{3} ~ \boxed{\frac{1\,000}{3}}
+72 ~ So $x = 72.$
+72 ~ \[x = 72 .\]
+72 ~ \boxed{72.}
+72. ~ \boxed{72}
+$2\sqrt{2}.$ ~ \boxed{2\sqrt{2},}
+Paris ~ \boxed{\text{Paris.}}
 1234.5 ~ \boxed{1,234.50}
 1/2 ~ \boxed{0.5}
 \frac{1}{2} ~ \boxed{\frac12}
@@ -188,6 +198,8 @@ x = \frac{-1 \pm \sqrt{13}}{4} ~ \boxed{\frac{\sqrt{13} - 1}{4}, \frac{-1-\sqrt{
 # The row's answer ~ a completion that does not give it.
 WRONG = r"""
 72 ~ \boxed{73}
+1\,000 ~ \boxed{0}
+12 ~ \boxed{1\,2}
 72 ~ \boxed{}
 72 ~ \boxed{
 72 ~ ####
