@@ -216,6 +216,12 @@ SETS: dict[str, tuple[dict, str, list[str]]] = {
         "def odd(xs): return next(x for x in xs if x % 2)",
         ["def odd(xs): return xs[-1]"],
     ),
+    "AceCode": ({"test_cases": ["assert add(1, 2) == 3"]}, "def add(a, b): return a + b", ["def add(a, b): return a"]),
+    "verl, stdin": (
+        {"reward_model": {"ground_truth": json.dumps({"inputs": ["1 2\n", "10 20\n"], "outputs": ["3\n", "30\n"]})}},
+        STDIN_SUM,
+        ["print(3)"],
+    ),
     "KodCode": ({"test": KOD_CODE, "solution": KOD_CODE_SOLUTION}, KOD_CODE_SOLUTION, ["def mean(v): return 0"]),
     "MBPP": (
         {

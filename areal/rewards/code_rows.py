@@ -12,6 +12,8 @@ The first of these fields that a row has determines its tests:
 | `test` | HumanEval(+), MBPP+, KodCode | Python code: `check(candidate)`, statements, or a pytest module |
 | `test_list` | MBPP | a list of asserts |
 | `test_code` | KodCode, other versions | a pytest module |
+| `test_cases` | AceCode; own rows | as `tests` |
+| `reward_model` | sets for verl | `{"ground_truth"}`, as `tests` |
 
 A case is `{"input", "output", "type" or "testtype", "fn_name" or "metadata": {"func_name"}}`. Without a function, a
 program reads the input and prints the output. With `testtype` `functional` (LiveCodeBench), the input is one JSON value
@@ -146,6 +148,8 @@ def _trivial_programs(functions: Iterable[str]) -> dict[str, str]:
 def read_tests(row: Row) -> Tests:
     """The tests of the row. Raises RewardError if it has none, if they are not understood, or if they evidently cannot
     fail."""
+    if (entry := row.get("entry_point")) and not str(entry).isidentifier():  # LeetCodeDataset: Solution().f
+        raise RewardError(f"the row's entry_point {entry!r} is not the name of a function, so its tests are not judged")
     for name, read in FORMATS.items():
         if row.get(name):
             return read(row[name], row)
@@ -218,6 +222,13 @@ def _of_verification(value: Any, row: Row) -> Tests:
     raise RewardError("the row's verification_info has no test_cases")
 
 
+def _of_verl(value: Any, row: Row) -> Tests:
+    match _parsed(value):
+        case {"ground_truth": tests}:
+            return _of_any(tests, row)
+    raise RewardError("the row has no tests: its reward_model has no ground_truth")
+
+
 def _of_live_code_bench(_: Any, row: Row) -> Tests:
     cases: list[Any] = []
     for name in "public_test_cases", "private_test_cases":
@@ -280,6 +291,8 @@ FORMATS: Mapping[str, Callable[[Any, Row], Tests]] = {
     "test": _of_any,
     "test_list": _of_any,
     "test_code": _of_any,
+    "test_cases": _of_any,
+    "reward_model": _of_verl,
 }
 
 

@@ -215,11 +215,12 @@ def program_in(completion: str, language: str = "python") -> str:
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """The label and the content of each fenced block. A block of Python ends at the first fence before which it is
     valid Python, because programs have fences in their texts. Any other block ends at the first fence on a line of its
-    own or, if there is none, at the first fence."""
+    own or, if there is none, at the first fence. What indents the opening fence, as in an item of a list, indents no
+    line of its block."""
     fences = [(match.start(), match.end()) for match in _FENCE.finditer(text)]
     budget = _MOST_CHARACTERS
     position = 0
-    for index, (_, fence_end) in enumerate(fences):
+    for index, (fence_start, fence_end) in enumerate(fences):
         line_end = text.find("\n", fence_end)
         if line_end < 0:
             return
@@ -228,18 +229,23 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         match = _LABEL.match(text, fence_end)
         label = match[1].lower() if match else ""
         ends = [fence for fence in fences[index + 1 : index + 1 + _MOST_ENDS] if fence[0] > line_end]
+        indent = text[text.rfind("\n", 0, fence_start) + 1 : fence_start]
         closing = None
         if not label or label in LANGUAGES["python"]:
             for end in ends:
                 budget -= end[0] - line_end
                 if budget < 0:
                     break
-                if is_python(text[line_end + 1 : end[0]]):
+                if is_python(_unindented(text[line_end + 1 : end[0]], indent)):
                     closing = end
                     break
         closing = closing or next((end for end in ends if _is_alone(text, *end)), ends[0] if ends else None)
         start, position = closing or (len(text), len(text))
-        yield label, text[line_end + 1 : start]
+        yield label, _unindented(text[line_end + 1 : start], indent)
+
+
+def _unindented(code: str, indent: str) -> str:
+    return code if indent.strip() else "\n".join(line.removeprefix(indent) for line in code.split("\n"))
 
 
 def _is_alone(text: str, start: int, end: int) -> bool:

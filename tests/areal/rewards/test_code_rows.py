@@ -135,6 +135,8 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"tests": "def verify():\n    assert f(1) == 2"}, CANNOT_FAIL),
         ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, CANNOT_FAIL),  # it has no entry_point
         ({"test": "def test_f():\n    f(1)"}, CANNOT_FAIL),
+        ({"input_output": STDIN_CASES, "entry_point": "Solution().f"}, r"entry_point 'Solution\(\).f' is not the name"),
+        ({"reward_model": {"style": "rule"}}, "its reward_model has no ground_truth"),
         ({"tests": "assert eval(f(1)) == 2"}, "use eval, which is not judged"),
         ({"tests": "import pickle\nassert pickle.loads(f(1)) == 2"}, "use the module pickle"),
         ({"tests": "assert f(1).left == 2"}, "use .left of what f returns"),
