@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import math
 import re
 import shlex
@@ -18,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from areal.config import UserError
+from areal.config import UserError, read_values
+from areal.data.files import read_object
 from areal.models import QUICKSTART_FOLDER
 from areal.observe.alerts import Alert
 from areal.observe.curves import COLOURS, SMOOTHED_FROM, linear_below, ramp, smoothed, upper_limit
@@ -180,14 +180,13 @@ def write_svg(path: Path, salt: str, make: Callable[[], Any]) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads what a run folder holds. Raises UserError if it holds no run, or a summary that is not JSON."""
+    """Reads what a run folder holds. Raises UserError if it holds none, or one of them is damaged."""
     config, metrics, summary = (folder / name for name in FILES_OF_A_RUN)
     if not any(file.is_file() for file in (config, metrics, summary)):
         raise UserError(f"{folder} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json.")
-    try:
-        values = json.loads(_text(summary) or "{}")
-    except ValueError:
-        raise UserError(f"{summary} is not JSON: remove it to get a report without it.") from None
+    if config.is_file():
+        read_values(config)  # raises if it is not one
+    values = read_object(_text(summary) or "{}", f"{summary}", "remove it to get a report without it.")
     records, evaluations = _records(metrics, "step"), _records(folder / "evaluations.jsonl", "version")
     events, origins = read_events(folder), origins_of(folder)
     return Run(folder.resolve().name, records, values, _text(config), evaluations, events, origins)

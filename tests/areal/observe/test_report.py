@@ -378,10 +378,19 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_summary_that_is_not_json_is_named(folder):
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("summary.json", "{", r"summary\.json is not JSON"),
+        ("summary.json", "[1]", r"summary\.json is a list"),
+        ("config.yaml", "a: [", r"config\.yaml is not YAML"),
+        ("config.yaml", "- a", r"config\.yaml must contain keys"),
+    ],
+)
+def test_a_file_of_a_run_that_is_none_is_named(folder, name, text, message):
     run = folder([record(1)])
-    (run / "summary.json").write_text("{")
-    with pytest.raises(UserError, match=r"summary\.json is not JSON"):
+    (run / name).write_text(text)
+    with pytest.raises(UserError, match=message):
         write_report(run)
 
 
