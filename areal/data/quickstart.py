@@ -21,6 +21,7 @@ from random import Random
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal.config import UserError
@@ -230,8 +231,8 @@ def _accumulate(model: Qwen3ForCausalLM, examples: list[tuple[list[int], list[in
     total = 0.0
     for part in _parts(examples, cap):
         # Padding is on the right, where causal attention never sees it, so no mask is needed.
-        tokens = _padded([tokens[:-1] for tokens, _ in part], pad)
-        labels = _padded([labels[1:] for _, labels in part], _IGNORED)
+        tokens = pad_sequence([torch.tensor(tokens[:-1]) for tokens, _ in part], True, pad)
+        labels = pad_sequence([torch.tensor(labels[1:]) for _, labels in part], True, _IGNORED)
         judged = labels != _IGNORED
         hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[judged]
         loss = cross_entropy(model.lm_head(hidden), labels[judged], reduction="sum") / count
@@ -249,8 +250,3 @@ def _parts(examples: list[tuple[list[int], list[int]]], cap: int) -> Iterator[li
             part = []
         part.append(example)
     yield part
-
-
-def _padded(sequences: list[list[int]], value: int) -> torch.Tensor:
-    length = max(map(len, sequences))
-    return torch.tensor([sequence + [value] * (length - len(sequence)) for sequence in sequences])

@@ -129,14 +129,11 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
 
 def _at_the_end(groups: Iterable[tuple[str, Sequence[Run]]], axis: str) -> list[Place]:
     """The groups of runs by their value of the setting `axis`: final accuracies, and mean stalenesses."""
-    return [
-        (
-            label,
-            value_of(group[0].settings, axis),
-            [(run.summary["accuracy_after"], staleness_of(run)) for run in group],
-        )
-        for label, group in groups
-    ]
+
+    def figures(group: Sequence[Run]) -> list[tuple[float, float]]:
+        return [(run.summary["accuracy_after"], staleness_of(run)) for run in group]
+
+    return [(label, value_of(group[0].settings, axis), figures(group)) for label, group in groups]
 
 
 def _by_step(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[Place]:
@@ -227,11 +224,7 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
         ),
         ("trained groups with signal", ".1%", lambda run: _mean(_finite(run.series("mixed_groups")))),
         ("tokens generated for each of them", ",.0f", _tokens_per_signal),
-        (
-            "rows of which a prompt was admitted",
-            ".1%",
-            lambda run: run.series("coverage")[-1] if run.records else math.nan,
-        ),
+        ("rows of which a prompt was admitted", ".1%", lambda run: [math.nan, *run.series("coverage")][-1]),
         ("staleness, mean", ".2f", staleness_of),
         ("staleness, max", ".1f", lambda run: max(run.series("staleness_max"), default=math.nan)),
         ("samples a second", ",.1f", lambda run: number_or_nan(run.summary.get("samples_per_second"))),

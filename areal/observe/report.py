@@ -116,7 +116,7 @@ class Panel:
     lines: Sequence[tuple[str, Sequence[float], Sequence[float]]] = ()
     stack: Sequence[tuple[str, Sequence[float]]] = ()
     steps: Sequence[int] = ()
-    bound: float | None = None
+    bound: float = math.nan
     log: bool = False
     limits: tuple[float | None, float | None] = (None, None)
     colours: Sequence[str] = (COLOURS[WORK], COLOURS["second"])
@@ -180,7 +180,7 @@ def write_svg(path: Path, salt: str, make: Callable[[], Any]) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads what a run folder holds. Raises UserError if it holds none, or one of them is damaged."""
+    """Reads what a run folder holds. Raises UserError if it holds no run, or a damaged one."""
     config, metrics, summary = (folder / name for name in FILES_OF_A_RUN)
     if not any(file.is_file() for file in (config, metrics, summary)):
         raise UserError(f"{folder} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json.")
@@ -243,6 +243,11 @@ def panels(run: Run) -> list[Panel]:
     steps, derived = run.steps, _derived(run)
     bound = number_or_nan(run.summary.get("max_staleness"))
     rewards = {"trained groups": "reward_mean", "all groups": "reward_mean_all"}
+    idle = {"waiting for data": "waiting_share", "waiting to publish": "publishing_share"}
+    updates = {part: f"{part}_seconds" for part in UPDATE_PARTS}
+
+    def mean_and_max(key: str) -> dict[str, str]:
+        return {"mean": f"{key}_mean", "max": f"{key}_max"}
 
     def series(keys: Mapping[str, str] | str) -> list[tuple[str, list[float]]]:
         keys = {"": keys} if isinstance(keys, str) else keys
@@ -262,28 +267,16 @@ def panels(run: Run) -> list[Panel]:
         lines("Rows of which a prompt was admitted, share", "coverage", limits=SHARE),
         _accuracy(run.evaluations),
         _benchmarks(run.evaluations),
-        lines(
-            "Staleness", {"mean": "staleness_mean", "max": "staleness_max"}, "versions", limits=FROM_0,
-            bound=bound if math.isfinite(bound) else None,
-        ),
+        lines("Staleness", mean_and_max("staleness"), "versions", limits=FROM_0, bound=bound),
         _ages(run),
         lines("Throughput", {"generated": "generated", "trained": "trained"}, "tokens / s", limits=FROM_0),
         stack("Step time", {part: part for part in (*STEP_PARTS, "other")}, STEP_COLOURS),
-        lines(
-            "Trainer idle, share", {"waiting for data": "waiting_share", "waiting to publish": "publishing_share"},
-            limits=SHARE, colours=WAITS,
-        ),
-        lines(
-            "Completion length", {"mean": "completion_tokens_mean", "max": "completion_tokens_max"}, "tokens",
-            limits=FROM_0,
-        ),
+        lines("Trainer idle, share", idle, limits=SHARE, colours=WAITS),
+        lines("Completion length", mean_and_max("completion_tokens"), "tokens", limits=FROM_0),
         lines("Share of completions cut at the limit", "cut_share", limits=SHARE),
-        stack(
-            "Weight updates of all generators", {part: f"{part}_seconds" for part in UPDATE_PARTS},
-            tuple(UPDATE_PARTS.values()),
-        ),
+        stack("Weight updates of all generators", updates, tuple(UPDATE_PARTS.values())),
         lines("Log-prob gap, engine and trainer", {"sampled": "logprob_gap", "probed": "engine_gap"}, log=True),
-        lines("Importance weight", {"mean": "weight_mean", "max": "weight_max"}, log=True),
+        lines("Importance weight", mean_and_max("weight"), log=True),
         lines("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
         lines("KL divergence", {"to behaviour": "kl_behaviour", "to reference": "kl_reference"}, "nats"),
         lines("KL divergence to the teacher", "kl_teacher", "nats"),
@@ -293,7 +286,7 @@ def panels(run: Run) -> list[Panel]:
         lines("Loss", "loss"),
         lines("Gradient norm", "grad_norm"),
         lines("Share of clipped tokens", "clip_fraction"),
-    ]  # fmt: skip
+    ]
 
 
 def _derived(run: Run) -> dict[str, list[float]]:
@@ -445,7 +438,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     _draw_stack(axes, panel)
     for (label, x, y), colour in zip(panel.lines, panel.colours, strict=False):
         _draw_line(axes, _label(label), x, y, colour)
-    if panel.bound is not None:
+    if math.isfinite(panel.bound):
         axes.axhline(panel.bound, color=INK, linestyle="--", linewidth=1, label="bound")
     axes.set_ylim(*panel.limits)
     if panel.log:

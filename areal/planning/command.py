@@ -180,15 +180,11 @@ def table(split: Plan, rates: Rates, device_gib: float) -> Table:
     def gib(value: float) -> str:
         return f"{value / GIB:.1f} GiB"
 
-    engines = (
-        f"{split.generators} x {split.tensor_parallel} devices" if split.tensor_parallel > 1 else "of 1 device each"
-    )
+    each, ideal = split.tensor_parallel, balanced_share(rates)
+    engines = f"{split.generators} x {each} devices" if each > 1 else "of 1 device each"
     checkpointing = ", checkpointing" if split.gradient_checkpointing else ""
     rows = {
-        "devices": (
-            f"{split.generating_devices} ({split.share:.0%}; ideal {balanced_share(rates):.0%})",
-            f"{split.ranks}",
-        ),
+        "devices": (f"{split.generating_devices} ({split.share:.0%}; ideal {ideal:.0%})", f"{split.ranks}"),
         "as": (f"generators {engines}", f"ranks, ZeRO {split.zero_stage}{checkpointing}"),
         "tokens/s, at most": (f"{split.generated:,.0f}", f"{split.trained:,.0f}"),
         "in use": (f"{split.throughput / split.generated:.0%}", f"{split.throughput / split.trained:.0%}"),

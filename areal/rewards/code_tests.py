@@ -130,12 +130,8 @@ class CodeTests:
 
     async def _run(self, code: str, tests: Tests, results: list[bool]) -> None:
         """Sets which of the tests a program passes."""
-        if isinstance(tests, Outputs):
-            await self._run_outputs(code, tests, results)
-        elif isinstance(tests, Calls):
-            await self._run_calls(code, tests, results)
-        else:
-            await self._run_asserts(code, tests, results)
+        run: Any = {Outputs: self._run_outputs, Calls: self._run_calls, Asserts: self._run_asserts}[type(tests)]
+        await run(code, tests, results)
 
     async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
         for i, (stdin, expected) in enumerate(tests.pairs):

@@ -28,17 +28,7 @@ from areal.models import with_folders
 from areal.processes import torchrun
 from areal.roles import ROLES
 from areal.selftest.child import LINES, LOG_LINES, CheckProcess, ChildFailed, ChildGone, ChildSlow
-from areal.selftest.engines import (
-    COMPARED,
-    DIRECT,
-    KERNELS,
-    LONGEST,
-    RESTART,
-    SPEED,
-    STARTS,
-    TURNS,
-    EngineTest,
-)
+from areal.selftest.engines import CHECKS_OF_ENGINES, KERNELS, EngineTest
 from areal.selftest.findings import REPORT, Finding
 from areal.selftest.synthetic import tiny_runs
 from areal.text import shown
@@ -53,7 +43,7 @@ SECONDS, COLD_SECONDS = 300.0, 300.0
 """Time of each model, and what is added where nothing that is compiled at a first start is in its cache."""
 NODE = {"devices", "folder", "/dev/shm", "stream", "keys", "port"}
 WAY = {"master", "clock", "shared folder", "interface"}
-CHECKS = KERNELS | STARTS | SPEED | COMPARED | RESTART | LONGEST | TURNS | DIRECT | NODE | WAY
+CHECKS = CHECKS_OF_ENGINES | NODE | WAY
 
 
 class Links(Protocol):

@@ -19,6 +19,7 @@ RESTART = {"checkpoint", "restart"}
 LONGEST = {"longest row", "training"}
 TURNS = {"turns"}
 DIRECT = {"transport"}
+CHECKS_OF_ENGINES = KERNELS | STARTS | SPEED | COMPARED | RESTART | LONGEST | TURNS | DIRECT
 
 CHECKPOINT_BYTES = 32 * 2**30
 """A checkpoint that is larger is not written for a check."""

@@ -198,11 +198,7 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
 def _is_async(workflow: Any) -> bool:
     """Whether it is an async function, or a partial, a decorator or an object with `__call__` around one."""
     while not inspect.iscoroutinefunction(workflow):
-        if (
-            callable(workflow)
-            and not inspect.isclass(workflow)
-            and inspect.iscoroutinefunction(type(workflow).__call__)
-        ):
+        if callable(workflow) and inspect.iscoroutinefunction(type(workflow).__call__):
             return True
         workflow = getattr(workflow, "func", None) or getattr(workflow, "__wrapped__", None)
         if workflow is None:

@@ -182,9 +182,8 @@ class ChatSession:
         self._session = session
         self.tokenizer = session.tokenizer
         self._parsers = session.parsers
-        self._conversations: dict[
-            bytes, Conversation
-        ] = {}  # after each answer, by the digest of all messages and the tools
+        # After each answer, by the digest of all messages and the tools.
+        self._conversations: dict[bytes, Conversation] = {}
         self._answers: dict[str, Generation] = {}
         self._tool_calls: set[str] = set()  # their ids
         self.last_text = ""

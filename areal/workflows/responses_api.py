@@ -56,11 +56,9 @@ class ResponseReply:
         self._messages = _earlier(response_request, responses) + _chat_messages(response_request.input)
         if not self._messages:
             raise ApiError("input: there is no message in it")
-        instructions = (
-            [{"role": "system", "content": response_request.instructions}] if response_request.instructions else []
-        )
+        system = response_request.instructions
         self.request = ChatRequest(
-            messages=[*instructions, *self._messages],
+            messages=[*([{"role": "system", "content": system}] if system else []), *self._messages],
             model=response_request.model,
             tools=None if response_request.tools is None else [tool.chat() for tool in response_request.tools],
             tool_choice=response_request.tool_choice,
