@@ -102,11 +102,8 @@ def _read_csv(path: Path, what: str, delimiter: str) -> Iterator[tuple[int, dict
             where, line = f"{path}, line {line},", reader.line_num + 1
             if header is None:
                 header = fields
-                if (
-                    delimiter == ","
-                    and len(header) == 1
-                    and (separator := next((c for c in ";\t|" if c in header[0]), None))
-                ):
+                separator = next((c for c in ";\t|" if len(header) == 1 and c in header[0]), None)
+                if separator and delimiter == ",":
                     raise UserError(f"{where} separates its fields by {separator!r}: separate them by commas")
             elif fields:
                 if len(fields) != len(header):

@@ -63,7 +63,7 @@ class Table:
 
     def _prompt(self, raw: Mapping[str, Any]) -> Any:
         try:
-            return _prompt(raw, self.config, self.config.prompt_key, "")
+            return _prompt(raw, self.config, "")
         except UserError:
             return None
 
@@ -355,13 +355,9 @@ def _dataset(name: str) -> str:
     return ":".join(name.split(":")[:2])
 
 
-def _make_row(
-    raw: Mapping[str, Any], config: SourceConfig, where: str, prompt_key: str | None = None,
-    answer_key: str | None = None,
-) -> Row:  # fmt: skip
-    """Return the Row of `raw`, which is at `where` in the source. Keys that are given take the place of those of the
-    configuration. Raises UserError if it is not usable."""
-    prompt_key, answer_key = prompt_key or config.prompt_key, answer_key or config.answer_key
+def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
+    """Return the Row of `raw`, which is at `where` in the source. Raises UserError if it is not usable."""
+    prompt_key, answer_key = config.prompt_key, config.answer_key
     for key, setting in (prompt_key, "data.prompt_key"), (answer_key, "data.answer_key"):
         needed = key is not None and not (key == prompt_key and config.prompt_template)
         if needed and _field(raw, str(key)) is _MISSING:
@@ -369,7 +365,7 @@ def _make_row(
             known = ", ".join(raw) or "nothing"
             raise UserError(f"{where} has no {key!r}, only {known}: add it or set {setting}{advice}")
     answer = _field(raw, answer_key) if answer_key else None
-    prompt = _prompt(raw, config, prompt_key, where)
+    prompt = _prompt(raw, config, where)
     if prompt in ("", []):
         raise UserError(f"{where} has an empty {prompt_key!r}: write one, or remove the row")
     if not is_prompt(prompt):
@@ -380,17 +376,15 @@ def _make_row(
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
         fields["prompt"] = prompt
-    text = answer
     try:
         msgpack.packb(fields)
-        if answer is not None and not isinstance(answer, str):
-            text = json.dumps(answer)
+        json.dumps(fields)  # bytes are no JSON, in which the rollouts keep the row
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where} cannot be sent to rewards ({error}): keep to JSON values") from error
     return Row(
         index=0,
         prompt=with_system(prompt, config.system_prompt),
-        answer=text,
+        answer=answer if answer is None or isinstance(answer, str) else json.dumps(answer),
         reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
     )
@@ -407,10 +401,10 @@ def _field(raw: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _prompt(raw: Mapping[str, Any], config: SourceConfig, prompt_key: str, where: str) -> Any:
+def _prompt(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Any:
     """The prompt of `raw` as it is, or as the template writes it."""
     if config.prompt_template is None:
-        return _field(raw, prompt_key)
+        return _field(raw, config.prompt_key)
     try:
         return _template(config.prompt_template).render(raw)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -464,10 +458,11 @@ def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, 
     unknown = [name for name in options if name not in option_names]
     if unknown:
         raise UserError(f"{what} has no option {unknown[0]!r}: choose from {', '.join(sorted(option_names))}")
+    config = config.model_copy(update={"prompt_key": "prompt", "answer_key": "answer"})
 
     def draw(side: str, number: int, attempt: int) -> Row:
         raw = addition.make_row(_derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
-        return _make_row(raw, config, f"{what}, row {number},", "prompt", "answer")
+        return _make_row(raw, config, f"{what}, row {number},")
 
     return _tried(draw, (TypeError, ValueError), what)
 
@@ -475,6 +470,7 @@ def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, 
 def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Draw:
     reasoning_tasks.check(task, options, what)
     chunk = config.size or reasoning_tasks.CHUNK
+    config = config.model_copy(update={"prompt_key": "question", "answer_key": "answer"})
 
     @functools.lru_cache(maxsize=8)
     def dataset(side: str, number: int, attempt: int) -> Any:
@@ -483,7 +479,7 @@ def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, A
     def draw(side: str, number: int, attempt: int) -> Row:
         entry = dataset(side, number // chunk, attempt)[number % chunk]
         raw = reasoning_tasks.row(task, options, entry)
-        return _make_row(raw, config, f"{what}, row {number},", "question", "answer")
+        return _make_row(raw, config, f"{what}, row {number},")
 
     return _tried(draw, (AssertionError, LookupError, TypeError, ValueError), what)
 

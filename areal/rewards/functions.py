@@ -198,20 +198,16 @@ def _check_call(name: str, target: Any) -> None:
             f"(docs/rewards.md)"
         )
     bound = is_class and not isinstance(inspect.getattr_static(target, _called(target)), staticmethod | classmethod)
-    extra = {"tokens": ()} if "tokens" in parameters and not groups else {}
-    names = dict.fromkeys(set(verl_rewards.NAMES) & parameters.keys())
+    values: tuple[Any, ...] = ("", "", {})
+    keywords: dict[str, Any] = {"tokens": ()} if "tokens" in parameters and not groups else {}
+    if verl_rewards.is_for_verl(parameters):
+        values, keywords = (), dict.fromkeys(set(verl_rewards.NAMES) & parameters.keys())
     try:
-        if verl_rewards.is_for_verl(parameters):
-            inspect.signature(function).bind(*[None] * bound, **names)
-        else:
-            inspect.signature(function).bind(*[None] * bound, "", "", {}, **extra)
+        inspect.signature(function).bind(*[None] * bound, *values, **keywords)
     except TypeError as error:
-        if groups:
-            raise UserError(f"reward {name!r}: {error}: it is called with prompt, completions and rows") from None
-        raise UserError(
-            f"reward {name!r}: {error}: it is called with prompt, completion and row, and with tokens if it has a "
-            f"parameter of that name"
-        ) from None
+        usual = "completion and row, and with tokens if it has a parameter of that name"
+        takes = "completions and rows" if groups else usual
+        raise UserError(f"reward {name!r}: {error}: it is called with prompt, {takes}") from None
 
 
 def _called(target: Any) -> str:

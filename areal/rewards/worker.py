@@ -8,7 +8,7 @@ it has no more, it should be replaced. The worker exits at the end of stdin.
 
 A concurrent worker takes requests that are numbered, `[number, request as bytes]`, and does not wait for the end of one
 before it begins the next. It answers each with `[number, "begun", None]` and then its answer, `[number, kind, value]`.
-`[number, None]` cancels a call, whose answer is of the kind "cancelled".
+`[number, None]` cancels a call, whose answer is then that it raised.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def _serve_concurrently(
 
     def end(number: int, results: Callable[[Any], list[Result]], call: asyncio.Task[Any]) -> None:
         del calls[number]
-        result = ["cancelled", ""] if call.cancelled() else answer(call.result, results, memory)
+        result = ["raised", "it was cancelled"] if call.cancelled() else answer(call.result, results, memory)
         send(answers, [number, *result])
 
     while (message := await asyncio.to_thread(receive, requests)) is not None:

@@ -251,9 +251,8 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
         await asyncio.wait(tasks, timeout=WARM_UP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         started, tokens_at_start = time.perf_counter(), engine.stats().tokens_generated
         failed_tasks: set[asyncio.Task[None]] = set()
-        while (
-            not failed_tasks and engine.stats().tokens_generated == tokens_at_start
-        ):  # a busy machine may take longer for the first
+        # A busy machine may take longer for the first.
+        while not failed_tasks and engine.stats().tokens_generated == tokens_at_start:
             failed_tasks, _ = await asyncio.wait(tasks, timeout=SPEED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         rate = (engine.stats().tokens_generated - tokens_at_start) / (time.perf_counter() - started)
         if not failed_tasks and not config.trainer.lora:

@@ -198,8 +198,9 @@ def test_prompt_and_answer_may_be_fields_of_fields(tmp_path, kind):
     assert row.answer == row.fields["answer"] == "1"
 
 
-def test_an_answer_that_is_no_json_is_told(tmp_path):
-    pq.write_table(pa.table({"prompt": ["a"], "answer": [b"1"]}), tmp_path / "rows.parquet")
+@pytest.mark.parametrize("column", ["answer", "image"])
+def test_a_column_that_is_no_json_is_told(tmp_path, column):
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"]} | {column: [b"1"]}), tmp_path / "rows.parquet")
     refused("row 0, cannot be sent to rewards .*bytes", str(tmp_path / "rows.parquet"), eval_size=0)
 
 

@@ -47,6 +47,9 @@ OWN = textwrap.dedent(
             raise
         return os.getpid()
 
+    async def gives_up(prompt, completion, row):
+        raise asyncio.CancelledError
+
     async def leaves_late(prompt, completion, row):
         await asyncio.sleep(0.2)
         if completion == "leave":
@@ -228,10 +231,11 @@ async def test_an_async_call_that_costs_the_process_is_found_and_the_others_are_
 
 
 async def test_a_failure_is_told_by_kind_and_never_a_score(capfd):
-    async with pool_of("raises", "exits", "nan", "text", "echo") as pool:
+    async with pool_of("raises", "exits", "nan", "text", "gives_up", "echo") as pool:
         for _ in range(2):
             assert await failure(pool, "own:raises") == ("raised", "KeyError: 'no such thing'")
         assert await failure(pool, "own:exits") == ("raised", "SystemExit: bye")
+        assert await failure(pool, "own:gives_up") == ("raised", "it was cancelled")
         assert (await failure(pool, "own:nan"))[0] == "not_finite"
         assert (await failure(pool, "own:text"))[0] == "not_finite"
         assert (await failure(pool, "own:other"))[0] == "unknown"
