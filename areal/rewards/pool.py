@@ -166,7 +166,7 @@ class RewardPool:
         request = name, prompt, completions, row, ids
         try:
             key = digest(*request)
-        except (TypeError, ValueError) as error:  # an array, or a value that is nested too deeply
+        except (TypeError, ValueError, OverflowError) as error:  # an array, or nested too deeply, or too large
             raise RewardFailed(f"the row cannot be passed to a worker: {error}", "raised") from None
         if cached := self._results.get(key):
             return cached

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from areal.config import ScoringConfig, UserError
 from areal.data.files import read_file, unit_of
 from areal.data.rows import prompt_text
+from areal.data.sources import is_prompt
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import all_scored, combined
@@ -63,6 +64,10 @@ def read_rows(file: Path) -> list[Line]:
     rows = list(read_file(file, f"--input {file}"))
     if not rows:
         raise UserError(f"--input {file} has no rows: name another file")
+    for number, row in rows:
+        if row.get("prompt") not in (None, "", []) and not is_prompt(row["prompt"]):
+            where = f"{file}, {unit_of(file)} {number},"
+            raise UserError(f"{where} has a prompt that is neither text nor messages with role and content: correct it")
     return rows
 
 

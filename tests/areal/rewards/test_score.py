@@ -33,16 +33,18 @@ def test_every_line_gets_a_score_or_the_reason_why_there_is_none(score):
         asked | {"completion": "2"},
         asked | {"completion": "3"},
         {"prompt": "?", "completion": "2"},
+        asked | {"completion": "2", "number": 1 << 64},
         reward=("exact_match",),
     )
     assert code == 0
     told = [(one["line"], one["score"], one["status"]) for one in scores]
-    assert told == [(1, 1.0, "ok"), (2, 0.0, "ok"), (3, None, "raised")]
+    assert told == [(1, 1.0, "ok"), (2, 0.0, "ok"), (3, None, "raised"), (4, None, "raised")]
     assert scores[2]["reason"] == "the row has no answer to compare with"
     assert all(one["seconds"] > 0 for one in scores)
-    assert "2 of 3 completions scored" in said
+    assert scores[3]["reason"].startswith("the row cannot be passed to a worker")
+    assert "2 of 4 completions scored" in said
     assert "mean score 0.5000" in said
-    assert "raised: 1" in said
+    assert "raised: 2" in said
 
 
 def test_a_reward_that_scores_nothing_leaves_the_reasons(score):
@@ -167,6 +169,8 @@ def test_only_rewards_that_compare_with_the_row_check_it(score, tmp_path, monkey
             "has no 'completion', only prompt, answer: add it, or check",
         ),
         ({"completion": "1"}, "exact_match", (), "line 1, has no 'prompt'"),
+        ({"prompt": 1, "completion": "2"}, "exact_match", (), "line 1, has a prompt that is neither text nor messages"),
+        ({"prompt": [{"role": "user"}], "completion": "2"}, "exact_match", (), "line 1, has a prompt that is neither"),
         ({"prompt": "1", "completion": "2"}, "exact", (), "there is no reward 'exact'"),
         ({"prompt": "1", "completion": "2"}, "exact_match", ("reward.speed=2",), "Unknown key 'reward.speed'"),
         ({"prompt": "1", "completion": "2"}, "code", ("sandbox.wall_seconds=60",), "reward.timeout_seconds is 10, but"),
