@@ -49,7 +49,8 @@ Compare the responses to the request below. {_REQUEST}\
 {{% endfor %}}Reason briefly, then end with a line that has only a list of all numbers, the best response first, such \
 as [2, 1, 3]."""
 _LIST = re.compile(r"\[[^\[\]]*\]")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+# In 8/10 or "8 out of 10" the first number is the verdict.
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?")
 V = TypeVar("V")
 Answer = Callable[[str], Awaitable[tuple[str, int]]]
 """A model's answer to a text, and how many tokens both have. Raises RewardError."""

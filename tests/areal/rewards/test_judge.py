@@ -53,6 +53,8 @@ CHOICES = {"verdict": "choice", "choices": {"A": 1, "AB": 0.5, "none": 0}}
         ("It is none.", CHOICES, 0.0),
         ('{"score": 1} no: {"why": {"x": 2}, "score": 8}', {"verdict": "json"}, 0.8),
         ("no number", {}, None),
+        ("Score: 8/10.", {}, 0.8),
+        ("Of 3 aims it has 2: 7.5 out of 10", {}, 0.75),
         ("11", {}, None),
         ("ABBA", CHOICES, None),
         ('{"score": ', {"verdict": "json"}, None),
