@@ -260,11 +260,13 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the completion or its last line equals the row's answer, else 0.0. Surrounding white space is ignored."""
-    if row.get("answer") is None:
+    """1.0 if the completion or its last line equals the row's answer, or one of a list, else 0.0. Surrounding white
+    space is ignored."""
+    if row.get("answer") in (None, []):
         raise RewardError("the row has no answer to compare with")
-    answer, completion = str(row["answer"]).strip(), completion.strip()
-    return float(answer in (completion, completion.rpartition("\n")[2].strip()))
+    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    texts = completion.strip(), completion.strip().rpartition("\n")[2].strip()
+    return float(any(str(answer).strip() in texts for answer in answers))
 
 
 def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float:

@@ -19,6 +19,7 @@ def test_exact_match_takes_the_completion_or_its_last_line():
     assert reward("", " Paris\n", {"answer": "Paris"}) == 1.0
     assert reward("", "Let me think.\nParis ", {"answer": "Paris"}) == 1.0
     assert reward("", "Paris\nLyon", {"answer": "Paris"}) == 0.0
+    assert [reward("", text, {"answer": ["Paris", 75]}) for text in ("75", "Paris", "Lyon")] == [1.0, 1.0, 0.0]
 
 
 def test_addition_scores_its_own_rows():
