@@ -224,7 +224,11 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
         ),
         ("trained groups with signal", ".1%", lambda run: _mean(_finite(run.series("mixed_groups")))),
         ("tokens generated for each of them", ",.0f", _tokens_per_signal),
-        ("rows of which a prompt was admitted", ".1%", lambda run: [math.nan, *run.series("coverage")][-1]),
+        (
+            "rows of which a prompt was admitted",
+            ".1%",
+            lambda run: run.series("coverage")[-1] if run.records else math.nan,
+        ),
         ("staleness, mean", ".2f", staleness_of),
         ("staleness, max", ".1f", lambda run: max(run.series("staleness_max"), default=math.nan)),
         ("samples a second", ",.1f", lambda run: number_or_nan(run.summary.get("samples_per_second"))),

@@ -130,8 +130,13 @@ class CodeTests:
 
     async def _run(self, code: str, tests: Tests, results: list[bool]) -> None:
         """Sets which of the tests a program passes."""
-        run: Any = {Outputs: self._run_outputs, Calls: self._run_calls, Asserts: self._run_asserts}[type(tests)]
-        await run(code, tests, results)
+        match tests:
+            case Outputs():
+                await self._run_outputs(code, tests, results)
+            case Calls():
+                await self._run_calls(code, tests, results)
+            case Asserts():
+                await self._run_asserts(code, tests, results)
 
     async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
         for i, (stdin, expected) in enumerate(tests.pairs):
