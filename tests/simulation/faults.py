@@ -318,7 +318,7 @@ def _draw_trainer_kill(random: Random, plan: Plan, processes: list[str]) -> None
 def _draw_leaves(random: Random, plan: Plan, processes: list[str]) -> None:
     others = [name for name in processes if not name.startswith("master")]
     name = random.choice(others)
-    spare = f"{name.rpartition('-')[0]}-1" in processes
+    spare = sum(other.rpartition("-")[0] == name.rpartition("-")[0] for other in processes) > 1
     stays_away = spare and random.random() < 0.5
     plan.faults.append(Leave(_when(random, plan), name, None if stays_away else _restart(random)))
 

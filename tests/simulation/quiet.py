@@ -15,11 +15,13 @@ import structlog
 from structlog.typing import EventDict
 
 from actors import evaluator, rollout_manager
-from actors.parts import run_state
+from actors.parts import run_state, sessions
 from actors.runtime import actor as runtime
 from actors.simulation.loop import undisturbed
 from areal.generation import routing
 from areal.generation.routing import GeneratorLoad
+from areal.processes import ROOT
+from areal.storage import disk
 from protocols import transport
 from protocols.codec import decode_body
 from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
@@ -29,6 +31,8 @@ from simulation.model import Model
 # Small intervals, because most simulated sequences take less than a second.
 BALANCE_SECONDS = 0.15
 REPORT_SECONDS = 0.1
+
+_place_of = sessions._place_of
 
 
 class Simulated(Protocol):
@@ -66,8 +70,8 @@ def _logs_into(world: Simulated) -> Iterator[None]:
 
 @contextmanager
 def quiet(world: Simulated) -> Iterator[None]:
-    """Set up this process for a simulation: logs go into the trace only, garbage collection is off, and the settings of
-    the actors are replaced by those of the model."""
+    """Set up this process for a simulation: logs go into the trace only, garbage collection is off, the settings of the
+    actors are replaced by those of the model, and no message tells of this machine's disks and folders."""
     with ExitStack() as settings:
         settings.enter_context(patch.multiple(run_state, COMPACT_EVENTS=world.model.compact_events))
         settings.enter_context(patch.multiple(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
@@ -75,9 +79,17 @@ def quiet(world: Simulated) -> Iterator[None]:
         settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)
         settings.enter_context(patch.multiple(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
+        settings.enter_context(patch.multiple(sessions, _place_of=_place_in_checkout))
+        settings.enter_context(
+            patch.multiple(disk, free_bytes=lambda _: 0, _inodes=lambda _: "", _same_disk=lambda *_: False)
+        )
         settings.enter_context(_logs_into(world))
         settings.enter_context(undisturbed(_finalize_stream))
         yield
+
+
+def _place_in_checkout(error: BaseException | None) -> str:
+    return _place_of(error).replace(f"{ROOT}/", "")
 
 
 def _some_moves(
