@@ -147,6 +147,7 @@ class Master(HandlesRequests):
         self.state = RunState(config, journal, source)
         self._changed = Signal()
         self._patience, self._recording = Patience(folder.path, "the master"), asyncio.Lock()
+        self._unrecorded: int | None = self.state.last_step.get("step")  # the step whose metrics may not be on disk
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._trainer_may_end = False  # the run is stopped, and the trainer has time to save a checkpoint
         self._outbox: deque[Message] = deque()
@@ -224,7 +225,7 @@ class Master(HandlesRequests):
     async def _repeat_records(self) -> None:
         """Write what the master before has not written, before any other record."""
         if self.state.last_step:
-            await self._record("the metrics", self.folder.append_metrics, self.state.last_step)
+            await self._record_step(self.state.last_step)
         for evaluation in list(self.state.evaluations.values()):
             await self._record("an evaluation", self.folder.append_evaluation, evaluation_record(evaluation))
 
@@ -271,6 +272,10 @@ class Master(HandlesRequests):
         """Write a record into the run folder, after those before, once its disk has room."""
         async with self._recording:
             await self._patience.write(lambda: asyncio.to_thread(write, record), what)
+
+    async def _record_step(self, metrics: dict[str, Any]) -> None:
+        await self._record("the metrics", self.folder.append_metrics, metrics)
+        self._unrecorded = None
 
     @property
     def _shortage(self) -> Shortage | None:
@@ -705,6 +710,8 @@ class Master(HandlesRequests):
     async def commit_step(self, request: Request[CommitStep]) -> Done:
         commit = request.message
         self._trainer(request, commit.lineage)
+        if self._unrecorded:  # a restarted master would know only the metrics of the step after it
+            raise PreparingError(str(self._shortage or f"step {self._unrecorded} is not recorded yet"))
         if commit.version <= self.ledger.version:
             return Done()
         if self.state.unpublished:
@@ -712,7 +719,7 @@ class Master(HandlesRequests):
                 f"version {self.ledger.version} is not published yet, so version {commit.version} cannot be committed"
             )
         record = self.ledger.commit(commit.version - 1)
-        metrics = self._meter.metrics(commit, record)
+        self._unrecorded, metrics = commit.version, self._meter.metrics(commit, record)
         self.state.emit("stepped", metrics=metrics, groups=list(record.batch.group_ids))
         self._keep_state()
         self.state.compact_if_due()
@@ -720,7 +727,7 @@ class Master(HandlesRequests):
         self._progress.made()
         self._changed.notify()
         await self.journal.durable()
-        await self._record("the metrics", self.folder.append_metrics, metrics)
+        await self._record_step(metrics)
         long = ("prompts", "discarded")
         shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k not in long}
         log.info("step", **shown)

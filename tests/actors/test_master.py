@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -1079,6 +1080,32 @@ async def test_a_master_started_again_knows_what_is_held_and_has_each_result_onc
             assert (await evaluator.ask(AskStatus())).values["accuracy"] == {"0": 0.25, "1": 0.5}
     records = [json.loads(line) for line in (config.folder / "evaluations.jsonl").read_text().splitlines()]
     assert [(record["version"], record["accuracy"]) for record in records] == [(0, 0.25), (1, 0.5)]
+
+
+async def test_no_step_is_committed_before_the_metrics_of_the_one_before_are_on_disk(config, monkeypatch):
+    def refuse(*_) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    config, roles = without_evaluation(config), ("trainer", "rollout_manager")
+    async with callers_of_several_masters(*roles, config=config) as (trainer, manager):
+        async with master_of(config):
+            for actor in (trainer, manager):
+                await actor.join()
+            await recover(trainer)
+            await make_ready(manager, trainer, 0)
+            await trainer.ask(AskBatch(version=0))
+            with monkeypatch.context() as full:
+                full.setattr(RunFolder, "append_metrics", refuse)
+                with pytest.raises(DeadlineError):
+                    await trainer.ask(CommitStep(lineage=0, version=1, metrics=METRICS), 1.0)
+                with pytest.raises(PreparingError, match=r"waits to write the metrics: the disk of .* is full"):
+                    await commit(trainer, 1)
+        async with master_of(config):
+            while True:
+                with contextlib.suppress(PreparingError):
+                    await commit(trainer, 1)
+                    break
+    assert [record["step"] for record in read_metrics(config.folder / "metrics.jsonl")] == [1]
 
 
 async def test_what_actors_say_and_measure_is_recorded(config, monkeypatch):
