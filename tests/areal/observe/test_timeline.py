@@ -36,6 +36,13 @@ def test_a_change_is_recorded_at_once_and_what_stays_the_same_once_a_second(even
     assert [e["time"] for e in read_events(tmp_path)] == [1000.0, 1000.5, 1001.5]
 
 
+def test_a_clock_that_is_set_back_keeps_nothing_from_the_file(events, clock, tmp_path):
+    events.record_heartbeat("trainer/0", "healthy", "training", {})
+    clock.now -= 3600.0
+    events.record_heartbeat("trainer/0", "healthy", "training", {})
+    assert [e["time"] for e in read_events(tmp_path)] == [-2600.0, 1000.0]
+
+
 def test_many_actors_together_write_no_more_than_fifty_would(events, clock, tmp_path):
     for second in range(20):
         clock.now = 1000.0 + second
