@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 from actors.parts.run_state import RunState
 from areal.config import Config, UserError
-from areal.storage.disk import shortage
+from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal
 from areal.storage.rollouts import FOLDER as ROLLOUTS
 from areal.storage.rollouts import move_rollouts
@@ -150,4 +149,4 @@ def _abandoned(config: Config, number: int) -> Path:
 def _move(path: Path, folder: Path) -> None:
     if path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        os.replace(path, folder / path.name)
+        rename(path, folder / path.name)

@@ -102,6 +102,17 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def rename(path: Path, target: Path) -> None:
+    """Rename a file or a folder, or put a file in the place of another one. A crash of the machine does not undo it."""
+    os.replace(path, target)
+    for folder in {target.parent, path.parent}:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def append(path: Path, text: str, durable: bool = True) -> None:
     """Append whole lines to a file. durable: they survive a crash of the machine. If the disk refuses them, the file is
     as it was, and OSError is raised."""

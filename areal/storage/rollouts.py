@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import structlog
 
 from areal.config import UserError
-from areal.storage.disk import shortage
+from areal.storage.disk import rename, shortage
 from areal.trajectory import NOT_SAMPLED, TOKEN_COLUMNS, Branch, Column, Group, TokenValues, Trajectory
 
 log = structlog.get_logger()
@@ -328,7 +328,7 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
             yield parquet
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    rename(temporary, path)
 
 
 def groups_by_step(folder: Path) -> Counter[int]:

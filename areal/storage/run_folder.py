@@ -33,7 +33,7 @@ from areal.config import (
     without_secrets,
 )
 from areal.models import with_folders
-from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, running_out
+from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, rename, running_out
 from areal.storage.events import EventLog
 
 log = structlog.get_logger()
@@ -447,15 +447,13 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
     for which it holds. Returns the changes in words. trained: the number of steps whose batches are fixed. checkpoint:
     the version from which the trainer redoes them."""
     stored = config_of_run(config.folder, secrets=True)
-    sentences = []
-    with (config.folder / CHANGES).open("a") as file:
-        for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
-            step = 1 + (checkpoint if within(key, REDONE) else trained)
-            old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
-            file.write(line_of({"step": step, "key": key, "before": old, "now": new, "time": time.time()}))
-            sentences.append(f"{key} was {old!r} and is {new!r} from step {step} on")
-        file.flush()
-        os.fsync(file.fileno())
+    sentences, lines = [], ""
+    for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
+        step = 1 + (checkpoint if within(key, REDONE) else trained)
+        old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
+        lines += line_of({"step": step, "key": key, "before": old, "now": new, "time": time.time()})
+        sentences.append(f"{key} was {old!r} and is {new!r} from step {step} on")
+    append(config.folder / CHANGES, lines)
     return sentences
 
 
@@ -496,4 +494,4 @@ def replace(path: Path, text: str, mode: int = 0o666) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    rename(temporary, path)

@@ -16,16 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import fill_disk, mounted_small_disk, use_up_inodes
+from helpers import fill_disk, mounted_small_disk, put, use_up_inodes
 from safetensors import SafetensorError
 from structlog.testing import capture_logs
 
 from areal.config import UserError
 from areal.storage import claim, disk
 from areal.storage.claim import check_room
-from areal.storage.disk import Backlog, Patience, Reserve, append, running_out, shortage
+from areal.storage.disk import Backlog, Patience, Reserve, append, rename, running_out, shortage
 from areal.storage.events import EventLog
 from areal.storage.journal import Journal
+from areal.storage.run_folder import replace
 from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import Group, Trajectory
 from areal.weights.folders import atomic_folder, write_tensors
@@ -138,6 +139,23 @@ def test_a_line_that_does_not_fit_leaves_nothing_behind(small: Path):
     assert file.read_text() == "first\nsecond\n"
 
 
+def test_a_rename_is_on_disk_before_anything_counts_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[tuple[str, bool]] = []  # what, and whether the file had its new name then
+
+    def note(descriptor: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, (tmp_path / "to" / "file").exists()))
+
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "from" / "file").touch()
+    monkeypatch.setattr(os, "fsync", note)
+    rename(tmp_path / "from" / "file", tmp_path / "to" / "file")
+    assert sorted(synced) == [("from", True), ("to", True)]
+    synced.clear()
+    replace(tmp_path / "to" / "other", "text")
+    assert synced == [("other.tmp", True), ("to", True)]
+
+
 def test_lines_of_a_log_and_events_that_did_not_fit_are_written_later(small: Path):
     log, events = Backlog(small / "a.jsonl", small / "a.jsonl.1", 1 << 20), EventLog(small, lambda: 0.0)
     hog = fill_disk(small)
@@ -221,7 +239,7 @@ def test_a_group_that_did_not_fit_is_in_the_spool_once_there_is_room(small: Path
     )
     hog = fill_disk(small)
     threading.Timer(0.1, hog.unlink).start()
-    patience.write_in_thread(lambda: spool.put(Group("g1.0", 1, (sample,))), "the spool")
+    patience.write_in_thread(lambda: put(spool, Group("g1.0", 1, (sample,))), "the spool")
     assert spool.ids() == ["g1.0"]
     spool.close()
 
