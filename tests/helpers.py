@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import zmq
 
-from areal.trajectory import Branch, Trajectory
+from areal.storage.spool import Spool
+from areal.trajectory import Branch, Group, Trajectory
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
 
@@ -28,6 +29,10 @@ needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode != 0,
     reason="user namespaces are forbidden here, as they often are in containers",
 )
+
+
+def put(spool: Spool, part: Group, place: int = 0, size: int = 1) -> Group | None:
+    return spool.put_all({place: part}, size)
 
 
 def find_free_port() -> int:

@@ -110,14 +110,10 @@ class Spool:
                 )
             note(connection, "run", run)
 
-    def put(self, part: Group, place: int = 0, size: int = 1) -> Group | None:
-        """Store the part of a group that has this place in it, unless that is taken, or the group has `size` parts.
-        Returns the group once it has. If it raises SpoolError, the part is not stored. Raises SpoolDamage as `get`
-        does."""
-        return self.put_all({place: part}, size)
-
     def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
-        """As `put`, of several parts of a group by their places: all of them are stored, or none."""
+        """Store parts of a group, all of them or none, by the place that each has in it, unless that is taken, or the
+        group has `size` parts. Returns the group once it has. If it raises SpoolError, no part is stored. Raises
+        SpoolDamage as `get` does."""
         changes: Changes = ()
         for place, part in parts.items():
             fields = (part.id, place, part.prompt_index, safetensors.numpy.save(columns(part.trajectories)), part.notes)
@@ -147,9 +143,9 @@ class Spool:
                         taken.append(self._waiting.popleft())
                     for statement, values in chain(*taken):
                         connection.execute(statement, values)
-            except SpoolError:
+            except BaseException as error:
                 self._waiting.extend(changes for changes in taken if changes is not own)
-                if any(changes is own for changes in taken):
+                if any(changes is own for changes in taken) or not isinstance(error, SpoolError):
                     raise
 
     def complete(self, group_id: str, size: int) -> Group | None:

@@ -116,7 +116,7 @@ async def shares(model: Path, batches: Sequence[list[Group]], rounds: int, folde
     spool = Spool.open(folder / "spool.db")
     for batch in batches:
         for group in batch:
-            spool.put(group)
+            spool.put_all({0: group}, 1)
     engine = TrainingEngine(model, settings(), seed=0)
     ranks = Ranks(engine, ThreadPoolExecutor(max_workers=1))
     found = []

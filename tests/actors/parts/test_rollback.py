@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import put
 
 from actors.parts import rollback
 from actors.parts.fork import OTHER_DATA, configuration_of_fork, fork
@@ -85,7 +86,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def ready(state: RunState, spool: Spool, name: str) -> None:
-    spool.put(group_of(name))
+    put(spool, group_of(name))
     state.ledger.ready(name, state.ledger.version)
     state.emit("rewarded", group=name, mean=0.5, parts={}, tokens=3, discarded=0)
 

@@ -4,8 +4,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,6 +15,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 import safetensors.numpy
+from helpers import put
 
 import areal.storage.database
 from areal.config import UserError
@@ -80,7 +83,7 @@ def test_a_group_comes_back_bit_by_bit_after_a_restart(path: Path):
     groups = [make_group(0), make_group(1, (0, 1, 0)), make_group(2, (7,)), Group("g3.1", 3, (odd, odd))]
     spool = Spool.open(path)
     for group in groups:
-        spool.put(group)
+        put(spool, group)
     spool.close()
 
     again = Spool.open(path)
@@ -93,18 +96,18 @@ def test_a_group_comes_back_bit_by_bit_after_a_restart(path: Path):
 def test_ids_come_in_order_of_arrival():
     spool = in_memory()
     for number in (7, 2, 11):
-        spool.put(make_group(number))
+        put(spool, make_group(number))
     spool.forget(["g11.0"])
-    spool.put(make_group(1))
+    put(spool, make_group(1))
     assert spool.ids() == ["g7.0", "g2.0", "g1.0"]
 
 
 def test_a_repeated_group_changes_nothing():
     spool = in_memory()
     first, other = make_group(0), make_group(1)
-    spool.put(first)
-    spool.put(other)
-    spool.put(Group(first.id, 99, other.trajectories))
+    put(spool, first)
+    put(spool, other)
+    put(spool, Group(first.id, 99, other.trajectories))
     assert spool.ids() == [first.id, other.id]
     assert bits(spool.get([first.id])[0]) == bits(first)
 
@@ -119,10 +122,10 @@ def parts_of(group: Group) -> list[Group]:
 def test_a_group_of_parts_is_there_once_it_is_complete_in_the_order_of_their_places_and_takes_no_more():
     spool, group, other = in_memory(), make_group(1), make_group(2)
     first, second, third = parts_of(group)
-    assert spool.put(third, 2, 3) is spool.put(first, 0, 3) is spool.put(replace(second, id="g0.9"), 1, 3) is None
-    assert spool.put(replace(second, trajectories=other.trajectories[:1]), 0, 3) is None, "the place is taken"
-    assert bits(spool.put(second, 1, 3)) == bits(spool.complete("g1.0", 3)) == bits(group)
-    assert bits(spool.put(second, 7, 3)) == bits(group), "it has three"
+    assert put(spool, third, 2, 3) is put(spool, first, 0, 3) is put(spool, replace(second, id="g0.9"), 1, 3) is None
+    assert put(spool, replace(second, trajectories=other.trajectories[:1]), 0, 3) is None, "the place is taken"
+    assert bits(put(spool, second, 1, 3)) == bits(spool.complete("g1.0", 3)) == bits(group)
+    assert bits(put(spool, second, 7, 3)) == bits(group), "it has three"
     again = [replace(part, id="g1.1") for part in (first, second, third)]
     assert bits(spool.put_all(dict(zip((0, 2, 5), again, strict=True)), 3)) == bits(replace(group, id="g1.1"))
     assert spool.get(["g1.0"])[0].notes == notes_of({"answer": "7"}, [{"discarded": number} for number in range(3)])
@@ -132,9 +135,9 @@ def test_samples_of_an_earlier_attempt_become_those_of_the_next_one(path: Path):
     spool, group = Spool.open(path), make_group(1)
     first, second, third = parts_of(group)
     for place, part in enumerate([first, second, third]):
-        spool.put(part, place, 3)
-    spool.put(replace(third, id="g1.1"), 1, 3)
-    spool.put(make_group(2), 0, 3)
+        put(spool, part, place, 3)
+    put(spool, replace(third, id="g1.1"), 1, 3)
+    put(spool, make_group(2), 0, 3)
     samples = spool.samples(1)
     assert {key: sample.reward for key, sample in samples.items()} == {
         ("g1.0", 0): group.trajectories[0].reward, ("g1.0", 1): group.trajectories[1].reward,
@@ -171,7 +174,7 @@ def test_the_calls_of_a_sample_are_kept_until_it_is_stored_and_the_longest_ones_
     spool.put_calls("g1.0", 0, 1, calls_of(5, 6))  # comes late
     assert spool.unfinished(1) == {("g1.0", 0): 4, ("g1.0", 1): 7} and versions_of(spool, "g1.0", 0) == [5, 6, 4]
     assert spool.ids() == ["g1.0"] and spool.samples(1) == {}
-    spool.put(first, 0, 3)
+    put(spool, first, 0, 3)
     spool.put_calls("g1.0", 0, 1, calls_of(5, 6, 4, 4))
     assert spool.unfinished(1) == {("g1.0", 1): 7}
     spool.forget(["g1.0"])
@@ -183,7 +186,7 @@ def test_the_calls_of_an_earlier_attempt_become_those_of_the_next_one_at_places_
     spool, (first, *_) = in_memory(), parts_of(make_group(1))
     for place in range(3):
         spool.put_calls("g1.0", place, 1, calls_of(place))
-    spool.put(replace(first, id="g1.1"), 0, 3)
+    put(spool, replace(first, id="g1.1"), 0, 3)
     spool.put_calls("g1.1", 1, 1, calls_of(9, 9))
     spool.move_calls("g1.1", [("g1.0", 0), ("g1.0", 1), ("g1.0", 2), ("g1.0", 7)])
     assert spool.unfinished(1) == {("g1.0", 0): 0, ("g1.0", 1): 1, ("g1.1", 1): 9, ("g1.1", 2): 2}
@@ -229,7 +232,7 @@ def test_a_spool_of_format_4_is_brought_to_this_one(path: Path):
 
 def test_missing_groups_are_named():
     spool = in_memory()
-    spool.put(make_group(0))
+    put(spool, make_group(0))
     with pytest.raises(SpoolError, match=r"not in the spool: g5\.0, g6\.0$"):
         spool.get(["g5.0", "g0.0", "g6.0"])
 
@@ -237,11 +240,11 @@ def test_missing_groups_are_named():
 def test_forgotten_groups_are_gone_and_unknown_ones_are_no_matter():
     spool = in_memory()
     for number in range(3):
-        spool.put(make_group(number))
+        put(spool, make_group(number))
     spool.forget(["g0.0", "g77.0", "g2.0"])
     spool.forget([])
     assert spool.ids() == ["g1.0"]
-    spool.put(make_group(0))
+    put(spool, make_group(0))
     assert spool.ids() == ["g1.0", "g0.0"]
 
 
@@ -250,7 +253,7 @@ def test_the_file_stays_as_large_as_what_is_in_it_at_once(path: Path):
 
     def turns(first: int, last: int) -> int:
         for number in range(first, last):
-            spool.put(make_group(number, (2000,)))
+            put(spool, make_group(number, (2000,)))
             spool.forget([f"g{number - 10}.0"])
         return sum(file.stat().st_size for file in path.parent.iterdir())
 
@@ -266,7 +269,7 @@ def test_any_thread_may_call(path: Path):
     spool = Spool.open(path)
     groups = [make_group(number) for number in range(40)]
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(spool.put, groups + groups))
+        list(threads.map(partial(put, spool), groups + groups))
         back = list(threads.map(lambda group: spool.get([group.id])[0], groups))
         list(threads.map(lambda group: spool.forget([group.id]), groups[:20]))
     assert [bits(group) for group in back] == [bits(group) for group in groups]
@@ -279,7 +282,7 @@ def test_what_several_threads_store_while_the_disk_is_busy_is_one_commit(path: P
     statements: list[str] = []
     spool._connection.set_trace_callback(statements.append)
     with ThreadPoolExecutor(3) as threads, spool._lock:
-        done = [threads.submit(spool.put, part, place, 3) for place, part in enumerate(parts)]
+        done = [threads.submit(put, spool, part, place, 3) for place, part in enumerate(parts)]
         while len(spool._waiting) < 3:
             pass
     assert all(bits(each.result()) == bits(make_group(1)) for each in done)
@@ -300,7 +303,7 @@ spool = Spool.open(Path(sys.argv[1]))
 for number in range(10**9):
     column = np.full(3000, number, np.int32)
     sample = Trajectory(column, column.astype(np.float32), column, 1.0, "stop")
-    spool.put(Group(f"g{number}.0", number, (sample, sample)))
+    spool.put_all({0: Group(f"g{number}.0", number, (sample, sample))}, 1)
     print(number, flush=True)
 """
 
@@ -328,13 +331,13 @@ def test_what_was_put_outlives_a_process_that_is_killed_and_its_lock_does_not(pa
 def test_a_disk_that_refuses_keeps_no_part_of_a_group():
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     spool = Spool(connection)
-    spool.put(make_group(0))
+    put(spool, make_group(0))
     connection.execute("PRAGMA max_page_count = 1")
     with pytest.raises(SpoolError, match="full"):
-        spool.put(make_group(1, (20_000,)))
+        put(spool, make_group(1, (20_000,)))
     connection.execute("PRAGMA max_page_count = 100000")
     assert spool.ids() == ["g0.0"]
-    spool.put(make_group(1, (20_000,)))
+    put(spool, make_group(1, (20_000,)))
     assert spool.ids() == ["g0.0", "g1.0"]
 
 
@@ -344,10 +347,10 @@ def test_what_a_full_disk_refused_is_not_stored_with_what_another_stores_later()
     connection.execute("PRAGMA max_page_count = 1")
     for _ in range(3):  # as a trainer repeats it while its disk is full
         with pytest.raises(SpoolError, match="full"):
-            spool.put(make_group(0, (20_000,)))
+            put(spool, make_group(0, (20_000,)))
     assert not spool._waiting
     connection.execute("PRAGMA max_page_count = 100000")
-    spool.put(make_group(1))
+    put(spool, make_group(1))
     assert spool.ids() == ["g1.0"]
 
 
@@ -355,9 +358,9 @@ def test_while_a_disk_fills_each_of_several_threads_stores_its_group_or_is_told(
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     spool = Spool(connection)
 
-    def put(number: int) -> str | None:
+    def stored_id(number: int) -> str | None:
         try:
-            stored = spool.put(make_group(number, (3_000,)))
+            stored = put(spool, make_group(number, (3_000,)))
         except SpoolError:
             return None
         assert stored is not None
@@ -367,9 +370,22 @@ def test_while_a_disk_fills_each_of_several_threads_stores_its_group_or_is_told(
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count = {pages + 20}")
         with ThreadPoolExecutor(8) as threads:
-            stored = {group for group in threads.map(put, range(number, number + 8)) if group}
+            stored = {group for group in threads.map(stored_id, range(number, number + 8)) if group}
         assert set(spool.ids()) == stored
         spool.forget(stored)
+
+
+def test_what_one_thread_cannot_store_takes_nothing_of_another_with_it():
+    spool = in_memory()
+    with ThreadPoolExecutor(1) as threads:
+        with spool._lock:
+            waiting = threads.submit(put, spool, make_group(1))
+            while not spool._waiting:
+                time.sleep(0.001)
+            with pytest.raises(OverflowError):
+                put(spool, replace(make_group(2), prompt_index=1 << 70))
+        assert bits(waiting.result()) == bits(make_group(1))
+    assert spool.ids() == ["g1.0"]
 
 
 def write_text(path: Path) -> None:
@@ -385,7 +401,7 @@ def write_another_program(path: Path) -> None:
 def write_truncated(path: Path) -> None:
     spool = Spool.open(path)
     for number in range(20):
-        spool.put(make_group(number, (2000,)))
+        put(spool, make_group(number, (2000,)))
     spool.close()
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
@@ -406,7 +422,7 @@ def test_a_file_that_is_no_spool_is_told_in_one_sentence(path: Path, write):
 def test_a_flipped_bit_in_a_group_is_found_and_named(path: Path, place: int):
     spool = Spool.open(path)
     for number in range(3):
-        spool.put(make_group(number, (100,)))
+        put(spool, make_group(number, (100,)))
     (blob,) = spool._connection.execute("SELECT arrays FROM parts WHERE id = 'g1.0'").fetchone()
     flipped = bytearray(blob)
     flipped[place] ^= 0x40
