@@ -17,11 +17,13 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
+import zmq
 from helpers import descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 from run import main, port_is_named
 
 from actors.parts.start_checks import own_port
+from actors.runtime.preflight import check_port
 from actors.runtime.preflight import free_port as hold_free_port
 from actors.runtime.supervisor import Supervisor
 from areal.config import load_config
@@ -339,6 +341,18 @@ def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
             assert address != f"tcp://127.0.0.1:{free_port}"
     with hold_free_port(f"tcp://127.0.0.1:{free_port}") as address:
         assert address == f"tcp://127.0.0.1:{free_port}"
+
+
+def test_the_port_of_a_start_is_kept_for_its_master(free_port):
+    with hold_free_port(f"tcp://127.0.0.1:{free_port}") as address:
+        with socket.socket() as other, pytest.raises(OSError):
+            other.bind(("127.0.0.1", free_port))
+        check_port(address)
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as master, context.socket(zmq.DEALER) as actor:
+            master.bind(address)
+            actor.connect(address)
+            actor.send(b"hello")
+            assert master.recv_multipart()[1] == b"hello"
 
 
 def test_two_starts_at_once_have_two_ports(free_port):

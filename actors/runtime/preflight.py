@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from actors.runtime.row_checks import check_prompts, check_rows
@@ -314,14 +314,15 @@ def _engine_bytes(engine: EngineConfig, elements: int) -> int:
 
 @contextmanager
 def free_port(address: str) -> Iterator[str]:
-    """`address`, with another port if its port is in use or held by another start. It is held until the end of the
-    block: two runs that are started at once would both find it free, as their masters listen only later. Raises
-    UserError if the master cannot listen at its host."""
+    """`address`, with another port if its port is in use or held by another start. Until the end of the block no other
+    start takes it, and no other program, but the master, which listens only later, can. Raises UserError if the master
+    cannot listen at its host."""
     host = address.rpartition(":")[0]
-    with socket.socket(socket.AF_UNIX) as holder:
+    with ExitStack() as held:
+        holder = held.enter_context(socket.socket(socket.AF_UNIX))
         for candidate in (address, f"{host}:0"):
             try:
-                chosen = f"{host}:{_try_to_listen(candidate)}"
+                chosen = f"{host}:{held.enter_context(_bound(candidate)).getsockname()[1]}"
                 # An abstract name belongs to the network that the port belongs to, and ends with the process.
                 holder.bind(f"\0areal-master {chosen}")
             except OSError:
@@ -335,7 +336,7 @@ def free_port(address: str) -> Iterator[str]:
 def check_port(address: str) -> None:
     """Raises UserError if the master cannot listen at `address`."""
     try:
-        _try_to_listen(address)
+        _bound(address).close()
     except OSError as error:
         raise UserError(
             f"The master cannot listen at {address} ({error.strerror}): stop the process that uses it, "
@@ -343,15 +344,17 @@ def check_port(address: str) -> None:
         ) from None
 
 
-def _try_to_listen(address: str) -> int:
-    """The port at which a socket could listen; the system chooses one in place of 0. Raises OSError."""
+def _bound(address: str) -> socket.socket:
+    """A socket with the address, at which it does not listen; the system chooses a port in place of 0. As long as none
+    listens there, others may have the address that are shared as this one is: those of ZeroMQ are. Raises OSError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]").replace("*", "0.0.0.0"), int(port))[0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(target)
-        chosen: int = probe.getsockname()[1]
-        return chosen
+    with ExitStack() as undo:
+        bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(target)
+        undo.pop_all()
+    return bound
 
 
 def check_folder(folder: Path) -> None:
