@@ -79,11 +79,12 @@ LOOK_SECONDS, FENCED_SECONDS = 2.0, 15.0
 class Deaths:
     """Counts the deaths of one child, for the pause before its restart and for the decision to give up.
 
-    early: deaths in a row within STEADY_SECONDS of a start. in_vain: deaths in a row within SOUND_SECONDS of a start,
-    without a trained step between them. progress: as given to `pause` at the last death.
+    seconds: the last pause, longer with each death in a row within STEADY_SECONDS of a start. in_vain: deaths in a row
+    within SOUND_SECONDS of a start, without a trained step between them. progress: as given to `pause` at the last
+    death.
     """
 
-    early: int = 0
+    seconds: float = FIRST_PAUSE_SECONDS / 2
     in_vain: int = 0
     progress: int = 0
 
@@ -92,12 +93,12 @@ class Deaths:
 
         lived: seconds since its start. progress: any number that grows with each trained step.
         """
-        self.early = 1 if lived >= STEADY_SECONDS else self.early + 1
+        self.seconds = min(2 * self.seconds, LONGEST_PAUSE_SECONDS) if lived < STEADY_SECONDS else FIRST_PAUSE_SECONDS
         self.in_vain = 1 if lived >= SOUND_SECONDS or progress != self.progress else self.in_vain + 1
         self.progress = progress
         if self.in_vain >= DEATHS_IN_VAIN:
             return None
-        return min(FIRST_PAUSE_SECONDS * 2.0 ** (self.early - 1), LONGEST_PAUSE_SECONDS)
+        return self.seconds
 
 
 @dataclass(slots=True)

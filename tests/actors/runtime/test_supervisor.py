@@ -155,6 +155,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_a_pause_doubles_with_each_early_death_up_to_half_a_minute():
     deaths = Deaths()
     assert [deaths.pause(1, step) for step in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert {deaths.pause(1, step) for step in range(8, 2000)} == {30}  # a day of it, while the others train
 
 
 def test_a_child_that_lived_a_minute_is_started_again_soon():
