@@ -28,6 +28,7 @@ LOCK_RETRY_SECONDS = 0.1
 # What a file says of itself: `run`, the identity of its run; `program`, the version of the program that used it last.
 FACTS = "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);"
 LOG_HEADER_BYTES = 32
+COPY_ATTEMPTS = 20
 
 
 class FormatError(sqlite3.DatabaseError):
@@ -117,10 +118,10 @@ def copy_store(path: Path, folder: Path) -> Path:
     has everything that was on disk when this began.
 
     Its user alone may open it. SQLite appends to the log, puts a log that is complete into the file, and begins a new
-    log. So copies of file and log are one state if neither happened meanwhile.
+    log. So copies of file and log are one state if neither happened meanwhile. Raises UserError if it always does.
     """
     log, copy = path.with_name(f"{path.name}-wal"), folder / path.name
-    while True:
+    for _ in range(COPY_ATTEMPTS):
         marks = _marks(path, log)
         shutil.copyfile(path, copy)
         copied_log = copy.with_name(log.name)
@@ -130,6 +131,7 @@ def copy_store(path: Path, folder: Path) -> Path:
             copied_log.unlink(missing_ok=True)
         if _marks(path, log) == marks:
             return copy
+    raise UserError(f"{path} is written faster than it can be copied: stop the run before, which --resume continues.")
 
 
 def _marks(path: Path, log: Path) -> tuple[int, int, bytes]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import sqlite3
 import subprocess
@@ -438,3 +439,12 @@ def test_a_copy_of_a_journal_that_is_being_written_is_what_it_was_at_some_moment
 
     (tmp_path / "copies").mkdir()
     asyncio.run(write_and_copy())
+
+
+def test_what_is_written_faster_than_it_is_copied_is_not_copied_for_ever(path: Path, tmp_path: Path, monkeypatch):
+    Journal.open(path).close()
+    (tmp_path / "copies").mkdir()
+    changes = itertools.count()
+    monkeypatch.setattr(areal.storage.database, "_marks", lambda *_: next(changes))
+    with pytest.raises(UserError, match=r"journal\.db is written faster than it can be copied: stop the run before"):
+        copy_store(path, tmp_path / "copies")
