@@ -98,11 +98,14 @@ class Membership:
             if again:
                 log.warning("an actor of this process joins the run again", role=role, why=ending.reason)
                 await asyncio.sleep(AGAIN_SECONDS)
+            elif not ending.ok:
+                log.warning("an actor of this process has left the run", role=role, why=ending.reason)
 
 
 def _follow(life: Future[None], ready: Future[None]) -> None:
-    """An actor has ended; if it was never ready, so it is said."""
-    if ready.done():
-        return
+    """An actor has ended; if it was never ready, or has failed, so it is said."""
     error = life.exception()
-    ready.set_exception(error or UserError("The run ended, or the process left it, before its actor was ready."))
+    if not ready.done():
+        ready.set_exception(error or UserError("The run ended, or the process left it, before its actor was ready."))
+    elif error:
+        log.error("an actor of this process has failed", exc_info=error)

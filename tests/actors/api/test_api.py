@@ -9,12 +9,15 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 import areal
 from actors.api.function_pool import FunctionPool
+from actors.api.membership import _follow
 from actors.api.rows import write_rows
 from actors.api.settings import named_rewards, settings_of
 from actors.master import Master
@@ -164,6 +167,15 @@ async def test_a_notebook_serves_a_run_and_another_kernel_does_when_it_is_killed
             assert "here  ·  step 0 of 2" in view["data"]["text/plain"] and "generator" in view["data"]["text/html"]
             os.kill(int(cell.outputs[-1]["data"]["text/plain"]), signal.SIGKILL)
         identities.append(newest.identity)
+
+
+def test_an_actor_of_this_process_that_fails_later_says_so():
+    ready, life, error = Future(), Future(), RuntimeError("no more memory")
+    ready.set_result(None)
+    life.set_exception(error)
+    with capture_logs() as logs:
+        _follow(life, ready)
+    assert [(entry["log_level"], entry["exc_info"]) for entry in logs] == [("error", error)]
 
 
 async def test_calls_in_this_process_have_a_deadline_and_places():
