@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from actors.runtime.actor import Actor, Ending
     from actors.runtime.supervisor import Supervisor
     from areal.data.sources import PromptSource
+    from areal.storage.journal import Journal
+    from areal.storage.run_folder import RunFolder
     from protocols.messages import Message
     from protocols.network import ZmqNetwork
 
@@ -366,44 +368,23 @@ def supervise(
 
 def run_master(config: Config, arguments: argparse.Namespace | None = None) -> int:
     """Run the master of a run. arguments: None if a supervisor has claimed the folder."""
-    from actors.master import Master
-    from actors.runtime import delays
-    from actors.runtime.actor import incarnation
     from actors.runtime.addresses import open_network
-    from actors.runtime.logs import configure_logging, write_log_file
+    from actors.runtime.logs import configure_logging
     from actors.runtime.preflight import check_port
     from areal.observe import tracking
-    from areal.storage.disk import Patience
-    from areal.storage.journal import Journal
-    from areal.storage.run_folder import RunFolder
     from protocols.addresses import host_of
-    from protocols.transport import Bus
 
     configure_logging("master/0")
     check_port(config.master.address)
     tracking.check(config.observe)
     network = claim_record(config, arguments) if arguments else open_network(host_of(config.master.address))
-    source: PromptSource | None
     config, source = uvloop.run(prepare(config))
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
-    patience = Patience(config.folder, "the master")
-    # The lock on the journal also guards the run folder.
-    journal = patience.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
-    folder = patience.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
-    write_log_file(folder.path / "logs" / "master-0.jsonl")
-
-    async def run() -> Ending:
-        delays.watch()
-        bus = Bus(f"master/0#{incarnation()}", network)
-        supervised = SUPERVISED in os.environ
-        nonlocal source
-        master = Master(bus, config, journal=journal, folder=folder, source=source, supervised=supervised)
-        source = None  # the master keeps the rows only if its sampler needs them
-        return await master.run()
-
-    tracker = tracking.start(config)
+    record, tracker = open_record(config), tracking.start(config)
+    serving = serve(config, network, *record, source)
+    del source  # the master keeps the rows only if its sampler needs them
     try:
-        ending = uvloop.run(run())
+        ending = uvloop.run(serving)
         if not ending.stopped:  # who stops a run waits only so long before it kills: 30 s in Slurm
             keep_report(config.folder)
     except UserError:
@@ -419,6 +400,36 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
     return 0 if ending.ok else 1
 
 
+def open_record(config: Config) -> tuple[Journal, RunFolder]:
+    """The journal of a run and its other records, once its disk takes them."""
+    from actors.runtime.logs import write_log_file
+    from areal.storage.disk import Patience
+    from areal.storage.journal import Journal
+    from areal.storage.run_folder import RunFolder
+
+    patience = Patience(config.folder, "the master")
+    # The lock on the journal also guards the run folder.
+    journal = patience.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
+    folder = patience.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
+    write_log_file(folder.path / "logs" / "master-0.jsonl")
+    return journal, folder
+
+
+async def serve(
+    config: Config, network: ZmqNetwork, journal: Journal, folder: RunFolder, source: PromptSource | None
+) -> Ending:  # fmt: skip
+    """Be the master of a run until it has ended."""
+    from actors.master import Master
+    from actors.runtime import delays
+    from actors.runtime.addresses import new_bus
+
+    delays.watch()
+    bus, supervised = new_bus("master/0", network), SUPERVISED in os.environ
+    master = Master(bus, config, journal=journal, folder=folder, source=source, supervised=supervised)
+    source = None
+    return await master.run()
+
+
 def keep_report(folder: Path) -> None:
     """Write the report of a run that has ended. A disk that refuses it does not make the run a failure."""
     from areal.observe.report import write_report
@@ -432,14 +443,13 @@ def keep_report(folder: Path) -> None:
 async def prepare(config: Config) -> tuple[Config, PromptSource]:
     """Open and check the data, and make or download the models, which may take an hour. Meanwhile whoever asks the
     master is told so. Returns the configuration with the folders of the models, and the data. Raises UserError."""
-    from actors.runtime.actor import incarnation
-    from actors.runtime.addresses import open_network
+    from actors.runtime.addresses import new_bus, open_network
     from actors.runtime.row_checks import check_rows
     from areal.data.sources import open_source
     from areal.models import with_folders
     from protocols.addresses import host_of
     from protocols.errors import PreparingError
-    from protocols.transport import Bus, Request
+    from protocols.transport import Request
 
     doing = f"it opens {config.data.named}"
 
@@ -453,7 +463,7 @@ async def prepare(config: Config) -> tuple[Config, PromptSource]:
     def crashed(error: BaseException) -> None:
         structlog.get_logger().error("handler failed", exc_info=error)
 
-    bus = Bus(f"master/0#{incarnation()}", open_network(host_of(config.master.address)))
+    bus = new_bus("master/0", open_network(host_of(config.master.address)))
     try:
         bus.serve(config.master.address, put_off, crashed)
         source = await asyncio.to_thread(open_source, config.data, config.seed)
@@ -467,15 +477,15 @@ async def prepare(config: Config) -> tuple[Config, PromptSource]:
 def run_monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from actors.runtime.actor import first_answer, incarnation
+    from actors.runtime.actor import first_answer
+    from actors.runtime.addresses import new_bus
     from actors.watching.monitor import Feed, follow
     from protocols.messages import AskStatus
-    from protocols.transport import Bus
 
     network = network_towards(arguments.master)
 
     async def watch() -> int:
-        bus = Bus(f"monitor/?#{incarnation()}", network)
+        bus = new_bus("monitor/?", network)
         try:
             await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
             return await follow(Feed(bus, arguments.master), Console())
@@ -521,10 +531,8 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
     """The actor of a role. Imports only the module of that role, and so only its engine."""
     from importlib import import_module
 
-    from actors.runtime.actor import incarnation
-    from actors.runtime.addresses import Door, open_network
+    from actors.runtime.addresses import Door, new_bus, open_network
     from protocols.addresses import host_of
-    from protocols.transport import Bus
 
     door = Door.towards(arguments.master, arguments.host, arguments.bind, arguments.ports)
     network = open_network(host_of(arguments.master), door.bind)
@@ -532,7 +540,7 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
         module = import_module(f"actors.{role}")
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
     further: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
-    bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", network)
+    bus = new_bus(f"{role}/{'?' if arguments.index is None else arguments.index}", network)
     return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **further.get(role, {}))
 
 

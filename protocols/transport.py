@@ -36,7 +36,7 @@ from protocols.errors import (
     text_of,
 )
 from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, StreamEnd
-from protocols.network import Full, Network, OnCrash, Unreachable
+from protocols.network import Full, Link, Network, OnCrash, Unreachable
 
 RESEND_SECONDS = 3.0
 KEEP_ALIVE_SECONDS = 2.0
@@ -488,7 +488,20 @@ class _Inbox:
             self._woken.set_result(None)
 
 
-class Publisher:
+class _EventLink:
+    """An end of the events of a publisher."""
+
+    _link: Link
+
+    @property
+    def closed(self) -> bool:
+        return self._link.closed
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+class Publisher(_EventLink):
     """Publishes events with sequence numbers after `first`. Subscribers may miss events and then ask for a snapshot."""
 
     def __init__(self, network: Network, address: str, identity: Identity, first: int, on_crash: OnCrash) -> None:
@@ -502,15 +515,8 @@ class Publisher:
         header = self._header._replace(kind=event.kind, part=self.sequence)
         self._link.send(encode(header, event))
 
-    @property
-    def closed(self) -> bool:
-        return self._link.closed
 
-    async def close(self) -> None:
-        await self._link.close()
-
-
-class Subscriber:
+class Subscriber(_EventLink):
     """Receives the events of one publisher. `on_event(sequence, event)` is called for each, in order, possibly with
     gaps."""
 
@@ -529,13 +535,6 @@ class Subscriber:
             return
         self._on_event(header.part, event)
 
-    @property
-    def closed(self) -> bool:
-        return self._link.closed
-
-    async def close(self) -> None:
-        await self._link.close()
-
 
 class Bus:
     """One actor's connection to the others: its server, its links, its events. Closes `network` with itself.
@@ -550,7 +549,7 @@ class Bus:
         self._secret = secret or secrets.token_bytes(32)
         self._ids = itertools.count()
         self._peers: dict[str, Peer] = {}
-        self._event_links: list[Publisher | Subscriber] = []
+        self._event_links: list[_EventLink] = []
         self._closing: dict[asyncio.Task[None], None] = {}
         self._on_crash: OnCrash = _tell_loop
 
@@ -595,7 +594,7 @@ class Bus:
 
     async def close(self) -> None:
         """Cancel what is being answered, fail what waits for answers, and close the network."""
-        parts: list[Publisher | Subscriber | Peer | RequestServer] = [*self._event_links, *self._peers.values()]
+        parts: list[_EventLink | Peer | RequestServer] = [*self._event_links, *self._peers.values()]
         for part in [*parts, self.server] if self.server else parts:
             await part.close()
         await asyncio.gather(*self._closing)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from actors.runtime.actor import Actor, ask_once, incarnation
-from actors.runtime.addresses import Door, open_network
+from actors.runtime.actor import Actor, ask_once
+from actors.runtime.addresses import Door, new_bus, open_network
 from areal.config import UserError
 from protocols.addresses import host_of
 from protocols.messages import Message
@@ -85,7 +85,7 @@ class Membership:
     async def _live(self, role: str, make: Make, ready: Future[None]) -> None:
         again = True
         while again and not self._leaving:
-            actor = make(Bus(f"{role}/?#{incarnation()}", self._network()), self.master, Door.towards(self.master))
+            actor = make(new_bus(f"{role}/?", self._network()), self.master, Door.towards(self.master))
             self._actors.append(actor)
             life = asyncio.create_task(actor.run())
             while not life.done() and not ready.done():

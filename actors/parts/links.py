@@ -13,8 +13,7 @@ from statistics import median
 from typing import Any, cast
 
 from actors.parts.weight_service import WeightFetcher, WeightServer
-from actors.runtime.actor import incarnation
-from actors.runtime.addresses import Door, find_master, open_network
+from actors.runtime.addresses import Door, find_master, new_bus, open_network
 from actors.runtime.preflight import check_port
 from actors.watching.health import status_of
 from areal.config import Config, UserError, WeightsConfig, from_message
@@ -148,7 +147,7 @@ def _interface(master: str) -> Finding:
 
 
 async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
-    bus = Bus(f"monitor/0#{incarnation()}", network)
+    bus = new_bus("monitor/0", network)
     trips, offsets = [], []
     try:
         await _prepared(bus, master)

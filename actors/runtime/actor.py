@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import signal
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -26,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import structlog
 
 from actors.runtime import delays
-from actors.runtime.addresses import Door
+from actors.runtime.addresses import Door, new_bus
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
@@ -553,7 +552,7 @@ async def ask_once(
 ) -> Any:  # fmt: skip
     """The master's answer to a request of a process that is no actor of a `role` yet. Raises UserError, as
     `first_answer` does."""
-    bus = Bus(f"{role}/?#{incarnation()}", network)
+    bus = new_bus(f"{role}/?", network)
     try:
         return await first_answer(bus, master, message, patience)
     finally:
@@ -569,11 +568,6 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def incarnation() -> str:
-    """A random mark for an actor's identity, new at each start, so that a restarted actor differs from the old one."""
-    return secrets.token_hex(4)
 
 
 def _as_part(shortage: Shortage | None) -> DiskShortage | None:

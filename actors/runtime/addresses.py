@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from protocols.addresses import (
     on_this_machine,
     port_range,
 )
-from protocols.network import ZmqNetwork
+from protocols.network import Network, ZmqNetwork
 from protocols.security import FILE_NAME, Keys, KeysError, make_keys
+from protocols.transport import Bus
 
 # The folder in a run folder with the keys of that run alone.
 OWN_KEYS = "keys"
@@ -83,6 +85,11 @@ def open_network(*hosts: str, keys: Path | None = None) -> ZmqNetwork:
         f"{hosts[0]} is this machine, where a run makes keys of its own: give its folder in place of the address, "
         f"--master runs/NAME, or its keys, --keys runs/NAME/{OWN_KEYS}."
     )
+
+
+def new_bus(name: str, network: Network) -> Bus:
+    """The bus of a process with this name, role/index. A random mark tells it from earlier processes of the name."""
+    return Bus(f"{name}#{secrets.token_hex(4)}", network)
 
 
 def check_keys(config: Config) -> bool:

@@ -93,11 +93,9 @@ def evaluate(options: Namespace) -> None:
 
 
 def health(options: Namespace) -> int:
-    from actors.runtime.actor import incarnation
-    from actors.runtime.addresses import find_master, open_network
+    from actors.runtime.addresses import find_master, new_bus, open_network
     from actors.watching.health import UnhealthyError, until_healthy
     from protocols.addresses import host_of
-    from protocols.transport import Bus
 
     try:
         master = find_master(options.master, options.wait)
@@ -108,7 +106,7 @@ def health(options: Namespace) -> int:
     network = open_network(host_of(master))
 
     async def ask() -> str:
-        bus = Bus(f"monitor/0#{incarnation()}", network)
+        bus = new_bus("monitor/0", network)
         try:
             return await until_healthy(bus, master, options.actor, options.wait)
         finally:

@@ -36,7 +36,8 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from actors.runtime.actor import Ending, incarnation
+from actors.runtime.actor import Ending
+from actors.runtime.addresses import new_bus
 from actors.runtime.logs import log_file
 from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
@@ -193,7 +194,7 @@ class Supervisor:
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
-        bus = Bus(f"supervisor/0#{incarnation()}", network)
+        bus = new_bus("supervisor/0", network)
         try:
             return await self._until_over(work())
         finally:

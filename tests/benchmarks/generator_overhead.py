@@ -97,12 +97,10 @@ def system(config: Config, finished: Finished) -> None:
 
 async def store_all(config: Config, finished: Finished) -> None:
     """Be the trainer until there is a batch."""
-    from actors.runtime.actor import incarnation
-    from actors.runtime.addresses import open_network
+    from actors.runtime.addresses import new_bus, open_network
     from actors.trainer import Trainer
     from areal.storage.spool import Spool
     from areal.trajectory import Group
-    from protocols.transport import Bus
 
     class NotingSpool(Spool):
         def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
@@ -125,7 +123,7 @@ async def store_all(config: Config, finished: Finished) -> None:
     async def start_learner(*_: Any) -> Any:
         return IdleLearner()
 
-    bus = Bus(f"trainer/?#{incarnation()}", open_network("127.0.0.1"))
+    bus = new_bus("trainer/?", open_network("127.0.0.1"))
     trainer = Trainer(bus, config.master.address, start_learner=start_learner, open_spool=NotingSpool.open)
     ending = await trainer.run()
     if not ending.ok:

@@ -49,11 +49,9 @@ class AtOnce:
 
 def serve(folder: str) -> None:
     """Be the scorer of the run in the folder."""
-    from actors.runtime.actor import incarnation
-    from actors.runtime.addresses import Door, find_master, open_network
+    from actors.runtime.addresses import Door, find_master, new_bus, open_network
     from actors.scorer import Scorer
     from protocols.addresses import host_of
-    from protocols.transport import Bus
 
     async def start(*_: Any, **__: Any) -> AtOnce:
         return AtOnce()
@@ -61,7 +59,7 @@ def serve(folder: str) -> None:
     async def run() -> None:
         master = find_master(folder, 300.0)
         door = Door.towards(master)
-        bus = Bus(f"scorer/?#{incarnation()}", open_network(host_of(master), door.bind))
+        bus = new_bus("scorer/?", open_network(host_of(master), door.bind))
         await Scorer(bus, master, None, door, name="idle", start_engine=start).run()
 
     asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
