@@ -230,7 +230,7 @@ class RolloutManager(Sampler):
         sessions = self._sessions[permit.group] = [
             SampleSession(
                 self.services, row, self.config.sampling, permit.min_version, home=home,
-                place=self._router.place_at(home), on_start=start.sample_started, rewards=permit.rewards,
+                place=self._router.place_at(home), on_start=start.count, rewards=permit.rewards,
             )
             for _ in places
         ]  # fmt: skip
@@ -299,7 +299,7 @@ class RolloutManager(Sampler):
             return _Scored(place, sample, about)
         except SampleFailed as failure:
             if session.first_version is None:
-                start.sample_lost()
+                start.count()
             return failure
         finally:
             self._unfinished[permit.group] -= 1
@@ -444,15 +444,9 @@ class _GroupStart:
         self._missing = samples
         self._versions = [] if stored is None else [stored]
 
-    def sample_started(self, version: int) -> None:
-        self._versions.append(version)
-        self._one_less()
-
-    def sample_lost(self) -> None:
-        """A sample has failed before its first token."""
-        self._one_less()
-
-    def _one_less(self) -> None:
+    def count(self, version: int | None = None) -> None:
+        """A sample has started at this version; None: it has failed before its first token."""
+        self._versions += [] if version is None else [version]
         self._missing -= 1
         if not self._missing and self._versions:
             self.report(min(self._versions))

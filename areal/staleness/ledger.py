@@ -812,17 +812,10 @@ class Ledger:
             prompt = QueuedPrompt(event.prompt_index, event.prompt_index if event.row is None else event.row)
             self._next_prompt += 1
         group = LedgerGroup(
-            group_id=event.group_id,
-            prompt_index=event.prompt_index,
-            row=prompt.row,
-            attempt=event.attempt,
-            failures=prompt.failures,
-            owner=event.owner,
-            lease_expires=event.lease_expires,
-            admission_version=event.version,
-            max_staleness=self.settings.max_staleness,
-            resumed=prompt.resumed,
-        )
+            group_id=event.group_id, prompt_index=event.prompt_index, row=prompt.row, attempt=event.attempt,
+            failures=prompt.failures, owner=event.owner, lease_expires=event.lease_expires,
+            admission_version=event.version, max_staleness=self.settings.max_staleness, resumed=prompt.resumed,
+        )  # fmt: skip
         self._place(group)
         self.counters.admitted += 1
 

@@ -193,11 +193,11 @@ def test_a_group_of_which_too_few_are_left_fails(names, oversample):
 def test_a_start_version_is_known_once_all_that_may_count_have_begun():
     start, told = _GroupStart(4), []
     start.report = told.append
-    start.sample_started(5)
-    start.sample_lost()
-    start.sample_started(4)
+    start.count(5)
+    start.count()
+    start.count(4)
     assert not told
-    start.sample_started(6)
+    start.count(6)
     assert told == [4]
 
 

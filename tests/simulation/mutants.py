@@ -615,12 +615,13 @@ def own_code_without_a_limit() -> AbstractContextManager[None]:
 def started_with_the_newest_version() -> AbstractContextManager[None]:
     """A rollout manager reports the newest version that sampled a first token of a group as its start version."""
 
-    def one_less(start: _GroupStart) -> None:
+    def count(start: _GroupStart, version: int | None = None) -> None:
+        start._versions += [] if version is None else [version]
         start._missing -= 1
         if not start._missing and start._versions:
             start.report(max(start._versions))
 
-    return patch.multiple(_GroupStart, _one_less=one_less)
+    return patch.multiple(_GroupStart, count=count)
 
 
 def ready_with_the_newest_version() -> AbstractContextManager[None]:
