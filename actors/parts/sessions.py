@@ -186,7 +186,7 @@ class SampleSession(SampleState):
             seconds = self._services.sample_seconds
             raise TimeoutError(
                 f"it has waited for {seconds:.0f} s for something that is no actor of the run "
-                f"(rollout_manager.sample_seconds){_place_of(error.__cause__)}"
+                f"(rollout_manager.sample_seconds){place_of(error.__cause__)}"
             ) from error
         finally:
             self._timer = None
@@ -253,8 +253,8 @@ class _CallKey(NamedTuple):
         return SavedCall(self.prompt, self.limit, call.tokens, call.logprobs, call.versions, call.finish)
 
 
-def _place_of(error: BaseException | None) -> str:
-    """The line of the user's code at which `error` was raised, in words."""
+def place_of(error: BaseException | None, libraries: tuple[str, ...] = LIBRARIES) -> str:
+    """The line of the user's code at which `error` was raised, in words. libraries: folders of other code."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     return f", in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""

@@ -15,7 +15,6 @@ import re
 import signal
 import sys
 import time
-import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from rich.console import Console
 from actors.parts.calls import Call, SampleFailed, score_with_retries
 from actors.parts.policy_judges import PolicyJudges
 from actors.parts.services import Endpoint, Programs, Services, load_parsers
-from actors.parts.sessions import SampleSession
+from actors.parts.sessions import LIBRARIES, SampleSession, place_of
 from actors.runtime.logs import configure_logging
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
@@ -55,6 +54,7 @@ DEFAULTS = {
     "reward": {"functions": "exact_match"},
 }  # fmt: skip
 _OVERRIDE = re.compile(r"(?:[\w.]+|reward\.[\w.:/-]+)=")
+NOT_THE_USERS = (*LIBRARIES, str(ROOT / "areal"), str(ROOT / "actors"))
 _FUNCTION = re.compile(r"(\S+\.py|[\w.]+):[A-Za-z_]\w*")
 
 
@@ -260,7 +260,7 @@ class Trial:
             except (SampleFailed, AgentFailed) as error:
                 failure = str(error)
             except Exception as error:  # the user's code may raise anything
-                failure = f"{type(error).__name__}: {error}{_place(error)}"
+                failure = f"{type(error).__name__}: {error}{place_of(error, NOT_THE_USERS)}"
             finally:
                 session.close()
         return self._episode(title, session, sample), failure
@@ -320,10 +320,3 @@ class Trial:
 
     def _note_refusal(self, request: str) -> None:
         self._notes.append(f"The endpoint refused a request: {request}")
-
-
-def _place(error: Exception) -> str:
-    """Where in the user's code an exception was raised."""
-    libraries = (sys.prefix, sys.base_prefix, str(ROOT / "areal"), str(ROOT / "actors"))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

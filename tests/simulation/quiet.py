@@ -32,7 +32,7 @@ from simulation.model import Model
 BALANCE_SECONDS = 0.15
 REPORT_SECONDS = 0.1
 
-_place_of = sessions._place_of
+place_of = sessions.place_of
 
 
 class Simulated(Protocol):
@@ -79,7 +79,7 @@ def quiet(world: Simulated) -> Iterator[None]:
         settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)
         settings.enter_context(patch.multiple(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
-        settings.enter_context(patch.multiple(sessions, _place_of=_place_in_checkout))
+        settings.enter_context(patch.multiple(sessions, place_of=_place_in_checkout))
         settings.enter_context(
             patch.multiple(disk, free_bytes=lambda _: 0, _inodes=lambda _: "", _same_disk=lambda *_: False)
         )
@@ -89,7 +89,7 @@ def quiet(world: Simulated) -> Iterator[None]:
 
 
 def _place_in_checkout(error: BaseException | None) -> str:
-    return _place_of(error).replace(f"{ROOT}/", "")
+    return place_of(error).replace(f"{ROOT}/", "")
 
 
 def _some_moves(
