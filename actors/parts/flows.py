@@ -175,9 +175,9 @@ class Flow(Generic[J]):
             await self._ask(self._kind.request(self._number, jobs))
         except (DeadlineError, StreamBrokenError):  # the server may or may not have begun them: the flow breaks
             raise
-        except MalformedError as error:
+        except (MalformedError, ValueError) as error:  # the latter: of values that no message may have
             if len(numbers) == 1:
-                self._fail(numbers, error)
+                self._fail(numbers, MalformedError(str(error)))
                 return
             middle = len(numbers) // 2  # one of them cannot travel, or all together are too large
             await self._begin(numbers[:middle])

@@ -94,7 +94,7 @@ class RoutedGenerators:
                     with self._router.using(generator):
                         completion: Generation = await self._servers.do(generator, call)
                         return completion
-                except FencedError as error:
+                except (FencedError, MalformedError) as error:
                     raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
                 except RefusedError as error:
                     return call.refused(error)

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -81,8 +82,8 @@ class SampleSession(SampleState):
         max_new_tokens: a limit for this call; the sample's own limit, over all calls, holds as well. keep: see
         `Call`. Raises SampleFailed if a generator refuses the first prompt of the sample.
         """
-        prompt = np.asarray(tokens, np.int32)
-        limit = self.room if max_new_tokens is None else min(self.room, max_new_tokens)
+        prompt = _row(tokens)
+        limit = self.room if max_new_tokens is None else min(self.room, index(max_new_tokens))
         if self.sampling.stop:
             keep = first_of(keep, keep_until_text(self.tokenizer, self.sampling.stop))
         call = Call(self, prompt, limit, keep)
@@ -206,7 +207,7 @@ class SampleSession(SampleState):
             known = ", ".join(names) or "none"
             raise SampleFailed("workflow", f"no scorer {scorer!r} gives log-probs: scorers has {known} that does")
         with self._waiting():
-            return (await self._services.rewards.score_tokens(scorer, np.asarray(tokens, np.int32))).logprobs
+            return (await self._services.rewards.score_tokens(scorer, _row(tokens))).logprobs
 
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
@@ -227,7 +228,9 @@ class SampleSession(SampleState):
             )
         if not weights and services.config.rollout_manager.gives_rewards:
             raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
-        prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else np.asarray(tokens, np.int32)
+        if not isinstance(completion, str):
+            raise TypeError(f"session.score takes a completion as text, not as a {type(completion).__name__}")
+        prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else _row(tokens)
         with self._waiting():
             later = services.of_groups(weights) if self.group else []
             results = await all_scored(
@@ -240,6 +243,14 @@ class SampleSession(SampleState):
         score, parts = combined(weights, of_sample)
         self.reward_parts |= parts | ({reward: score} if reward else {})
         return score
+
+
+def _row(tokens: Tokens) -> np.ndarray:
+    """int32 [n]. Raises ValueError if the workflow gives anything else: a message could not be made of it."""
+    row = np.asarray(tokens, np.int32)
+    if row.ndim != 1:
+        raise ValueError(f"tokens are given in the shape {row.shape}: give one row of them, [n]")
+    return row
 
 
 class _CallKey(NamedTuple):

@@ -172,9 +172,9 @@ async def test_jobs_that_the_server_refuses_fail_and_the_flow_goes_on(pair):
 
 
 async def test_a_job_that_cannot_travel_fails_alone(pair):
-    jobs = [pair.do(text) for text in ("a", "\udc80", "abc", "abcd")]
+    jobs = [pair.do(text) for text in ("a", "\udc80", None, "abc", "abcd")]  # None is no text
     ends = await asyncio.gather(*jobs, return_exceptions=True)
-    assert isinstance(ends.pop(1), MalformedError)
+    assert isinstance(ends.pop(1), MalformedError) and isinstance(ends.pop(1), MalformedError)
     assert ends == [1, 3, 4]
 
 

@@ -27,7 +27,7 @@ from areal.sandbox.outside import Outcome, open_sandbox
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.parsers import Parsers
-from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
+from protocols.errors import BusyError, FencedError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy
 
 
@@ -409,6 +409,38 @@ async def test_a_turn_may_have_a_limit_of_its_own():
     assert (await session.generate([1], 2)).finish == "length"
     await session.generate([1], 20)
     assert [request.max_new_tokens for _, request in cluster.servers.asked] == [2, 8]
+
+
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (lambda session: session.generate([[1, 2]]), r"in the shape \(1, 2\): give one row"),
+        (lambda session: session.generate([1], 2.5), "cannot be interpreted as an integer"),
+        (lambda session: session.score("done", np.array([[5, 6]])), "give one row"),
+        (lambda session: session.score(["done"]), "takes a completion as text, not as a list"),
+    ],
+)
+async def test_what_a_workflow_must_not_give_is_an_error_of_the_workflow(ask, sentence):
+    session = Rewards(addition=[Result(1.0, {})]).session({"addition": 1.0})
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        await ask(session)
+
+
+async def test_a_limit_may_be_a_number_of_numpy():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    cluster.servers = Streams(at0=[[chunk(5, 6, version=3, finish="length")]])
+    await session.generate([1], np.int64(2))
+    ((_, request),) = cluster.servers.asked
+    assert type(request.max_new_tokens) is int
+
+
+async def test_a_prompt_that_cannot_be_sent_fails_its_sample():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    cluster.servers = Streams(at0=[[MalformedError("too large")]])
+    with pytest.raises(SampleFailed, match="too large"):
+        await session.generate([1])
 
 
 async def test_a_conversation_that_outgrows_the_model_is_cut_but_a_first_prompt_that_does_fails():
