@@ -29,6 +29,7 @@ from areal.evaluation import scorecard
 from areal.roles import ROLES
 from areal.storage.samples import SampleFile
 from areal.trajectory import Trajectory
+from protocols.errors import text_of
 from protocols.messages import (
     AskEvaluation,
     BenchmarkScores,
@@ -248,7 +249,7 @@ class Evaluator(Sampler):
                 # A version in between is not tried again: the next version that is due follows soon.
                 if due.version in (0, self.config.steps) and failed[progress] < ATTEMPTS:
                     continue
-                await self.ask_master(EvaluationAbandoned(version=due.version, reason=str(error)[:4096]), Done)
+                await self.ask_master(EvaluationAbandoned(version=due.version, reason=text_of(error)), Done)
             else:
                 await self.ask_master(result, Done)
 

@@ -37,7 +37,7 @@ from areal.storage.disk import DiskShortageError, Patience, Shortage
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from protocols.addresses import host_of, is_loopback
-from protocols.errors import FencedError, ForgedError, MalformedError, PreparingError, RefusedError
+from protocols.errors import FencedError, ForgedError, MalformedError, PreparingError, RefusedError, text_of
 from protocols.messages import (
     MAX_SERVED,
     AddReward,
@@ -515,7 +515,7 @@ class Master(HandlesRequests):
         return Configuration(values=without_secrets(self.config.model_dump(mode="json")))
 
     def _shutdown(self, ending: Ending) -> Shutdown:
-        return Shutdown(ok=ending.ok, reason=ending.reason[:4096], stopped=self._trainer_may_end)
+        return Shutdown(ok=ending.ok, reason=text_of(ending.reason), stopped=self._trainer_may_end)
 
     def _remove(self, identity: str, reason: str) -> None:
         self._evaluations.lose_member(self.state.members[identity])

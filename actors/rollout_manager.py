@@ -23,7 +23,7 @@ from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import Trajectory, columns, notes_of
-from protocols.errors import BusError, FencedError, MalformedError, RefusedError
+from protocols.errors import BusError, FencedError, MalformedError, RefusedError, text_of
 from protocols.messages import (
     AskCalls,
     AskPermits,
@@ -176,9 +176,7 @@ class RolloutManager(Sampler):
             await self._sample(permit)
         except SampleFailed as failure:
             discarded = _sampled(self._sessions[permit.group])
-            failed = GroupFailed(
-                group=permit.group, cause=failure.cause, reason=f"{failure}"[:4096], discarded=discarded
-            )
+            failed = GroupFailed(group=permit.group, cause=failure.cause, reason=text_of(failure), discarded=discarded)
             await self.ask_master(failed, Done)
 
     async def _sample(self, permit: Permit) -> None:

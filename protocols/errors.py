@@ -83,6 +83,6 @@ def from_code(code: str, text: str) -> BusError:
     return _BY_CODE.get(code, BusError)(text)
 
 
-def text_of(error: BusError) -> str:
-    """The text of an error as a message can hold it: a path in it may not be Unicode."""
+def text_of(error: object) -> str:
+    """The text of an error as a message can hold it: a path or a row in it may not be Unicode."""
     return str(error).encode(errors="replace").decode()[:4096]

@@ -21,6 +21,7 @@ from areal.processes import importing, outlive_sigterm
 from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import remove_folder
+from protocols.errors import text_of
 from protocols.messages import StepFailed
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group
 def failure_of_step(version: int, error: Exception) -> StepFailed | None:
     """What the master is told of an error in the step after `version`. None: it comes from the loss of another rank."""
     reason = f"{type(error).__name__}: {error}"
-    return None if COLLECTIVE.search(reason) else StepFailed(version=version, reason=reason[:4096])
+    return None if COLLECTIVE.search(reason) else StepFailed(version=version, reason=text_of(reason))
 
 
 def follow(config: Config, report: Callable[[StepFailed], object]) -> None:

@@ -22,6 +22,7 @@ from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
 from areal.workflows.parsers import Parsers
+from protocols.errors import text_of
 from protocols.messages import Cause, Done, ScoringFailed, Work
 
 log = structlog.get_logger()
@@ -99,7 +100,7 @@ class Sampler(Actor):
         data are probably wrong."""
         if not self.services.succeeded or cause not in self._causes:
             self._causes.add(cause)
-            self.spawn(self.ask_master(ScoringFailed(cause=cause, reason=reason[:4096]), Done), "report failure")
+            self.spawn(self.ask_master(ScoringFailed(cause=cause, reason=text_of(reason)), Done), "report failure")
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails

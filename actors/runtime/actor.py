@@ -33,7 +33,7 @@ from areal.config import Config, UserError, from_message
 from areal.devices import CORES, settle
 from areal.storage.disk import Patience, Shortage
 from protocols.addresses import host_of, reachable
-from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError
+from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
 from protocols.messages import (
     AskSnapshot,
     DiskShortage,
@@ -417,7 +417,7 @@ class Actor(HandlesRequests):
 
     async def _leave(self, reason: str) -> None:
         with contextlib.suppress(BusError):
-            await self.ask(self.master, Leave(reason=reason[:4096]), Message, LEAVE_SECONDS)
+            await self.ask(self.master, Leave(reason=text_of(reason)), Message, LEAVE_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)

@@ -529,6 +529,16 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
     assert (sampler.services.succeeded, sampler.failures) == (1, [("workflow", "the workflow raised KeyError: 'b'")])
 
 
+def test_a_failure_is_reported_whatever_is_in_its_text():
+    asked = []
+    sampler = SimpleNamespace(
+        services=SimpleNamespace(succeeded=0), _causes=set(), spawn=lambda *_: None,
+        ask_master=lambda message, _: asked.append(message),
+    )  # fmt: skip
+    Sampler.report_failure(sampler, "workflow", "no answer to '\ud83d'" + "!" * 5000)
+    assert asked[0].reason == "no answer to '?'" + "!" * 4080
+
+
 # --- rewards of groups
 
 
