@@ -80,12 +80,11 @@ LOOK_SECONDS, FENCED_SECONDS = 2.0, 15.0
 class Deaths:
     """Counts the deaths of one child, for the pause before its restart and for the decision to give up.
 
-    seconds: the last pause, longer with each death in a row within STEADY_SECONDS of a start. in_vain: deaths in a row
-    within SOUND_SECONDS of a start, without a trained step between them. progress: as given to `pause` at the last
-    death.
+    early: deaths in a row within STEADY_SECONDS of a start. in_vain: deaths in a row within SOUND_SECONDS of a start,
+    without a trained step between them. progress: as given to `pause` at the last death.
     """
 
-    seconds: float = FIRST_PAUSE_SECONDS / 2
+    early: int = 0
     in_vain: int = 0
     progress: int = 0
 
@@ -94,12 +93,12 @@ class Deaths:
 
         lived: seconds since its start. progress: any number that grows with each trained step.
         """
-        self.seconds = min(2 * self.seconds, LONGEST_PAUSE_SECONDS) if lived < STEADY_SECONDS else FIRST_PAUSE_SECONDS
+        self.early = 1 if lived >= STEADY_SECONDS else min(self.early + 1, 100)  # beyond that, no pause is longer
         self.in_vain = 1 if lived >= SOUND_SECONDS or progress != self.progress else self.in_vain + 1
         self.progress = progress
         if self.in_vain >= DEATHS_IN_VAIN:
             return None
-        return self.seconds
+        return min(FIRST_PAUSE_SECONDS * 2.0 ** (self.early - 1), LONGEST_PAUSE_SECONDS)
 
 
 @dataclass(slots=True)
