@@ -134,12 +134,16 @@ class Services:
         return [name for name in rewards if name in self.config.reward.groups]
 
     def too_long(self, row: Row) -> str | None:
-        """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not."""
+        """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not, or if no
+        tokens can be made of it."""
         limit = self.config.data.max_prompt_tokens
         if limit is None:
             return None
         talk, messages = begin(self.tokenizer, row.prompt)
-        tokens = len(talk.prompt(messages))
+        try:
+            tokens = len(talk.prompt(messages))
+        except Exception:  # chat templates raise anything; it fails the sample, in the workflow
+            return None
         return f"the prompt has {tokens} tokens, and data.max_prompt_tokens is {limit}" if tokens > limit else None
 
     def overlong(self, sample: Trajectory) -> float:

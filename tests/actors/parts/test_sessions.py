@@ -26,6 +26,7 @@ from areal.rewards.result import Result
 from areal.sandbox.outside import Outcome, open_sandbox
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import TokenScores, Trajectory
+from areal.workflows.conversation import Conversation
 from areal.workflows.parsers import Parsers
 from protocols.errors import BusyError, FencedError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy
@@ -527,6 +528,19 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
     with pytest.raises(SampleFailed, match="the workflow raised KeyError"):
         await Sampler.run_workflow(sampler, session, "b")
     assert (sampler.services.succeeded, sampler.failures) == (1, [("workflow", "the workflow raised KeyError: 'b'")])
+
+
+def test_a_row_of_which_no_prompt_can_be_made_is_left_to_the_workflow(monkeypatch):
+    def refuse(*_):
+        raise TypeError("roles must alternate")
+
+    services, row = Cluster().services, Row(0, "1+1=", "2", None, {})
+    data = {"source": "addition", "max_prompt_tokens": 2}
+    services.config = Config.model_validate(services.config.model_dump() | {"data": data})
+    monkeypatch.setattr(Conversation, "prompt", lambda *_: [1, 2, 3])
+    assert services.too_long(row) == "the prompt has 3 tokens, and data.max_prompt_tokens is 2"
+    monkeypatch.setattr(Conversation, "prompt", refuse)
+    assert services.too_long(row) is None
 
 
 def test_a_failure_is_reported_whatever_is_in_its_text():
