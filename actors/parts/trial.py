@@ -282,15 +282,8 @@ class Trial:
         sample = forest.trajectory(0.0, "sample", 1.0) if turns else None
         if trajectory is not None and sample is not None and len(trajectory) == len(sample):
             sample = trajectory
-        return Episode(
-            title,
-            sample,
-            turns,
-            trajectory.reward if trajectory else None,
-            self._rewards.scores,
-            self._clock.seconds,
-            self._warnings(session, trajectory),
-        )
+        reward, warnings = trajectory.reward if trajectory else None, self._warnings(session, trajectory)
+        return Episode(title, sample, turns, reward, self._rewards.scores, self._clock.seconds, warnings)
 
     def _warnings(self, session: SampleSession, trajectory: Trajectory | None) -> list[str]:
         trained = sum(len(call.tokens) for call in session.calls)
