@@ -213,9 +213,14 @@ class Cluster:
                 journal = Journal(_memory())
                 return Master(bus, self.config, journal=journal, folder=_Folder(self))  # type: ignore[arg-type]
             case "trainer":
-                rollouts = RolloutWriter(Path(), "none", 0, lambda sequences: [])
-                opens: dict[str, Any] = {"open_spool": lambda _: Spool(_memory()), "open_rollouts": lambda _: rollouts}
-                return Trainer(bus, MASTER, **common, start_learner=self._start_learner, **opens)
+                return Trainer(
+                    bus,
+                    MASTER,
+                    **common,
+                    start_learner=self._start_learner,
+                    open_spool=lambda path: Spool(_memory()),
+                    open_rollouts=lambda config: RolloutWriter(Path(), "none", 0, lambda sequences: []),
+                )
             case "generator":
                 return Generator(bus, MASTER, **common, start_engine=self._start_engine)
             case "reward":
