@@ -6,8 +6,11 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
+import math
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -15,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -25,10 +29,28 @@ from areal.trajectory import Branch, Group, Trajectory
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
 
+T = TypeVar("T")
+
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode != 0,
     reason="user namespaces are forbidden here, as they often are in containers",
 )
+
+
+# Programs that are run in sandboxes: each `make test` draws another third of them.
+a_third_or_all = pytest.mark.parametrize(
+    "share", [pytest.param(1 / 3, id="a third"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
+)
+
+
+def drawn(programs: dict[str, T], share: float) -> dict[str, T]:
+    """A share of the programs, drawn from each kind of them; the kind of a program is the first word of its name. Where
+    a test fails with one, it says its name."""
+    kinds: dict[str, list[str]] = {}
+    for name in programs:
+        kinds.setdefault(name.split()[0], []).append(name)
+    names = (random.sample(names, math.ceil(share * len(names))) for names in kinds.values())
+    return {name: programs[name] for name in itertools.chain.from_iterable(names)}
 
 
 def put(spool: Spool, part: Group, place: int = 0, size: int = 1) -> Group | None:

@@ -8,7 +8,7 @@ import json
 import attacks
 import pytest
 from code_sets import COUNT_AT_LEAST, FUNCTIONAL, SETS
-from helpers import needs_namespaces
+from helpers import a_third_or_all, drawn, needs_namespaces
 from right_programs import right_programs
 
 from areal.rewards.code_rows import read_tests
@@ -54,7 +54,8 @@ async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_n
     assert await code.weakness(read_tests(row)) == ("functions return []" if name == "HumanEval+" else None)
 
 
-async def test_right_programs_of_every_kind_pass_or_their_tests_are_refused_by_name(code):
+@a_third_or_all
+async def test_right_programs_of_every_kind_pass_or_their_tests_are_refused_by_name(code, share):
     slots = asyncio.Semaphore(2)
 
     async def one(row, program):
@@ -64,11 +65,11 @@ async def test_right_programs_of_every_kind_pass_or_their_tests_are_refused_by_n
             except RewardError as error:
                 return str(error)
 
-    programs = list(right_programs())
-    found = await asyncio.gather(*(one(row, program) for _, row, program, _ in programs))
+    programs = drawn({name: rest for name, *rest in right_programs()}, share)
+    found = await asyncio.gather(*(one(row, program) for row, program, _ in programs.values()))
     differ = {
         name: (result, expected)
-        for (name, _, _, expected), result in zip(programs, found, strict=True)
+        for (name, (_, _, expected)), result in zip(programs.items(), found, strict=True)
         if (result != expected if isinstance(expected, float) else expected not in str(result))
     }
     assert differ == {}
@@ -125,10 +126,12 @@ async def test_each_call_may_use_the_limits_for_itself(hurried):
     assert await hurried.score("", endless, calls((1, 1), (2, 2), (3, 3))) == (0.0, {"passed": 1 / 3})
 
 
-async def test_no_program_passes_calls_without_the_answer(code):
+@a_third_or_all
+async def test_no_program_passes_calls_without_the_answer(code, share):
     secret = 123456789
     elsewhere = ("answers", "asks", "says", "names", "containers", "mocks", "text", "exceptions", "time", "resources")
     programs = {name: program for name, program in attacks.CHEATS.items() if not name.startswith(("lets", *elsewhere))}
+    programs = drawn(programs, share)
     found = await scores(code, calls((7, secret)), programs.values())
     assert {name: one for name, one in zip(programs, found, strict=True) if one[0]} == {}
 

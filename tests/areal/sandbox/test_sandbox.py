@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attacks
 import pytest
-from helpers import descendants, needs_namespaces
+from helpers import a_third_or_all, descendants, drawn, needs_namespaces
 
 from areal.config import SandboxConfig, UserError
 from areal.rewards.code_tests import CodeTests, continued, program_in, same_output
@@ -261,18 +261,21 @@ async def test_nothing_remains_of_a_program(sandbox):
     assert listing.stdout == "['main.py']\n"
 
 
-async def test_no_program_passes_asserts_without_the_answer(code_tests):
+@a_third_or_all
+async def test_no_program_passes_asserts_without_the_answer(code_tests, share):
     secret = 10**8 + secrets.randbelow(9 * 10**8)
     row = {"test_list": [test.format(secret=secret) for test in attacks.CHEATED]}
     before = below(code_tests._sandbox._launcher)
-    scores = await all_of(attacks.CHEATS, lambda program: code_tests.score("", attacks.AROUND + program, row))
+    programs = drawn(attacks.CHEATS, share)
+    scores = await all_of(programs, lambda program: code_tests.score("", attacks.AROUND + program, row))
     assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
     right = f"{attacks.AROUND}def f(x): return {secret}"
     assert await code_tests.score("", right, row) == (1.0, {"passed": 1.0})
     assert nothing_left(code_tests._sandbox, before)
 
 
-async def test_no_program_passes_a_pytest_module_without_the_answer(code_tests):
+@a_third_or_all
+async def test_no_program_passes_a_pytest_module_without_the_answer(code_tests, share):
     secret = 10**8 + secrets.randbelow(9 * 10**8)
     row = {"test": attacks.CHEATED_MODULE.format(secret=secret)}
     kinds = ("raises", "modules", "everything", "verdict", "patches", ": ")
@@ -282,7 +285,7 @@ async def test_no_program_passes_a_pytest_module_without_the_answer(code_tests):
         for name, program in attacks.CHEATS.items()
         if any(kind in name for kind in kinds) and not name.startswith(limits)
     }
-    scores = await all_of(programs, lambda program: code_tests.score("", attacks.AROUND + program, row))
+    scores = await all_of(drawn(programs, share), lambda program: code_tests.score("", attacks.AROUND + program, row))
     assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
     right = f"{attacks.AROUND}def f(x):\n    print({secret})\n    return {secret}\n"
     assert await code_tests.score("", right, row) == (0.0, {"passed": 6 / 7})  # it raises no error
