@@ -20,9 +20,10 @@ from actors.runtime.actor import Ending
 from areal.__main__ import main
 from areal.config import Config
 from areal.storage.journal import Journal
+from areal.storage.rollouts import batches
 from areal.storage.run_folder import RunFolder, checkpoint_of
 from areal.training.engine import TrainingEngine
-from areal.trajectory import Trajectory, columns
+from areal.trajectory import Trajectory, columns, trajectories
 from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreSamples
 from protocols.transport import Bus
 
@@ -88,11 +89,14 @@ class Manager:
                         return member.address
                 await asyncio.sleep(0.1)
 
-    async def feed(self, trainer: str, poison: float = 0.0) -> None:
-        """One batch of groups."""
+    async def feed(self, trainer: str, poison: float = 0.0) -> list[StoreSamples]:
+        """One batch of groups. Returns their samples."""
+        fed = []
         for permit in (await self.ask(AskPermits(count=2))).permits:
             for sample in samples_of(permit, poison):
                 assert await self.bus.peer(trainer).ask(sample, 30.0) == Done()
+                fed.append(sample)
+        return fed
 
 
 def start_master(config: Config) -> asyncio.Task[Ending]:
@@ -120,17 +124,24 @@ def flip_a_bit(file: Path) -> None:
 
 
 async def train(
-    config: Config, run, name: str, kill_at: int | None = None, rendezvous: int | None = None, first: int = 0
+    config: Config,
+    run,
+    name: str,
+    kill_at: int | None = None,
+    rendezvous: int | None = None,
+    first: int = 0,
+    fed: list[StoreSamples] | None = None,
 ) -> Path:
     """The checkpoint that a run ends with, which begins with version `first`; its trainer is killed after step
-    `kill_at`, and then a bit flips in the last checkpoint."""
+    `kill_at`, and then a bit flips in the last checkpoint. fed: the samples are added to it."""
+    fed = [] if fed is None else fed
     config = config.model_copy(update={"name": name})
     master = start_master(config)
     manager = Manager(config.master.address)
     processes = start_trainer(config, run, rendezvous)
     trainer = await manager.trainer()
     for version in range(first, STEPS):
-        await manager.feed(trainer)
+        fed += await manager.feed(trainer)
         await manager.until_trained(version + 1)
         if version + 1 == kill_at:
             async with asyncio.timeout(SECONDS):
@@ -148,7 +159,26 @@ async def train(
     return config.folder / "checkpoints" / f"step_{STEPS:06}" / "model.safetensors"
 
 
-async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
+async def test_a_trainer_that_is_killed_learns_from_the_samples_that_it_was_fed_what_a_replay_does_to_the_bit(
+    config, run
+):
+    fed: list[StoreSamples] = []
+    killed = (await train(config, run, "killed", kill_at=3, fed=fed)).parents[2]
+    trained = [
+        sample for _, groups in batches(killed / "rollouts") for group in groups for sample in group.trajectories
+    ]
+    given = [sample for message in fed for sample in trajectories(message.columns)]
+    assert len(trained) == len(given) == 2 * 2 * STEPS
+    for one, other in zip(trained, given, strict=True):  # each once, in their order
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        assert one.reward == other.reward
+    # The last checkpoint then is that of step 2. It is damaged, so all steps since the model were redone.
+    assert main(["replay", str(killed)]) == 0
+
+
+@pytest.mark.slow  # what is redone is compared with a replay above
+async def test_a_trainer_that_is_killed_and_that_of_a_fork_learn_the_same_to_the_bit_as_one_that_is_not(config, run):
     undisturbed = await train(config, run, "undisturbed")
     # So does a fork that is given the same samples, of which a replay begins with its checkpoint.
     forked = configuration_of_fork(undisturbed.parents[2], 2, [])
@@ -159,10 +189,8 @@ async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
     assert [record["step"] for record in read_jsonl(forked.folder / "metrics.jsonl")] == [1, 2, 3, 4]
     assert main(["replay", str(forked.folder)]) == 0
     assert [record["step"] for record in read_jsonl(forked.folder / "replays/unchanged/metrics.jsonl")] == [3, 4]
-    # The last checkpoint then is that of step 2. It is damaged, so all steps since the model are redone.
     killed = await train(config, run, "killed", kill_at=3)
     assert killed.read_bytes() == undisturbed.read_bytes()
-    assert main(["replay", str(killed.parents[2])]) == 0  # and so does a replay of what it trained on
 
 
 @pytest.mark.slow  # the simulator has both: who leaves, and the verdict of the guard on a step that is redone
