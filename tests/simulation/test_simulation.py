@@ -651,7 +651,7 @@ def test_a_scorer_that_dies_leaves_is_replaced_and_joins_late_costs_no_group_and
     of_all = Model(
         steps=8, max_staleness=2, scorers=(TEACHER, TEACHER, REFERENCE, LIKED, LIKED), branching=branching, eval_size=4
     )
-    for seed in range(4):
+    for seed in range(2):
         world = World(seed, replace(of_all, judge=seed % 2 > 0), Plan(9.0, happens, points))
         result = world.run()
         assert result.ok, result.story
@@ -665,10 +665,9 @@ def test_a_scorer_that_is_away_for_long_pauses_admission_and_one_that_refuses_ro
     away = World(1, Model(scorers=(name,), judge=judge), Plan(20.0, [Kill(1.0, "scorer-0", 18.0)]))
     assert (result := away.run()).ok, result.story
     assert not [body for kind, body in away.oracle.events if kind in ("requeued", "discarded")]
-    for seed in range(3):
-        for mishaps in (Mishaps(score_fails=0.3), Mishaps(wrong_columns=0.1)):
-            refusing = World(seed, Model(scorers=(name,), judge=judge, managers=2), Plan(5.0, mishaps=mishaps))
-            assert (result := refusing.run()).ok, result.story
+    for seed, mishaps in enumerate((Mishaps(score_fails=0.3), Mishaps(wrong_columns=0.1))):
+        refusing = World(seed, Model(scorers=(name,), judge=judge, managers=2), Plan(5.0, mishaps=mishaps))
+        assert (result := refusing.run()).ok, result.story
 
 
 # --- works that never end
@@ -676,22 +675,37 @@ def test_a_scorer_that_is_away_for_long_pauses_admission_and_one_that_refuses_ro
 
 @pytest.mark.parametrize(("role", "work"), [(role, work) for role, works in HANGS.items() for work in works])
 def test_work_that_never_ends_costs_time_and_no_run(role: str, work: str) -> None:
-    """Without a history and with one. What is started or loaded again has one; a trainer loads only then."""
-    for at in (2.5,) if (role, work) == ("trainer", "loading") else (0.3, 2.5):
-        again = [Kill(at - 0.051, f"{role}-0", 0.05)] if work in ("starting", "loading") else []
-        plan = Plan(until=3.5, faults=[*again, Hang(at, f"{role}-0", work)])
-        model = with_hangs(Model(steps=12, checkpoint_every=1, group_size=1))
-        world = World(1, model, plan)
-        result = world.run()
-        assert result.ok, result.violation
-        assert any(one.toil.hangs for one in world.incarnations)
+    """With a history. What is started or loaded again has one; a trainer loads only then."""
+    hangs(role, work, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("role", "work"),
+    [
+        pytest.param(role, work, marks=() if work in ("starting", "sampling", "step") else pytest.mark.slow)
+        for role, works in HANGS.items()
+        for work in works
+        if (role, work) != ("trainer", "loading")
+    ],
+)
+def test_work_that_never_ends_is_found_without_a_history_too(role: str, work: str) -> None:
+    hangs(role, work, 0.3)
+
+
+def hangs(role: str, work: str, at: float) -> None:
+    again = [Kill(at - 0.051, f"{role}-0", 0.05)] if work in ("starting", "loading") else []
+    plan = Plan(until=3.5, faults=[*again, Hang(at, f"{role}-0", work)])
+    model = with_hangs(Model(steps=12, checkpoint_every=1, group_size=1))
+    world = World(1, model, plan)
+    result = world.run()
+    assert result.ok, result.violation
+    assert any(one.toil.hangs for one in world.incarnations)
 
 
 @pytest.mark.parametrize("role", ["generator", "rollout_manager"])
 def test_who_leaves_hands_long_sequences_over_within_a_second(role: str) -> None:
     model = Model(managers=2, generators=2, max_new_tokens=800, drain_seconds=60.0)
-    for moment in range(5):
-        at = 1.0 + 0.2 * moment
+    for at in (1.0, 1.6):
         result = World(1, model, Plan(until=4.0, faults=[Leave(at, f"{role}-0", 3.0)]), traced=True).run()
         assert result.ok, result.story
         left = next(line for line in result.trace if f"{role}-0#" in line and "ended: told to leave by SIGTERM" in line)
@@ -704,7 +718,7 @@ def test_who_leaves_hands_long_sequences_over_within_a_second(role: str) -> None
 def test_a_failing_seed_prints_the_story_of_who_is_concerned() -> None:
     console = Console(record=True, width=200)
     assert run_seeds(range(2), 1, None, console)
-    assert not run_seeds(range(5), 1, "answers before the commit", console)
+    assert not run_seeds(range(18, 20), 1, "answers before the commit", console)
     text = console.export_text()
     assert "is answered before" in text
     assert "python tests/simulate.py --mutant 'answers before the commit' --seed" in text
@@ -731,10 +745,8 @@ def test_a_pause_of_the_only_generator_that_is_longer_than_stall_seconds_ends_no
     """Whether it wakes before it would be fenced, or is fenced and started again."""
     for lease, replaced in ((30.0, False), (12.0, True)):
         model = Model(steps=8, stall_seconds=8.0, lease_seconds=lease, lost_seconds=60.0)
-        for moment in range(10):
-            plan = Plan(
-                until=40.0, faults=[Pause(0.2 + 0.2 * moment, "generator-0", 36.0 if replaced else 20.0, replaced)]
-            )
+        for at in (0.2, 0.8, 1.4, 2.0):
+            plan = Plan(until=40.0, faults=[Pause(at, "generator-0", 36.0 if replaced else 20.0, replaced)])
             world = World(1, model, plan)
             result = world.run()
             assert result.ok, result.violation
@@ -749,7 +761,7 @@ def test_a_generator_that_is_away_for_longer_than_stall_seconds_is_waited_for() 
 
 
 def test_a_generator_that_finishes_what_runs_before_it_loads_blocks_nothing() -> None:
-    for seed in range(24):
+    for seed in range(8):
         drawn = World(seed)
         result = simulate(seed, replace(drawn.model, interrupt=False, colocate=False), drawn.plan)
         assert result.ok, result.story

@@ -56,8 +56,8 @@ def lives(world: World) -> set[int]:
         pytest.param({"pace": Pace(score=400.0)}, id="score"),
         pytest.param({"pace": Pace(save=700.0), "checkpoint_every": 2}, id="checkpoint"),
         pytest.param({"pace": Pace(write=500.0)}, id="publish"),
-        pytest.param({"pace": Pace(start=1500.0)}, id="start"),
-        pytest.param({"pace": Pace(step=900.0)}, id="step"),
+        pytest.param({"pace": Pace(start=700.0)}, id="start"),
+        pytest.param({"pace": Pace(step=700.0)}, id="step"),
         pytest.param({"pace": Pace(load=700.0)}, id="load"),
         pytest.param({"pace": Pace(score=400.0), "eval_size": 4, "evaluation_seconds": 1e5}, id="evaluation"),
     ],
@@ -69,7 +69,7 @@ def test_slow_work_is_neither_repeated_nor_fenced(settings: dict[str, Any]) -> N
 
 
 def test_a_recovery_that_loads_for_long_ends_no_run() -> None:
-    settings = model(steps=8, max_staleness=2, checkpoint_every=2, pace=Pace(restore=1800.0))
+    settings = model(steps=8, max_staleness=2, checkpoint_every=2, pace=Pace(restore=1000.0))
     world, _ = run(settings, Plan(until=6.0, faults=[Kill(3.0, "trainer-0", 0.5)]))
     assert world.processes["trainer-0"].lives == 2
     assert world.scheduler.now > 900.0
