@@ -523,7 +523,9 @@ def check_refused(monkeypatch, capsys, arguments: list[str], sentence: str) -> N
     ("argument", "sentence"),
     [
         ("data.source=reasoning_gym:nothing", "nothing"),
-        ("trainer.objective=json:dumps", "'json:dumps', called on 3 tokens, raised TypeError"),
+        pytest.param(
+            "trainer.objective=json:dumps", "'json:dumps', called on 3 tokens, raised TypeError", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_has_to_be_imported_to_find_a_mistake_says_nothing_itself(run, small, argument, sentence):

@@ -92,10 +92,11 @@ def test_heads_that_the_ranks_cannot_divide_are_refused_before_the_run(tmp_path)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
+        pytest.param(  # imports vLLM; test_parsers.py has the tokenizer, test_examples.py the process
             {"rollout_manager": {"tool_call_parser": "llama3_json", "reasoning_parser": "qwen3"}},
             "vLLM cannot use rollout_manager.tool_call_parser=llama3_json and rollout_manager.reasoning_parser=qwen3 "
             "with this model: Llama3JsonToolParser could not locate the bot token '<|python_tag|>' in the tokenizer.",
+            marks=pytest.mark.slow,
         ),
         ({"data": {"chat_template": "none.jinja"}}, "The chat template none.jinja cannot be read"),
     ],

@@ -20,7 +20,7 @@ def score(tmp_path, capsys):
         given, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
         given.write_text("".join(json.dumps(row) + "\n" for row in rows))
         named = [word for name in reward for word in ("--reward", name)]
-        arguments = [*named, "--input", str(given), "--output", str(output), "reward.workers=2", *overrides, *flags]
+        arguments = [*named, "--input", str(given), "--output", str(output), *overrides, *flags]
         code = main(["score", *arguments])
         return code, read_jsonl(output) if output.exists() else [], capsys.readouterr().err
 
@@ -35,6 +35,7 @@ def test_every_line_gets_a_score_or_the_reason_why_there_is_none(score):
         {"prompt": "?", "completion": "2"},
         asked | {"completion": "2", "number": 1 << 64},
         reward=("exact_match",),
+        overrides=("reward.workers=2",),
     )
     assert code == 0
     told = [(one["line"], one["score"], one["status"]) for one in scores]

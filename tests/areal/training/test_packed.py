@@ -192,7 +192,7 @@ PAIRS = SEQUENCES.flatmap(lambda tokens: st.tuples(st.just(tokens), st.integers(
 TREES = st.lists(st.lists(PAIRS, min_size=1, max_size=6), min_size=1, max_size=3)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=TREES, seed=st.integers(0, 99))
 def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, groups, seed):
     flat = flat_tree(*groups)
@@ -207,7 +207,7 @@ def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, 
         torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-6 * largest)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=TREES)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
