@@ -23,6 +23,8 @@ def load(path: str, what: str) -> Any:
     module_name, colon, name = path.rpartition(":")
     if not (colon and module_name and name):
         raise UserError(f"{what} {path!r} is not of the form package.module:object: write, say, my_module:my_function")
+    if module_name.endswith(".py") and not Path(module_name).is_file():
+        raise UserError(f"{what} {path!r}: there is no file {Path(module_name).absolute()}: correct the path")
     try:
         module = _import(module_name)
     except (Exception, SystemExit) as error:  # importing runs the user's module, which may raise anything

@@ -188,8 +188,6 @@ def _check_call(name: str, target: Any) -> None:
     parameters = _parameters(function)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise UserError(f"reward {name!r} yields: have it return its score")
-    if not parameters:  # no signature, or no parameters: the first call will show which
-        return
     groups = _takes_groups(parameters)
     if "completions" in parameters and not groups:
         raise UserError(
@@ -198,16 +196,22 @@ def _check_call(name: str, target: Any) -> None:
             f"(docs/rewards.md)"
         )
     bound = is_class and not isinstance(inspect.getattr_static(target, _called(target)), staticmethod | classmethod)
+    order = ("prompt", "completions", "rows") if groups else ("prompt", "completion", "row")
+    called = f"it is called with {', '.join(order[:2])} and {order[2]}"
     values: tuple[Any, ...] = ("", "", {})
     keywords: dict[str, Any] = {"tokens": ()} if "tokens" in parameters and not groups else {}
     if verl_rewards.is_for_verl(parameters):
-        values, keywords = (), dict.fromkeys(set(verl_rewards.NAMES) & parameters.keys())
+        order, values, keywords = (), (), dict.fromkeys({*verl_rewards.NAMES} & {*parameters})
     try:
         inspect.signature(function).bind(*[None] * bound, *values, **keywords)
+    except ValueError:  # not written in Python, without a signature: the first call will show
+        return
     except TypeError as error:
-        usual = "completion and row, and with tokens if it has a parameter of that name"
-        takes = "completions and rows" if groups else usual
-        raise UserError(f"reward {name!r}: {error}: it is called with prompt, {takes}") from None
+        more = "" if groups else ", and with tokens if it has a parameter of that name"
+        raise UserError(f"reward {name!r}: {error}: {called}{more}") from None
+    taken = [*parameters][bound:]
+    if any(argument in taken and taken.index(argument) != place for place, argument in enumerate(order)):
+        raise UserError(f"reward {name!r}: {called}, in this order: write its parameters so")
 
 
 def _called(target: Any) -> str:

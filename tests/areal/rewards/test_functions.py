@@ -99,6 +99,16 @@ class Ranks:
 def for_more(prompt, completions, rows, tokenizer):
     return []
 
+def nothing():
+    return 1.0
+
+def turned(completion, prompt, row):
+    return float(row["answer"] in completion)
+
+class Turned:
+    def group_score(self, completions, prompt, rows):
+        return []
+
 def yields(prompt, completion, row):
     yield 1.0
 
@@ -187,10 +197,17 @@ def test_a_start_knows_which_of_its_rewards_score_groups(own):
         ("own_reward_module:hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
         ("own_reward_module:Hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
         ("own_reward_module:for_more", {}, "'tokenizer': it is called with prompt, completions and rows"),
+        (
+            "own_reward_module:nothing",
+            {},
+            "too many positional arguments: it is called with prompt, completion and row",
+        ),
+        ("own_reward_module:turned", {}, "is called with prompt, completion and row, in this order"),
+        ("own_reward_module:Turned", {}, "is called with prompt, completions and rows, in this order"),
         ("own_reward_module:yields", {}, "yields: have it return its score"),
         ("rewards/leaves.py:short", {}, "failed with SystemExit: 3"),
         ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),
-        ("rewards/nothing.py:short", {}, "FileNotFoundError: .*rewards/nothing.py"),
+        ("rewards/nothing.py:short", {}, "there is no file .*/rewards/nothing.py: correct the path"),
         ("own_reward_module:short", {"x": 1}, "has options .*, but is a function"),
         ("own_reward_module:Judge", {}, "missing a required argument: 'strict': its options are none; correct them in"),
         ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "'modl': its options are strict, modl; correct"),
