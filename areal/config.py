@@ -1634,10 +1634,6 @@ def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
     values[last] = value
 
 
-# So many keys are named where one is not known.
-FEW_KEYS = 12
-
-
 def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:
     place = file or "the command line"
     first = error.errors()[0]
@@ -1649,9 +1645,8 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
                 if part in section.model_fields:  # else the place in a list, or the name in a mapping
                     section = section_in(section.model_fields[part].annotation)
             close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
-            if len(section.model_fields) > FEW_KEYS and not close:
-                hint = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
+            known = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
+            hint = f"did you mean {close[0]!r}?" if close else known
             if "." in str(first["loc"][-1]):
                 hint = "keys with dots are for the command line; in a file write one section inside the other."
             if key == "grid":
@@ -1661,11 +1656,14 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
             return f"The key {key!r} is missing in {place}: set it there or as an override, {key}=VALUE."
         case "value_error":
             return f"{first['msg'].removeprefix('Value error, ')} ({place})."
+        case "model_type" | "model_attributes_type":
+            return (
+                f"{key} is a section, but has a value in {place} or the overrides: `areal config {key}` lists its keys."
+            )
         case _:
             value = without_secrets(first["input"], key.rpartition(".")[2])
-            return (
-                f"{key} is {value!r:.80} in {place} or the overrides, but {first['msg'][0].lower() + first['msg'][1:]}."
-            )
+            wanted = first["msg"].removeprefix("Input ").partition(", unable to parse")[0]
+            return f"{key} is {value!r:.80} in {place} or the overrides, but {wanted[0].lower() + wanted[1:]}."
 
 
 def section_in(annotation: Any) -> type[Section] | None:

@@ -196,7 +196,7 @@ def _check_call(name: str, target: Any) -> None:
             f"(docs/rewards.md)"
         )
     bound = is_class and not isinstance(inspect.getattr_static(target, _called(target)), staticmethod | classmethod)
-    order = ("prompt", "completions", "rows") if groups else ("prompt", "completion", "row")
+    order: tuple[str, ...] = ("prompt", "completions", "rows") if groups else ("prompt", "completion", "row")
     called = f"it is called with {', '.join(order[:2])} and {order[2]}"
     values: tuple[Any, ...] = ("", "", {})
     keywords: dict[str, Any] = {"tokens": ()} if "tokens" in parameters and not groups else {}

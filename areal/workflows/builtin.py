@@ -197,13 +197,11 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
 
 def _is_async(workflow: Any) -> bool:
     """Whether it is an async function, or a partial, a decorator or an object with `__call__` around one."""
-    while not inspect.iscoroutinefunction(workflow):
+    while workflow is not None and not inspect.iscoroutinefunction(workflow):
         if callable(workflow) and inspect.iscoroutinefunction(type(workflow).__call__):
             return True
         workflow = getattr(workflow, "func", None) or getattr(workflow, "__wrapped__", None)
-        if workflow is None:
-            return False
-    return True
+    return workflow is not None
 
 
 def texts_of(name: str, options: Mapping[str, Any]) -> list[str]:
@@ -231,7 +229,7 @@ def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mappi
         signature.bind(None, None, **options)
     except TypeError as error:
         known = ", ".join([*signature.parameters][2:]) or "no options"
-        raise UserError(f"{where}: {error}: it takes {known}.") from None
+        raise UserError(f"{where}: {error}: besides a session and a row it takes {known}.") from None
     if name not in BUILT_IN:
         return options
     hints = get_type_hints(workflow, include_extras=True)

@@ -181,6 +181,10 @@ async def my_workflow(session, row, *, depth: int):
     return depth
 
 
+async def of_a_session(session):
+    return 1.0
+
+
 async def test_a_workflow_of_the_users_own_gets_its_options():
     assert await resolve_workflow(f"{__name__}:my_workflow", {"depth": 4})(None, None) == 4
 
@@ -193,7 +197,7 @@ async def test_a_workflow_of_the_users_own_gets_its_options():
         ("multi_turn", {"turns": 2}, "it takes max_turns, discount"),
         ("multi_turn", {"max_turns": 0}, "max_turns is 0: Input should be greater"),
         ("multi_turn", {"discount": "much"}, "discount is 'much'"),
-        ("environment", {}, "'environment': it takes environment, environment_options"),
+        ("environment", {}, "'environment': besides a session and a row it takes environment, environment_options"),
         ("environment", {"environment": "chess"}, "known are column_addition"),
         ("environment", {"environment": "areal.data:Row"}, "has no async reset"),
         (
@@ -201,7 +205,8 @@ async def test_a_workflow_of_the_users_own_gets_its_options():
             {"environment": f"{__name__}:Countdown", "environment_options": {"end": 1}},
             "does not take these environment_options: got an unexpected keyword argument 'end'",
         ),
-        (f"{__name__}:my_workflow", {}, "'depth': it takes depth"),
+        (f"{__name__}:my_workflow", {}, "'depth': besides a session and a row it takes depth"),
+        (f"{__name__}:of_a_session", {}, "arguments: besides a session and a row it takes no options"),
     ],
 )
 def test_a_mistake_in_the_options_is_told_before_anything_runs(name, options, told):
