@@ -169,10 +169,8 @@ def start(arguments: argparse.Namespace) -> int:
         # A single rank has nothing to hand over, and would disturb the ranks of the next trainer.
         sign = signal.SIGKILL if "RANK" in os.environ else signal.SIGINT if roles == ["master"] else signal.SIGTERM
         die_with_parent(sign, int(os.environ[SUPERVISED]))
-    if arguments.end and not arguments.resume:
-        raise UserError("Name the run that is to end: --resume RUN_FOLDER --end.")
-    if arguments.from_step is not None and not arguments.resume:
-        raise UserError("Name the run that is to go back: --resume RUN_FOLDER --from-step N.")
+    if not arguments.resume and (arguments.end or arguments.from_step is not None):
+        raise UserError("Name the run, with --resume RUN_FOLDER: --end and --from-step N are about one that has begun.")
     if (arguments.fork is None) != (arguments.at_step is None):
         raise UserError("Name the run and the step of its checkpoint: --fork RUN_FOLDER --at-step N.")
     if arguments.fork and (arguments.resume or arguments.config):
@@ -217,7 +215,10 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
         raise UserError("Name what a scorer serves, one of the run's `scorers`: --role scorer --scorer NAME.")
     if "monitor" in roles and roles != ["monitor"]:
         raise UserError("Start the monitor by itself (--role monitor): it shows one run.")
-    if arguments.reward:  # checked here, because the master may be long in coming
+    from actors.runtime.addresses import check_place, find_master
+
+    check_place(arguments.index, arguments.ports)  # now, because the master may be long in coming
+    if arguments.reward:
         from areal.rewards.functions import find
 
         for name in arguments.reward:
@@ -225,8 +226,6 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     if len(roles) == 1 and roles != ["monitor"]:
         for name, value in ROLES[roles[0]].environment.items():
             os.environ.setdefault(name, value)
-    from actors.runtime.addresses import find_master
-
     arguments.master = find_master(arguments.master, arguments.wait)
     if "monitor" in roles:
         return run_monitor(arguments)

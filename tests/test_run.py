@@ -501,9 +501,17 @@ def test_a_dry_run_without_a_mistake_says_so_and_leaves_nothing(small, tmp_path,
         (["--role", "monitor"], "Give the address of the master"),
         (["--role", "monitor", "--role", "reward", "--master", "tcp://127.0.0.1:1"], "Start the monitor by itself"),
         (["--role", "monitor", "--master", "node0"], "is not an address"),
+        (
+            ["--role", "generator", "--master", "tcp://127.0.0.1:1", "--index", "-3"],
+            "--index is -3: the indices of a role are",
+        ),
+        (
+            ["--role", "generator", "--master", "tcp://127.0.0.1:1", "--ports", "9-8"],
+            "--ports '9-8' is not a range of ports",
+        ),
     ],
 )
-def test_a_monitor_without_a_master_to_look_at_says_so(monkeypatch, capsys, arguments, sentence):
+def test_a_role_that_cannot_join_says_so_before_it_waits_for_a_master(monkeypatch, capsys, arguments, sentence):
     check_refused(monkeypatch, capsys, arguments, sentence)
 
 

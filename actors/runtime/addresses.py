@@ -49,11 +49,7 @@ class Door:
     @classmethod
     def towards(cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*") -> Door:
         """The door of an actor of this master's run. By default, `host` and `bind` are the address of the interface
-        that leads to the master. Raises UserError for an invalid address or range."""
-        if ports != "*" and not (
-            re.fullmatch(r"\d+-\d+", ports) and 0 < (limits := port_range(ports))[0] <= limits[1] < 65536
-        ):
-            raise UserError(f"--ports {ports!r} is not a range of ports: write FIRST-LAST, such as 20000-20100.")
+        that leads to the master. Raises UserError for an invalid address."""
         nearest = host_towards(master)
         listens = bind or (host if host and is_number(host) else nearest)
         return cls(bracketed(host or (nearest if listens in EVERY_INTERFACE else listens)), bracketed(listens), ports)
@@ -66,6 +62,15 @@ class Door:
     def reached_at(self, bound: str) -> str:
         """The address to announce to other actors, for the address that was actually bound."""
         return f"tcp://{self.host}:{bound.rpartition(':')[2]}"
+
+
+def check_place(index: int | None, ports: str) -> None:
+    """Raises UserError if no actor can have this index, or listen on these ports."""
+    if index is not None and index < 0:
+        raise UserError(f"--index is {index}: the indices of a role are 0, 1, 2, ...")
+    first, last = port_range(ports) if re.fullmatch(r"\d+-\d+", ports) else (0, 0)
+    if ports != "*" and not 0 < first <= last < 65536:
+        raise UserError(f"--ports {ports!r} is not a range of ports: write FIRST-LAST, such as 20000-20100.")
 
 
 def open_network(*hosts: str, keys: Path | None = None) -> ZmqNetwork:

@@ -14,6 +14,7 @@ from pathlib import Path
 from areal.command_line import CONFIG, OVERRIDES, RoomTools
 from areal.config import Config, UserError, benchmarks_in, load_config
 from areal.processes import ROOT
+from areal.roles import ROLES
 from areal.text import shown
 
 
@@ -103,10 +104,11 @@ def health(options: Namespace) -> int:
         return _failure(error)
     if not re.fullmatch(r"tcp://.+:\d+", master):
         raise UserError(f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder.")
-    network = open_network(host_of(master))
+    if options.actor and not re.fullmatch(rf"({'|'.join(ROLES)})/\d+", options.actor):
+        raise UserError(f"--actor {options.actor!r} names no actor: write ROLE/INDEX, such as generator/0.")
 
     async def ask() -> str:
-        bus = new_bus("monitor/0", network)
+        bus = new_bus("monitor/0", open_network(host_of(master)))
         try:
             return await until_healthy(bus, master, options.actor, options.wait)
         finally:

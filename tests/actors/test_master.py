@@ -1142,7 +1142,7 @@ async def test_a_reward_is_added_from_the_next_prompt_on_for_all_masters(config,
         async with master_of(config):
             await manager.join()
             await reward.join()
-            with pytest.raises(RefusedError, match="no actor of the run serves 'own:mine', only none"):
+            with pytest.raises(RefusedError, match=r"no actor serves 'own:mine' \(served: none\): start one"):
                 await reward.ask(AddReward(name="own:mine", weight=0.5))
             for name in rewards:
                 await reward.ask(Heartbeat(state="healthy", serves=rewards, activity="", stats={}))

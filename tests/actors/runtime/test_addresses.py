@@ -6,7 +6,7 @@ import stat
 import pytest
 from helpers import keys_folder
 
-from actors.runtime.addresses import Door, find_master, open_network, take_folder
+from actors.runtime.addresses import Door, check_place, find_master, open_network, take_folder
 from areal.config import UserError, load_config
 from areal.processes import KEYS
 from protocols.addresses import is_loopback, on_this_machine, reachable
@@ -116,7 +116,7 @@ def test_an_actor_listens_where_it_is_told_and_is_called_what_it_is_told(options
 @pytest.mark.parametrize("ports", ["20000", "20100-20000", "a-b", "0-10", "1-70000", "-5"])
 def test_what_is_not_a_range_of_ports_is_said_so(ports):
     with pytest.raises(UserError, match="--ports"):
-        Door.towards(MASTER, ports=ports)
+        check_place(None, ports)
 
 
 def test_what_listens_everywhere_is_reached_where_the_master_is():

@@ -76,6 +76,14 @@ def test_without_a_run_in_the_folder_the_exit_code_is_1(tmp_path, capsys):
     assert "No run is in progress" in capsys.readouterr().err
 
 
-def test_an_address_that_is_none_is_the_users_mistake(capsys):
-    assert main(["health", "--master", "node0"]) == 2
-    assert "write tcp://HOST:PORT" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--master", "node0"], "write tcp://HOST:PORT"),
+        (["--master", "tcp://127.0.0.1:1", "--actor", "gen/0"], "'gen/0' names no actor: write ROLE/INDEX"),
+        (["--master", "tcp://127.0.0.1:1", "--actor", "generator"], "'generator' names no actor: write ROLE/INDEX"),
+    ],
+)
+def test_an_address_or_an_actor_that_is_none_is_the_users_mistake(capsys, arguments, sentence):
+    assert main(["health", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
