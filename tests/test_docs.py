@@ -122,3 +122,21 @@ def test_the_examples_of_the_quickstart_page_are_configurations():
     from areal.config import Config
 
     assert [Config.model_validate(yaml.safe_load(example)).name for example in examples("yaml")] == ["mine", "talks"]
+
+
+def test_the_rows_of_the_quickstart_page_are_enough_for_its_configuration(tmp_path, monkeypatch):
+    from areal.config import Config
+    from areal.data.sources import open_source
+
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("\n".join(re.findall(r'^\{"prompt".*$', page, re.MULTILINE)))
+    config = Config.model_validate(yaml.safe_load(examples("yaml")[0]))
+    assert open_source(config.data, config.seed).row(0).answer in ("87", "9939")
+
+
+def test_the_largest_reward_is_that_of_the_code():
+    from areal.trajectory import LARGEST_REWARD
+
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    assert float(page.partition("an absolute value of at most ")[2].partition(",")[0]) == LARGEST_REWARD
