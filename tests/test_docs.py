@@ -8,6 +8,7 @@ import inspect
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import configuration
 import pytest
@@ -140,3 +141,17 @@ def test_the_largest_reward_is_that_of_the_code():
 
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     assert float(page.partition("an absolute value of at most ")[2].partition(",")[0]) == LARGEST_REWARD
+
+
+def test_the_first_example_of_the_notebooks_page_has_enough_rows(tmp_path, monkeypatch):
+    import areal
+    from actors.api.settings import settings_of
+
+    def train(data, reward, **keys):
+        settings_of(None, data, reward, None, keys)
+        return MagicMock()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(areal, "train", train)
+    exec(compile(fenced(ROOT / "docs" / "notebooks.md", "py")[0], "example", "exec"), {})
+    assert (tmp_path / "runs" / "notebook" / "rows.jsonl").exists()
