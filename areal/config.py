@@ -1634,6 +1634,10 @@ def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
     values[last] = value
 
 
+# So many keys are named where one is not known.
+FEW_KEYS = 12
+
+
 def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:
     place = file or "the command line"
     first = error.errors()[0]
@@ -1645,8 +1649,9 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
                 if part in section.model_fields:  # else the place in a list, or the name in a mapping
                     section = section_in(section.model_fields[part].annotation)
             close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
-            known = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
-            hint = f"did you mean {close[0]!r}?" if close else known
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
+            if len(section.model_fields) > FEW_KEYS and not close:
+                hint = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
             if "." in str(first["loc"][-1]):
                 hint = "keys with dots are for the command line; in a file write one section inside the other."
             if key == "grid":

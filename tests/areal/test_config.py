@@ -74,7 +74,7 @@ def test_of_several_bases_the_later_one_wins(tmp_path):
     [
         ({"grid": {"seed": [1]}}, "a configuration with a grid is a sweep, areal sweep"),
         ({"trainer": {"wd": 1}}, "Unknown key 'trainer.wd' in .*: `areal config trainer` lists those that are known"),
-        ({"guard": {"wd": 1}}, "Unknown key 'guard.wd' in .*: `areal config guard` lists those"),
+        ({"guard": {"wd": 1}}, "Unknown key 'guard.wd' in .*: known are effective_sample_size"),
         ({"trainer": {"lr": float("inf")}}, "trainer.lr is inf in .*, but should be a finite number"),
         ({"steps": "three"}, r"steps is 'three' in .*, but should be a valid integer\.$"),
         ({"trainer": 3}, "trainer is a section, but has a value in .*: `areal config trainer` lists its keys"),
