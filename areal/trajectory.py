@@ -169,6 +169,11 @@ class Trajectory:
         return {name: array for name in TOKEN_COLUMNS if (array := getattr(self, name)) is not None}
 
     @property
+    def unrolled(self) -> int:
+        """The number of tokens of all `sequences`, which count shared ones again."""
+        return sum(map(sum, self.branches)) or len(self)
+
+    @property
     def sampled(self) -> np.ndarray:
         """bool [T]: the tokens that the policy sampled."""
         return self.versions != NOT_SAMPLED

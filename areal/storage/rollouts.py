@@ -138,9 +138,7 @@ class RolloutWriter:
             return
         start = 0
         for place, group in enumerate(groups):
-            unbranched = [(0, len(sample)) for sample in group.trajectories if not sample.branches]
-            branches = (branch for sample in group.trajectories for branch in sample.branches)
-            end = start + sum(shared + length for shared, length in [*unbranched, *branches])
+            end = start + sum(sample.unrolled for sample in group.trajectories)
             group_values = None if values is None else TokenValues(*(array[start:end] for array in values))
             self._add(Rollout(group, "trained", "", step, place, group_values))
             start = end

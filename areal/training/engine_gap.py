@@ -40,7 +40,7 @@ def probe_of(groups: Sequence[Group]) -> Probe | None:
         sampled = np.flatnonzero(sample.sampled[:PROBE_TOKENS])
         if not sample.branches and len(sampled) > (0 if best is None else len(best.sampled)):
             best = Probe(sample.tokens[:PROBE_TOKENS], sampled, start)
-        start += len(sample)
+        start += sample.unrolled
     return best
 
 

@@ -10,6 +10,7 @@ from tiny_training import eager, make_batch, make_forest, make_model, settings
 
 from areal.training.engine import TrainingEngine
 from areal.training.engine_gap import KNOWN, PROBE_TOKENS, EngineGaps, probe_of
+from areal.training.packed import FlatBatch
 from areal.trajectory import random_groups
 
 VERSIONS = 6
@@ -72,11 +73,12 @@ def test_before_the_usual_gap_is_known_only_a_large_one_is_noticed():
     assert gaps.add("generator/0#1", KNOWN, 0.06)
 
 
-def test_the_probe_is_the_sample_with_most_sampled_tokens_at_its_beginning():
-    groups = [*make_forest()[:1], *random_groups(37, [[5, 9], [PROBE_TOKENS + 20, 7]])]
+def test_the_probe_is_the_sample_with_most_sampled_tokens_at_its_beginning_also_after_branches():
+    groups = [*make_forest()[:2], *random_groups(37, [[5, 9], [PROBE_TOKENS + 20, 7]])]
     probe = probe_of(groups)
-    before = sum(len(sample) for group in groups[:-1] for sample in group.trajectories)
-    assert probe.start == before and len(probe.tokens) == PROBE_TOKENS
+    flat = FlatBatch.of(groups, minibatches=1)  # its tokens are in the order of TokenValues
+    at_start = flat.tokens[flat.by_sample()][probe.start :]
+    assert np.array_equal(at_start[:PROBE_TOKENS], probe.tokens) and len(probe.tokens) == PROBE_TOKENS
     assert probe.sampled.tolist() == list(range(1, PROBE_TOKENS))
     late = groups[-1].trajectories[0]
     late.versions[:PROBE_TOKENS] = -1  # a long prompt
