@@ -13,7 +13,8 @@ A sample is acknowledged once it is in the spool on disk. It stays there until t
 two checkpoints cover the step that trained it, or until its group is discarded. The calls of unfinished samples are
 stored there, too, from time to time. So a killed rollout manager loses only the tokens since, and a killed trainer
 loses nothing: after its restart it loads the last checkpoint, or the one before if that is damaged, redoes in order the
-batches that the master has logged since, and publishes the run's current version under a new lineage.
+batches that the master has logged since, with the damaged checkpoint, and publishes the run's current version under a
+new lineage.
 """
 
 from __future__ import annotations
@@ -463,15 +464,19 @@ class Trainer(Actor):
         self._takes_samples = True  # not before the spool is known to be that of the run
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
-        found = await asyncio.to_thread(checkpoints_in, self.config.folder)
-        kept = {*map(version_of, found), recovery.covered, self._version} - {first_version(self.config.folder)}
+        found = {*map(version_of, await asyncio.to_thread(checkpoints_in, self.config.folder))}
+        kept = {*found, recovery.covered, self._version} - {first_version(self.config.folder)}
         self._checkpoints = sorted(version for version in kept if version <= self._version)
+        redone = recovery.version - self._version
         for version in range(self._version, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             _, groups = await self._train(await self.ask_master(AskBatch(version=version), BatchAnswer))
             self._rollouts.add_trained(self._version, groups, self._learner.values)
+            if self._version in {*found, recovery.checkpoint_version}:  # damaged, or the master has not heard of it
+                await self._save()
         if recovery.lineage:
-            await self._publish_again(self.policy)
+            await self._publish_again(self.policy, redone)
+        await self._wait_for_checkpoint()
         self._seconds.clear()
 
     async def _load_checkpoint(self, recovery: Recovery) -> int:
@@ -501,16 +506,14 @@ class Trainer(Actor):
                 await self._learner.load(folder, run)
         return version
 
-    async def _publish_again(self, replaced: Policy) -> None:
+    async def _publish_again(self, replaced: Policy, redone: int) -> None:
         policy = self._policy()
         if self._version:
             with self._timed("snapshot"):
                 await self._learner.snapshot(Path(policy.folder))
             policy = await self._write(policy)
         await self.ask_master(PublishPolicy(policy=policy), Done)
-        log.info(
-            "restored", lineage=policy.lineage, version=policy.version, redone=self._version - self._checkpoint_version
-        )
+        log.info("restored", lineage=policy.lineage, version=policy.version, redone=redone)
         for lineage in range(replaced.lineage, self._lineage):
             for version in range(self._version - VERSIONS_KEPT, self._version + 2):
                 await self._remove(self._weights(version, lineage))

@@ -29,6 +29,7 @@ from protocols.transport import Bus
 
 STEPS = 4
 SECONDS = 120.0
+SHARE = "rank_00000-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ async def train(
                 while not (saved := checkpoint_of(config.folder, 2)).exists():  # noqa: ASYNC110 - beside step 3
                     await asyncio.sleep(0.1)
             processes[0].kill()
-            flip_a_bit(saved / "training" / "rank_00000-of-00001.safetensors")
+            flip_a_bit(saved / "training" / SHARE)
             processes = start_trainer(config, run, rendezvous)
             trainer = await manager.trainer(not_this=trainer)
             assert (await manager.status())["lineage"] == 1
@@ -191,6 +192,8 @@ async def test_a_trainer_that_is_killed_and_that_of_a_fork_learn_the_same_to_the
     assert [record["step"] for record in read_jsonl(forked.folder / "replays/unchanged/metrics.jsonl")] == [3, 4]
     killed = await train(config, run, "killed", kill_at=3)
     assert killed.read_bytes() == undisturbed.read_bytes()
+    saved, again = (checkpoint_of(end.parents[2], 2) / "training" / SHARE for end in (undisturbed, killed))
+    assert again.read_bytes() == saved.read_bytes()
 
 
 @pytest.mark.slow  # the simulator has both: who leaves, and the verdict of the guard on a step that is redone

@@ -27,6 +27,7 @@ from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import Chunk, LoadTimes
 from areal.roles import ROLES
+from areal.storage.run_folder import version_of
 from areal.storage.spool import Spool
 from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError
@@ -429,7 +430,7 @@ def test_a_trainer_killed_in_the_middle_redoes_what_no_checkpoint_covers() -> No
     assert book.version == 4
 
 
-def test_a_trainer_whose_last_checkpoint_is_damaged_takes_the_one_before() -> None:
+def test_a_trainer_whose_last_checkpoint_is_damaged_takes_the_one_before_and_replaces_it() -> None:
     model = Model(steps=8, checkpoint_every=2, max_staleness=0)
     for at, older in ((2.7, 0), (4.5, 2)):
         world = World(3, model, Plan(until=at, faults=[Damage(at)]), traced=True)
@@ -437,6 +438,30 @@ def test_a_trainer_whose_last_checkpoint_is_damaged_takes_the_one_before() -> No
         assert world.oracle.disk.version == 8 and world.oracle.disk.lineage == 1
         _, again = "\n".join(world.trace).split("trainer-0 starts as")[1:]
         assert re.search(r"learner: step (\d)", again)[1] == f"{older}"
+        assert not world.files.damaged
+
+
+def test_a_checkpoint_that_the_master_has_not_heard_of_is_saved_again_and_removed_in_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = Trainer._write_rollouts
+
+    async def slowly_at_first(trainer: Trainer) -> None:
+        if not world.oracle.disk.lineage:
+            await asyncio.sleep(60.0)  # between the checkpoint and the report of it
+        await write(trainer)
+
+    def kept(folder: Path | None = None) -> list[Path]:
+        return sorted(Path(path) for path in world.files.folders if "/checkpoints/" in path)
+
+    monkeypatch.setattr(Trainer, "_write_rollouts", slowly_at_first)
+    monkeypatch.setattr("actors.trainer.checkpoints_in", kept)
+    model = Model(steps=10, checkpoint_every=2, max_staleness=0)
+    world = World(3, model, Plan(until=4.0, faults=[Kill(4.0, "trainer-0", 0.5)]))
+    result = world.run()
+    assert result.ok, result.story
+    assert [version for kind, version in order_of(world) if kind == "checkpoint_saved"] == [2, 4, 6, 8, 10]
+    assert [version_of(path) for path in kept()] == [6, 8, 10]
 
 
 def test_the_next_step_does_not_wait_for_the_weights_to_be_written() -> None:
