@@ -200,7 +200,7 @@ class TrainingEngine:
         if config.gradient_checkpointing:
             self._module.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora:
-            self._module = add_adapters(self._module, config.lora)
+            self._module = add_adapters(self._module, config.lora, model)
             head.refuse_adapters()
         self._published = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         groups = parameter_groups(self._published.values(), config.weight_decay)

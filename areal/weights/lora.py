@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal.config import LoraConfig, UserError
+from areal.models import shapes_in
 from areal.weights.folders import ADAPTER_CONFIG_FILE, ADAPTER_FILE, write_tensors
 
 FOLDER = "adapter"
@@ -30,20 +31,32 @@ _ROOT = "base_model.model."  # prefix of all tensor names in peft
 _NAME = ".default"  # name of the only adapter: part of its parameters' names, but not of the names in files
 
 
-def add_adapters(module: torch.nn.Module, config: LoraConfig) -> torch.nn.Module:
+def add_adapters(module: torch.nn.Module, config: LoraConfig, folder: Path | None = None) -> torch.nn.Module:
     """Return the model with new adapters; all its other parameters are frozen. Untrained adapters change no output.
 
-    Raises UserError if the model has no layers named in `config.target_modules`.
+    folder: the model's, if adapters will be merged into its weights. Raises UserError if the model has no layers named
+    in `config.target_modules`, or if `merged_tensors` would leave one of them as it is.
     """
     import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=config.target_modules, task_type="CAUSAL_LM"
     )
     try:
-        return peft.get_peft_model(module, settings, autocast_adapter_dtype=False)
+        adapted = peft.get_peft_model(module, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise UserError(f"trainer.lora.target_modules does not fit the model: {error}") from error
+    stored = {name for file in folder.glob("*.safetensors") for name in shapes_in(file)} if folder else None
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            name, base = name.removeprefix(_ROOT), layer.get_base_layer()
+            if not isinstance(base, torch.nn.Linear) or (stored is not None and f"{name}.weight" not in stored):
+                raise UserError(
+                    f"trainer.lora.target_modules includes {name}, of type {type(base).__name__}, which is no linear "
+                    f"layer with weights of that name in the model's files: leave it out, or trainer.lora."
+                )
+    return adapted
 
 
 def write_adapter(module: torch.nn.Module, parameters: Mapping[str, Tensor], folder: Path) -> None:

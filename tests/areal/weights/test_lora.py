@@ -1,5 +1,7 @@
 """Training adapters, with real DeepSpeed on a tiny model; on two ranks in test_engine and test_numerics."""
 
+import shutil
+
 import pytest
 import torch
 from peft import PeftModel
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from areal.config import UserError
 from areal.training.engine import TrainingEngine
+from areal.weights.folders import write_weights
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]
 LORA = {"rank": 4, "alpha": 8}
@@ -118,3 +121,13 @@ def test_a_checkpoint_of_other_adapters_is_the_users_mistake(folder, tmp_path):
 def test_layers_that_the_model_does_not_have_are_the_users_mistake(folder):
     with pytest.raises(UserError, match=r"trainer\.lora\.target_modules does not fit"):
         start(folder, lora=LORA | {"target_modules": ["query_key_value"]})
+
+
+def test_adapters_that_no_checkpoint_could_merge_are_the_users_mistake(folder, tmp_path):
+    with pytest.raises(UserError, match=r"includes model\.embed_tokens, of type Embedding, which is no linear layer"):
+        start(folder, lora=LORA | {"target_modules": ["embed_tokens"]})
+    other = shutil.copytree(folder, tmp_path / "other")  # transformers finds its weights under these names, too
+    weights = {name.removeprefix("model."): tensor for name, tensor in load_file(other / "model.safetensors").items()}
+    write_weights(weights, other)
+    with pytest.raises(UserError, match=r"includes model\.layers\.0\.self_attn\.q_proj, of type Linear, which is no"):
+        start(other)
