@@ -120,6 +120,9 @@ _OBJECTIVE = {
     "proximal": "recompute",
     "kl_coef": 0.0,
     "critic": None,
+    "entropy_coef": 0.0,
+    "sequence_mask": "none",
+    "teacher": None,
 }
 
 

@@ -103,6 +103,15 @@ def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path, c
     assert all("proj" in name for name in changed)
 
 
+def test_keys_of_reinforcement_learning_have_no_effect(tiny_model, rows, tmp_path):
+    keys = {"sequence_mask": "product", "entropy_coef": 1, "teacher": "wise", "kl_coef": 0.1, "critic.lam": 0.9}
+    changes = [f"trainer.{key}={value}" for key, value in keys.items()]
+    for name, overrides in (("plain", []), ("changed", changes)):
+        assert not main(arguments(tiny_model, rows, tmp_path / name, "trainer.lr=2e-3", *overrides))
+    plain, changed = (weights_of(tmp_path / name) for name in ("plain", "changed"))
+    assert [name for name in plain if not torch.equal(plain[name], changed[name])] == []
+
+
 @pytest.mark.parametrize(
     ("row", "overrides", "sentence"),
     [
