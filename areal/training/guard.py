@@ -50,6 +50,8 @@ class Guard:
             value = metrics.get(name)
             if value is not None and not math.isfinite(value):
                 return f"{name} is {value}: {self._advice(metrics)}."
+        if metrics.get("tokens_trained") == 0:  # all were masked, so there is nothing that could be beyond a limit
+            return None
         verdicts = [self._check_limit(name, value) for name in ADVICE if (value := metrics.get(name)) is not None]
         return next(filter(None, verdicts), None)
 

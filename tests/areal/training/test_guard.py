@@ -89,3 +89,11 @@ def test_an_entropy_limit_of_zero_is_off():
 
 def test_metrics_that_are_not_there_are_not_checked():
     assert guard(patience=1).check({}) is None
+
+
+def test_a_step_in_which_all_tokens_were_masked_neither_ends_nor_lengthens_a_streak():
+    asked = guard()
+    nothing = {"tokens_trained": 0, "effective_sample_size": 0.0, "entropy": 0.0, "loss": 0.0}
+    assert [asked.check(nothing) for _ in range(9)] == [None] * 9
+    assert not asked.suspicious
+    assert "grad_norm is nan" in asked.check(nothing | {"grad_norm": float("nan")})
