@@ -6,7 +6,6 @@ whose keys it has, and whose model. What else differs is printed below the table
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.config import Config, UserError, checked, overridden, read_values
+from areal.models import name_of
 from areal.observe.comparison import differing_settings, mean_text, means, value_of
 from areal.observe.report import read_run
 from areal.planning.command import count_parameters
@@ -108,8 +108,7 @@ def _read_measures(folder: Path) -> RunMeasures:
 
 def _model_name(model: str) -> str:
     """The name of a model without its owner: of `owner/NAME`, of a folder NAME, or of one in the hub's cache."""
-    cached = re.search(r"models--[^/]*--([^/]+)/snapshots/", model)
-    return cached.group(1) if cached else Path(model).name
+    return Path(name_of(model)).name
 
 
 def _keys(rows: Sequence[TableRow], run: RunMeasures) -> str:

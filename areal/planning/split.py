@@ -204,34 +204,16 @@ def training_memory(
       trained parameter. Gradients are accumulated in fp32; below stage 2 a rank also keeps the bf16 gradients. In fp32
       the moments take 8 bytes; from stage 1 on DeepSpeed also keeps its own master weights. With offload the optimizer
       takes nothing and the gradients are those of the weights' type, and with `all` two layers' weights are fetched at
-      a time (assumed).
-    * Buckets: DeepSpeed copies gradients into one before it sends them: in fp32, at stage 2 in the weights' type, with
-      a copy in fp32. At stage 3 it also keeps up to LIVE_PARAMETERS gathered. Weights that are sent straight into
-      engines take what `sending_bytes` says.
+      a time (assumed). The reference model has weights alone.
     * Host memory: the copies of the weights that are published, and those of a checkpoint that is written meanwhile,
       both divided among the ranks of a host; a checkpoint's fp32 weights and moments, and what is offloaded.
-    * Activations: the most that exists at once, in the backward pass either of the layers (areal.planning.activations)
-      or of the output layer, while all that the layers saved still exists. The output layer takes AT_ONCE logits
-      at a time, and makes a gradient of the hidden states in fp32 and one of its weight (areal.training.head).
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
-    tokens = math.ceil(row_tokens(config, ranks, longest) / trainer.sequence_parallel)
     of_weights, of_gradients, of_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
     half = trainer.dtype != "float32"
     offload = trainer.offload != "none"
-    own_reference = trainer.kl_coef and not (trainer.lora and trainer.reference is None)
-    layers = model.checkpointed if checkpointing else model.activations
-    logits = min(AT_ONCE, tokens * model.vocabulary)
-    states = size * tokens * model.hidden
-    forward = states + logits * 8
-    backward = 2 * states + 4 * tokens * model.hidden + logits * (8 if half else 4)
-    if not trainer.lora:
-        backward += size * model.vocabulary * model.hidden
-    elements = model.bucket if stage else LARGEST_BUCKET
-    buckets = min(elements, model.trained) * (4 if stage != 2 or not half else size + 4)
-    if stage == 3:
-        buckets += size * min(model.parameters, LIVE_PARAMETERS)
+    elsewhere = trainer.reference_scorer or (trainer.lora and trainer.reference is None)
     writers = 1 if trainer.lora else min(ranks, DEVICES_OF_A_HOST)
     host = HOST_OTHER + 2 * model.pinned / writers + 12 * model.trained / ranks
     if offload:
@@ -242,11 +224,38 @@ def training_memory(
         weights=size * model.parameters * (2 / model.layers if trainer.offload == "all" else 1 / of_weights),
         gradients=(size if offload else 6 if half and stage < 2 else 4) * model.trained / of_gradients,
         optimizer=0.0 if offload else (12 if stage else 8) * model.trained / of_optimizer,
-        reference=size * model.parameters / of_weights if own_reference else 0.0,
-        activations=max(tokens * layers.peak, tokens * layers.saved + max(forward, backward)),
-        buckets=(buckets if stage or ranks > 1 else 0.0) + sending_bytes(config.weights.backend, size * model.largest),
+        reference=size * model.parameters / of_weights if trainer.kl_coef and not elsewhere else 0.0,
+        activations=_activations(config, model, ranks, checkpointing, longest),
+        buckets=_buckets(config, model, ranks, stage),
         host=host,
     )
+
+
+def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float:
+    """DeepSpeed copies gradients into a bucket before it sends them: in fp32, at stage 2 in the weights' type, with a
+    copy in fp32. At stage 3 it also keeps up to LIVE_PARAMETERS gathered. Weights that are sent straight into engines
+    take what `sending_bytes` says."""
+    size = BYTES[config.trainer.dtype]
+    buckets: float = sending_bytes(config.weights.backend, size * model.largest)
+    if stage or ranks > 1:
+        elements = min(model.bucket if stage else LARGEST_BUCKET, model.trained)
+        buckets += elements * (size + 4 if stage == 2 and size < 4 else 4)
+    return buckets + (size * min(model.parameters, LIVE_PARAMETERS) if stage == 3 else 0)
+
+
+def _activations(config: Config, model: ModelSizes, ranks: int, checkpointing: bool, longest: int) -> float:
+    """The most that exists at once, in the backward pass either of the layers (areal.planning.activations) or of the
+    output layer, while all that the layers saved still exists. The output layer takes AT_ONCE logits at a time, and
+    makes a gradient of the hidden states in fp32 and one of its weight (areal.training.head)."""
+    trainer, layers = config.trainer, model.checkpointed if checkpointing else model.activations
+    size = BYTES[trainer.dtype]
+    tokens = math.ceil(row_tokens(config, ranks, longest) / trainer.sequence_parallel)
+    logits = min(AT_ONCE, tokens * model.vocabulary)
+    states = size * tokens * model.hidden
+    backward = 2 * states + 4 * tokens * model.hidden + logits * (8 if size < 4 else 4)
+    if not trainer.lora:
+        backward += size * model.vocabulary * model.hidden
+    return max(tokens * layers.peak, tokens * layers.saved + max(states + logits * 8, backward))
 
 
 def step_tokens(device_bytes: float) -> int:
@@ -292,13 +301,6 @@ def plan(
     g t / (g + t) fast. For training, the lowest ZeRO stage that fits is used, with gradient checkpointing if that is
     configured or nothing fits without it.
 
-    Staleness: a step takes B G times the mean length, divided by the throughput. A completion of L tokens takes L
-    divided by the rate of one sequence on a full generator. The trainer waits for no group if the longest completion
-    fits into max_staleness steps. The generators stay full if all their sequences are at most max_staleness batches
-    (rule 1 allows one batch more, the one in training). A group takes as long as its longest sample, about H_G = 1 +
-    1/2 + ... + 1/G mean lengths (the maximum of G exponential lengths), and then waits half a step until its batch is
-    formed.
-
     Raises UserError if nothing fits.
     """
     n = config.generator.tensor_parallel
@@ -314,21 +316,40 @@ def plan(
         return min(generators * n * rates.generating, (devices - generators * n) * rates.training)
 
     generators = max(fitting, key=throughput)
-    stage, checkpointing, training = fitting[generators]
     ranks = 1 if alone else devices - generators * n
+    return _split(config, rates, lengths, generators, ranks, generation, fitting[generators], throughput(generators))
+
+
+Fit = tuple[int, bool, TrainingMemory]
+"""The ZeRO stage, checkpointing and memory of a training."""
+
+
+def _split(
+    config: Config, rates: Rates, lengths: TokenLengths, generators: int, ranks: int, generation: GenerationMemory,
+    training: Fit, throughput: float,
+) -> Plan:  # fmt: skip
+    """The plan with so many generators and ranks, and its staleness.
+
+    A step takes B G times the mean length, divided by the throughput. A completion of L tokens takes L divided by the
+    rate of one sequence on a full generator. The trainer waits for no group if the longest completion fits into
+    max_staleness steps. The generators stay full if all their sequences are at most max_staleness batches (rule 1
+    allows one batch more, the one in training). A group takes as long as its longest sample, about H_G = 1 + 1/2 + ...
+    + 1/G mean lengths (the maximum of G exponential lengths), and then waits half a step until its batch is formed.
+    """
+    n, (stage, checkpointing, memory) = config.generator.tensor_parallel, training
     samples = config.batch_size * config.group_size
-    step = samples * lengths.mean / throughput(generators)
+    step = samples * lengths.mean / throughput
     pace = rates.generating * n / generation.sequences
     running = generators * generation.sequences
     bound = max(1, math.ceil(lengths.longest / pace / step), math.ceil(running / samples))
     of_group = min(lengths.longest, lengths.mean * sum(1 / k for k in range(1, config.group_size + 1)))
-    managers = max(1, round(devices / DEVICES_OF_A_MANAGER))
+    managers = max(1, round((generators * n + ranks) / DEVICES_OF_A_MANAGER))
     return Plan(
         generators=generators, tensor_parallel=n, ranks=ranks,
-        zero_stage=stage, gradient_checkpointing=checkpointing, generation=generation, training=training,
+        zero_stage=stage, gradient_checkpointing=checkpointing, generation=generation, training=memory,
         generated=generators * n * rates.generating,
         trained=ranks * rates.training,
-        throughput=throughput(generators),
+        throughput=throughput,
         step_seconds=step,
         longest_seconds=lengths.longest / pace,
         max_staleness=bound,
@@ -337,10 +358,6 @@ def plan(
         groups_a_manager=math.ceil(running / config.group_size / managers) + 1,
         samples_a_step=samples,
     )  # fmt: skip
-
-
-Fit = tuple[int, bool, TrainingMemory]
-"""The ZeRO stage, checkpointing and memory of a training."""
 
 
 def _fitting_splits(

@@ -169,10 +169,9 @@ class TrainingEngine:
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_heads(model, config.sequence_parallel)
         cuda = torch.cuda.is_available()
-        config = config.on(cuda=cuda)
+        self.config = config = config.on(cuda=cuda)
         deepspeed = _import_deepspeed(config, cuda)
         torch.manual_seed(seed)
-        self.config = config
         self.source = model
         self._keep_values = keep_values
         self._longest = longest
@@ -193,33 +192,8 @@ class TrainingEngine:
         _check_settings(settings)
         self._together = SequenceGroup(config.sequence_parallel)
         register(self._attention)
-        with self._spread_over_ranks():
-            self._module = self._read_model(model, config.dtype).train()
-        head = Head(self._module)
-        self.vocab_size: int = self._module.config.get_text_config().vocab_size
-        if config.gradient_checkpointing:
-            self._module.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.lora:
-            self._module = add_adapters(self._module, config.lora, model)
-            head.refuse_adapters()
-        self._published = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        groups = parameter_groups(self._published.values(), config.weight_decay)
-        if config.critic:
-            self._module.value_head = head.add_critic()
-            groups.append(value_head_group(self._module.value_head, config.critic.lr))
-        self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        self._critic = head.critic
-        sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in self._trained.items()}
-        settings["zero_optimization"].setdefault("reduce_bucket_size", bucket_elements(sizes))
-        with redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables
-            self._deepspeed, *_ = deepspeed.initialize(
-                model=self._module,
-                model_parameters=groups,
-                config=settings,
-                lr_scheduler=lambda optimizer: learning_rates(optimizer, config, optimizer_steps),
-            )
-        if self._stage == 0 and self.world_size == 1:
-            self._deepspeed.enable_backward_allreduce = False  # useless here, yet a tenth of a small model's step
+        head, groups = self._prepare_model()
+        self._start_deepspeed(settings, groups, optimizer_steps)
         self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
         self._fit_rows(self._module, head)
@@ -231,6 +205,45 @@ class TrainingEngine:
         self._publisher, self._saver = Writer(patience), Writer(patience)
         self.work_done = 0
         """Micro-batches computed plus parameters gathered since the start. Rises during long work, not if it hangs."""
+
+    def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
+        """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
+        config = self.config
+        with self._spread_over_ranks():
+            self._module = self._read_model(self.source, config.dtype).train()
+        head = Head(self._module)
+        self.vocab_size: int = self._module.config.get_text_config().vocab_size
+        if config.gradient_checkpointing:
+            self._module.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.lora:
+            self._module = add_adapters(self._module, config.lora, self.source)
+            head.refuse_adapters()
+        self._published = self._trainable()
+        groups = parameter_groups(self._published.values(), config.weight_decay)
+        if config.critic:
+            self._module.value_head = head.add_critic()
+            groups.append(value_head_group(self._module.value_head, config.critic.lr))
+        self._trained = self._trainable()
+        self._critic = head.critic
+        return head, groups
+
+    def _trainable(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+
+    def _start_deepspeed(self, settings: dict[str, Any], groups: list[dict[str, Any]], optimizer_steps: int) -> None:
+        import deepspeed
+
+        sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in self._trained.items()}
+        settings["zero_optimization"].setdefault("reduce_bucket_size", bucket_elements(sizes))
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=self._module,
+                model_parameters=groups,
+                config=settings,
+                lr_scheduler=lambda optimizer: learning_rates(optimizer, self.config, optimizer_steps),
+            )
+        if self._stage == 0 and self.world_size == 1:
+            self._deepspeed.enable_backward_allreduce = False  # useless here, yet a tenth of a small model's step
 
     @classmethod
     def of_run(cls, config: Config, *, keep_values: bool, patience: Patience | None = None) -> TrainingEngine:
@@ -479,11 +492,9 @@ class TrainingEngine:
             self.values = self._values(rows, flat)
         return tally.result(
             self._control,
+            self.config,
             tokens_trained=int(trained.sum()),
             tokens_total=len(flat.tokens),
-            reference=self.config.kl_coef > 0,
-            teacher=self.config.teacher is not None,
-            critic=self._critic is not None,
             explained_variance=explained,
             peak_tflops=self._peak_tflops,
         )
@@ -499,32 +510,26 @@ class TrainingEngine:
         """The mean of -log pi over the batch's sampled tokens, in nats; nothing is trained (all ranks)."""
         flat = self._share(batch)
         trained = flat.trained(None)
-        total = torch.zeros(1, dtype=torch.float64)
-        with torch.no_grad():
-            for row in self._rows(flat, trained, np.arange(len(flat.lengths))):
-                logp, *_ = self._forward(row, temperature)
-                total -= logp.double().sum().cpu()
-                self.work_done += 1
-        return self._summed(total).item() / int(trained.sum())
+        return -float(self._pass(flat, trained, None, temperature)[0][trained].mean(dtype=np.float64))
 
     def logprobs(self, batch: Sequence[Group] | None, *, temperature: float) -> np.ndarray:
         """log pi of the batch's sampled tokens, float32 [T] in the order of `TokenValues`; nothing is trained (all
         ranks)."""
         flat = self._share(batch)
-        everyone = np.arange(len(flat.lengths))
-        logprobs = self._pass(flat, flat.trained(None), everyone, temperature, Tally(self.device))[0]
-        return logprobs[flat.by_sample()]
+        return self._pass(flat, flat.trained(None), None, temperature)[0][flat.by_sample()]
 
     def _pass(
-        self, flat: FlatBatch, trained: np.ndarray, members: np.ndarray, temperature: float, tally: Tally,
-        module: torch.nn.Module | None = None,
+        self, flat: FlatBatch, trained: np.ndarray, members: np.ndarray | None, temperature: float,
+        tally: Tally | None = None, module: torch.nn.Module | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """Log-probabilities of the tokens in the loss of the sequences `members`, and a critic's values (all ranks).
+        """Log-probabilities of the tokens in the loss of the sequences `members` (None: of all), and a critic's values
+        (all ranks).
 
         Returns float32 [1 or 2, T] on all ranks, 0 for all other tokens. No gradients are needed, so sequences of
         several minibatches share rows, which takes fewer passes.
         """
         found = torch.zeros(1 if module or not self._critic else 2, len(flat.tokens))
+        members, tally = np.arange(len(flat.lengths)) if members is None else members, tally or Tally(self.device)
         with torch.no_grad(), tally.clock("forward"):
             for row in self._rows(flat, trained, members):
                 logp, _, *values = self._forward(row, temperature, module)
@@ -559,12 +564,11 @@ class TrainingEngine:
     def _set_reference(
         self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
     ) -> None:
-        everyone = np.arange(len(flat.lengths))
         if self.config.reference_scorer:
             reference = _given(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
         else:
             with self._module.disable_adapter() if self._reference is None else nullcontext():
-                reference = self._pass(flat, trained, everyone, temperature, tally, self._reference)[0]
+                reference = self._pass(flat, trained, None, temperature, tally, self._reference)[0]
         for row in rows:
             row.reference = row.pick(reference)
 

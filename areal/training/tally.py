@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.config import TrainerConfig
 from areal.training.objectives import TokenLoss, kl
 from areal.training.packed import PackedRow
 
@@ -70,8 +72,18 @@ class StepResult:
 class Tally:
     """Sums over the tokens of a step on one rank, the seconds of its phases, and its floating-point operations."""
 
-    SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "kl_teacher",
-            "teacher_agreement", "value_loss", "staleness", "gap", "current", "computed")  # fmt: skip
+    OF_TOKENS = ("entropy", "clip_fraction", "weight_mean", "kl_behaviour", "kl_reference", "kl_teacher",
+                 "teacher_agreement", "token_staleness_mean")  # fmt: skip
+    OF_STEPS = ("loss", "value_loss")
+    SUMS = (*OF_TOKENS, *OF_STEPS, "weight_squared", "gap", "current", "computed")
+    """Those of each token and of each optimizer step have the names of their means in `StepResult`."""
+    NEEDS: ClassVar = {
+        "kl_reference": "kl_coef",
+        "kl_teacher": "teacher",
+        "teacher_agreement": "teacher",
+        "value_loss": "critic",
+    }
+    """The key of the trainer's configuration without which a mean is None."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
@@ -96,15 +108,15 @@ class Tally:
         sums = {
             "loss": out.loss * row.weights,
             "entropy": entropy,
-            "clipped": out.clipped,
-            "weight": weight,
+            "clip_fraction": out.clipped,
+            "weight_mean": weight,
             "weight_squared": weight.square(),
             "kl_behaviour": row.behaviour - row.proximal,
             "kl_reference": torch.zeros(()) if row.reference is None else kl(row.proximal, row.reference, "k3"),
             "kl_teacher": -ahead,
             "teacher_agreement": ahead.clamp(max=0).exp(),
             "value_loss": torch.zeros(()) if errors is None else errors * row.weights,
-            "staleness": version - row.versions,
+            "token_staleness_mean": version - row.versions,
             "gap": (row.behaviour - logp).abs()[current],
             "current": current,
             "computed": torch.tensor(sum(row.added) if len(row.places) else 0),
@@ -124,8 +136,8 @@ class Tally:
         self.seconds[phase] += time.perf_counter() - started
 
     def result(
-        self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int, reference: bool,
-        teacher: bool, critic: bool, explained_variance: float | None, peak_tflops: float | None,
+        self, control: dist.ProcessGroup, config: TrainerConfig, *, tokens_trained: int, tokens_total: int,
+        explained_variance: float | None, peak_tflops: float | None,
     ) -> StepResult:  # fmt: skip
         """The step's result, which is the same on all ranks except for the seconds and what follows from them (all
         ranks)."""
@@ -137,22 +149,16 @@ class Tally:
         count = max(1, tokens_trained)
         tflops = operations.item() / dist.get_world_size(control) / sum(self.seconds.values()) / 1e12
         sums = dict(zip(self.SUMS, totals.tolist(), strict=True))
+        means: dict[str, Any] = {name: sums[name] / count for name in self.OF_TOKENS}
+        means |= {name: sums[name] / len(self.grad_norms) for name in self.OF_STEPS}
+        means |= {name: None for name, key in self.NEEDS.items() if not getattr(config, key)}
         return StepResult(
-            loss=sums["loss"] / len(self.grad_norms),
+            **means,
             grad_norm=float(np.mean(self.grad_norms)),
-            entropy=sums["entropy"] / count,
-            clip_fraction=sums["clipped"] / count,
             logprob_gap=sums["gap"] / sums["current"] if sums["current"] else None,
-            weight_mean=sums["weight"] / count,
             weight_max=weight_max.item(),
-            effective_sample_size=sums["weight"] ** 2 / (count * sums["weight_squared"] or 1),
-            kl_behaviour=sums["kl_behaviour"] / count,
-            kl_reference=sums["kl_reference"] / count if reference else None,
-            kl_teacher=sums["kl_teacher"] / count if teacher else None,
-            teacher_agreement=sums["teacher_agreement"] / count if teacher else None,
-            value_loss=sums["value_loss"] / len(self.grad_norms) if critic else None,
+            effective_sample_size=sums["weight_mean"] ** 2 / (count * sums["weight_squared"] or 1),
             explained_variance=explained_variance,
-            token_staleness_mean=sums["staleness"] / count,
             tokens_trained=tokens_trained,
             tokens_total=tokens_total,
             tokens_computed=int(sums["computed"]),

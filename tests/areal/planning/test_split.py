@@ -131,6 +131,9 @@ def test_a_penalty_takes_a_second_model_unless_adapters_can_be_put_aside():
     assert reference(kl_coef=0.1) == 2 * LARGE.parameters
     assert reference(kl_coef=0.1, lora={}) == 0
     assert reference(kl_coef=0.1, lora={}, reference="/other") == 2 * LARGE.parameters
+    run = config(trainer={"kl_coef": 0.1})
+    trainer = run.trainer.model_copy(update={"reference": "scorer:other"})
+    assert training_memory(run.model_copy(update={"trainer": trainer}), LARGE, 1, 1, True, 2048).reference == 0
 
 
 def test_activations_grow_with_the_longest_sequence_where_it_is_above_the_cap():
