@@ -46,6 +46,7 @@ from areal.weights.chunks import TornWeights
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
 from protocols.messages import (
     FINISHES,
+    SAMPLING,
     AskLogprobs,
     Done,
     EndJobs,
@@ -160,16 +161,11 @@ class Generator(Actor):
     def stats(self) -> dict[str, float]:
         if self._engine is None:
             return {}
-        stats = self._engine.stats()
+        stats = asdict(self._engine.stats())
+        del stats["steps"]
         return {
-            "running": stats.running,
-            "waiting": stats.waiting,
-            "kv_use": stats.kv_use,
-            "preemptions": stats.preemptions,
-            "prefix_cache_queries": stats.prefix_cache_queries,
-            "prefix_cache_hits": stats.prefix_cache_hits,
+            **stats,
             "limit": self._concurrency.limit,
-            "tokens_generated": stats.tokens_generated,
             "version": self._engine.version,
             **self._reloads,
             "fetch_seconds": self._weights.seconds,
@@ -252,14 +248,7 @@ class Generator(Actor):
         self, name: str, sender: str, new: NewSequence, prompt: list[int], add: Callable[[_Tokens], None]
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
-        sampling = SamplingConfig(
-            temperature=new.temperature,
-            top_p=new.top_p,
-            top_k=new.top_k,
-            min_p=new.min_p,
-            max_new_tokens=new.max_new_tokens,
-            min_new_tokens=min(new.min_new_tokens, new.max_new_tokens),
-        )
+        sampling = SamplingConfig(**{name: getattr(new, name) for name in SAMPLING})
         self._sequences[name] = sender
         try:
             await self._loaded.until(

@@ -434,6 +434,10 @@ class NewSequence(Part):
     first_version: int | None = None
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")
+"""The fields of NewSequence that are those of areal.config.SamplingConfig."""
+
+
 class Generate(Message):
     """Sample sequences, each of which continues one of `prompts` (int32 [T]). Their tokens come on the flow, as
     TokenColumns."""

@@ -16,6 +16,7 @@ from areal.workflows.conversation import Generation, Keep
 from protocols.errors import BusError
 from protocols.messages import (
     FINISHES,
+    SAMPLING,
     Cause,
     Generate,
     JobFailed,
@@ -121,12 +122,7 @@ class Call(Job):
                 NewSequence(
                     job=call.number,
                     prompt=prompt,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    min_p=sampling.min_p,
-                    max_new_tokens=sampling.max_new_tokens,
-                    min_new_tokens=sampling.min_new_tokens,
+                    **{name: getattr(sampling, name) for name in SAMPLING},
                     min_version=call.min_version,
                     first_version=call.sample.first_version,
                 )

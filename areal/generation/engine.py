@@ -219,8 +219,8 @@ class GenerationEngine:
         """
         max_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         params = _sampling_params(
-            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, max_tokens,
-            min(sampling.min_new_tokens, max_tokens), tuple(self._model.stop_tokens),
+            tuple(self._model.stop_tokens), max_tokens=max_tokens, min_tokens=min(sampling.min_new_tokens, max_tokens),
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
         )  # fmt: skip
         async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version)) as chunks:
             async for chunk in chunks:
@@ -232,7 +232,7 @@ class GenerationEngine:
 
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
         """
-        params = _sampling_params(1.0, 1.0, 0, 0.0, 1, 0, (), prompt_logprobs=top_k)
+        params = _sampling_params(max_tokens=1, prompt_logprobs=top_k)
         scores, versions = await self._scores(request_id, tokens, params)
         return scores._replace(version=int(versions[-1]))
 
@@ -658,25 +658,11 @@ class _Sequence:
 
 
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
-def _sampling_params(
-    temperature: float, top_p: float, top_k: int, min_p: float, max_tokens: int, min_tokens: int,
-    stop_tokens: tuple[int, ...], prompt_logprobs: int | None = None,
-) -> SamplingParams:  # fmt: skip
+def _sampling_params(stop_tokens: tuple[int, ...] = (), **settings: float) -> SamplingParams:
     from vllm import SamplingParams
 
     # No per-request seed: it crashes the CPU engine.
-    return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        logprobs=0,
-        prompt_logprobs=prompt_logprobs,
-        stop_token_ids=list(stop_tokens),
-        detokenize=False,
-    )
+    return SamplingParams(**settings, stop_token_ids=list(stop_tokens), logprobs=0, detokenize=False)
 
 
 def prepare(config: GeneratorConfig) -> None:

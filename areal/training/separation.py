@@ -9,8 +9,7 @@ convolutions run over the whole row otherwise. Nothing fails then, only the numb
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,10 +66,7 @@ def keeps_apart(
     row = pack(flat, trained, members, device)
     paths = row.paths.split(row.lengths)
     for sequence in (members[0], members[-1]):
-        with torch.enable_grad(), _watching(embeddings) as seen:
-            packed, *_ = forward(row)
-            (gradient,) = torch.autograd.grad(packed[row.sequence == sequence].sum(), seen)
-        influence = gradient[0].abs().sum(-1)
+        packed, influence = _influence(forward, embeddings, row, row.sequence == sequence)
         influence[paths[sequence]] = 0
         if influence.any():
             return False
@@ -92,17 +88,17 @@ def only_attention_mixes(
     """
     flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1)
     row = pack(flat, flat.trained(None), [0], device)
-    with torch.enable_grad(), _watching(embeddings) as seen:
-        logp, *_ = forward(row)
-        (gradient,) = torch.autograd.grad(logp[-1], seen)
-    influence = gradient[0].abs().sum(-1)
+    _, influence = _influence(forward, embeddings, row, -1)
     influence[row.predicts[row.distribution[-1]]] = 0
     return not influence.any()
 
 
-@contextmanager
-def _watching(embeddings: torch.nn.Module) -> Iterator[list[Tensor]]:
-    """A list that gets the embeddings of a forward pass, which require a gradient."""
+def _influence(
+    forward: Callable[[PackedRow], tuple[Tensor, ...]], embeddings: torch.nn.Module, row: PackedRow,
+    chosen: Tensor | int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The log-probs of a row, [S], and the size of the gradient of the chosen ones with respect to the embedding of
+    each token, [T]."""
     seen: list[Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
@@ -110,6 +106,9 @@ def _watching(embeddings: torch.nn.Module) -> Iterator[list[Tensor]]:
 
     hook = embeddings.register_forward_hook(keep)
     try:
-        yield seen
+        with torch.enable_grad():
+            logps, *_ = forward(row)
     finally:
         hook.remove()
+    (gradient,) = torch.autograd.grad(logps[chosen].sum(), seen)
+    return logps, gradient[0].abs().sum(-1)
