@@ -1,4 +1,4 @@
-"""The network interface at which the ranks of a trainer on several hosts reach each other."""
+"""The address of this machine at which others reach it, and the network interface that the ranks of a trainer use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 
 GLOO = "GLOO_SOCKET_IFNAME"
 # An address of no host (RFC 5737): the way to it is the default route.
@@ -31,19 +32,19 @@ def interface_towards(hosts: Iterable[str]) -> str | None:
     """The name of the interface (IPv4) that leads to the first of `hosts` to which none of loopback does. None if there
     is none."""
     for host in hosts:
-        address = _own_address(host)
-        if address and not ipaddress.ip_address(address).is_loopback:
-            return _interfaces().get(address)
+        with suppress(OSError):
+            address = own_address(host, family=socket.AF_INET)
+            if not ipaddress.ip_address(address).is_loopback:
+                return _interfaces().get(address)
     return None
 
 
-def _own_address(host: str) -> str | None:
-    """The address of this host on the way to `host`. None if it has no name or no way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 1))  # sends nothing: only asks the kernel for the route
-        except OSError:
-            return None
+def own_address(host: str, port: int = 1, family: int = socket.AF_UNSPEC) -> str:
+    """The address of this machine on the way to `host`, without brackets. Raises OSError if that has no name, or if
+    there is no way to it."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing: only asks the kernel for the route
         address: str = probe.getsockname()[0]
         return address
 

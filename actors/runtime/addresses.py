@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from areal.config import Config, UserError
+from areal.interfaces import own_address
 from areal.processes import KEYS
 from areal.storage.claim import announce, check_room, claim, claimed_address
 from protocols.addresses import (
@@ -170,9 +170,6 @@ def host_towards(master: str) -> str:
             f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder of this machine, runs/NAME."
         )
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # sends nothing: only asks the kernel for the route
-            return bracketed(probe.getsockname()[0])
+        return bracketed(own_address(host.strip("[]"), int(port)))
     except OSError as error:
         raise UserError(f"--master {master}: {error.strerror or error}: check the host name.") from None

@@ -56,8 +56,7 @@ def split_over_ranks(
     shared = [0] * len(lengths) if shared is None else shared
     limits = [cap >> halvings for halvings in range(cap.bit_length())] if ranks > 1 and any(shared) else [cap]
     plans = [_dealt(_runs(lengths, shared, limit), ranks, cap) for limit in limits]
-    fullest, rows = min(plans, key=lambda plan: plan[0])
-    return rows
+    return min(plans, key=lambda plan: plan[0])[1]
 
 
 def fixed_number(sequences: int, ranks: int, count: int) -> list[list[list[int]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,8 @@ def fine_tune(config: SftConfig, console: Console) -> None:
     )
     for epoch in range(config.epochs):
         shuffled = Random(f"{config.seed}/{epoch}").sample(rows, len(rows))
-        for step, batch in enumerate(_batches(shuffled, config.batch_size), 1):
+        for step in range(1, steps + 1):
+            batch = shuffled[(step - 1) * config.batch_size : step * config.batch_size]
             result = engine.step(batch if engine.rank == 0 else None, version=0, temperature=1.0)
             if step == steps or step % math.ceil(steps / LINES_AN_EPOCH) == 0:
                 console.print(f"epoch {epoch + 1}/{config.epochs}, step {step}/{steps}: loss {result.loss:.4f}")
@@ -128,11 +129,6 @@ _OBJECTIVE = {
 
 def _loss(engine: TrainingEngine, rows: Sequence[Group]) -> float:
     return engine.loss(rows if engine.rank == 0 else None, temperature=1.0)
-
-
-def _batches(rows: Sequence[Group], size: int) -> Iterator[Sequence[Group]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
 
 
 def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group], int]:

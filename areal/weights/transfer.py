@@ -39,6 +39,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
+from areal.interfaces import own_address
 from areal.weights.lora import stored_tensors
 from areal.weights.packs import PACKED_BYTES, packs
 
@@ -193,7 +194,7 @@ class GlooGroup:
         )  # fmt: skip
         options = ProcessGroupGloo._Options()
         options._timeout = timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
+        options._devices = [ProcessGroupGloo.create_device(hostname=own_address(host, port))]
         self._group = ProcessGroupGloo(PrefixStore("weights", store), rank, size, options)
         self._store = store  # rank 0's is the server
 
@@ -303,11 +304,3 @@ def _free_port(host: str) -> int:
     with socket.create_server((host, 0), family=_family(host)) as probe:
         port: int = probe.getsockname()[1]
         return port
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine on the way to `host`."""
-    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: only asks the kernel for the route
-        address: str = probe.getsockname()[0]
-        return address
