@@ -108,7 +108,7 @@ def _influence(
     try:
         with torch.enable_grad():
             logps, *_ = forward(row)
+            (gradient,) = torch.autograd.grad(logps[chosen].sum(), seen)
     finally:
         hook.remove()
-    (gradient,) = torch.autograd.grad(logps[chosen].sum(), seen)
     return logps, gradient[0].abs().sum(-1)

@@ -195,7 +195,7 @@ async def test_the_tokens_that_a_sample_needs_at_least_count_over_its_turns():
     )
     for most in (3, None):
         await session.generate([1], max_new_tokens=most)
-    assert [request.min_new_tokens for _, request in cluster.servers.asked] == [6, 4, 3]
+    assert [request.min_new_tokens for _, request in cluster.servers.asked] == [3, 1, 3]
 
 
 @pytest.mark.parametrize(("wanted", "asked"), [(None, 10), (4, 4), (40, 10)])
