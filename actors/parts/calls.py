@@ -159,7 +159,7 @@ class Call(Job):
 
     @property
     def sampling(self) -> SamplingConfig:
-        """The settings for the tokens that remain. A call may be limited to fewer than its sample must have at least."""
+        """The settings for the tokens that remain. A call may be limited to fewer than its sample must have."""
         settings, most = self.sample.sampling, self.remaining
         least = min(most, max(0, settings.min_new_tokens - self.sample.tokens_sampled))
         return settings.model_copy(update={"max_new_tokens": most, "min_new_tokens": least})
