@@ -73,7 +73,8 @@ def run(options: Namespace) -> None:
 def fine_tune(config: SftConfig, console: Console) -> None:
     """Train `config.model` on the rows and write the Hugging Face folder `config.output` (all ranks).
 
-    Raises UserError, before anything is loaded, if a row is not usable or the output folder already exists.
+    Raises UserError, before anything is loaded, if a row is not usable or the output folder already exists, and in
+    training if a loss or a gradient is not finite.
     """
     if config.output.exists():
         raise UserError(f"{config.output} already exists: name another folder for the trained model.")
@@ -98,9 +99,12 @@ def fine_tune(config: SftConfig, console: Console) -> None:
         for step in range(1, steps + 1):
             batch = shuffled[(step - 1) * config.batch_size : step * config.batch_size]
             result = engine.step(batch if engine.rank == 0 else None, version=0, temperature=1.0)
+            _check_finite(f"in step {step} of epoch {epoch + 1}", loss=result.loss, grad_norm=result.grad_norm)
             if step == steps or step % math.ceil(steps / LINES_AN_EPOCH) == 0:
                 console.print(f"epoch {epoch + 1}/{config.epochs}, step {step}/{steps}: loss {result.loss:.4f}")
-        console.print(f"epoch {epoch + 1}/{config.epochs}: held-out loss {_loss(engine, held_out):.4f}")
+        loss = _loss(engine, held_out)
+        _check_finite(f"of held-out rows after epoch {epoch + 1}", loss=loss)
+        console.print(f"epoch {epoch + 1}/{config.epochs}: held-out loss {loss:.4f}")
     engine.export(config.output)
     engine.close()
     console.print(f"the model is in {config.output}", soft_wrap=True)
@@ -129,6 +133,12 @@ _OBJECTIVE = {
 
 def _loss(engine: TrainingEngine, rows: Sequence[Group]) -> float:
     return engine.loss(rows if engine.rank == 0 else None, temperature=1.0)
+
+
+def _check_finite(place: str, **values: float) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise UserError(f"{name} is {value} {place}: set a lower trainer.lr. No model is written.")
 
 
 def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group], int]:

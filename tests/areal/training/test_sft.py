@@ -103,6 +103,12 @@ def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path, c
     assert all("proj" in name for name in changed)
 
 
+def test_no_model_is_written_whose_loss_is_no_number(tiny_model, rows, tmp_path, capsys):
+    assert main(arguments(tiny_model, rows, tmp_path / "tuned", *SETTINGS, "trainer.lr=1e30")) == 2
+    assert re.search(r"^(loss|grad_norm) is (nan|inf) .*: set a lower trainer\.lr", capsys.readouterr().err)
+    assert not (tmp_path / "tuned").exists()
+
+
 def test_keys_of_reinforcement_learning_have_no_effect(tiny_model, rows, tmp_path):
     keys = {"sequence_mask": "product", "entropy_coef": 1, "teacher": "wise", "kl_coef": 0.1, "critic.lam": 0.9}
     changes = [f"trainer.{key}={value}" for key, value in keys.items()]
