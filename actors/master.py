@@ -569,8 +569,8 @@ class Master(HandlesRequests):
         name, weight = request.message.name, request.message.weight
         served = {name for m in self.state.members.values() if m.role == "reward" for name in m.serves}
         if name not in served | self.state.reward_names | {*self.config.policy_judges}:
-            known = ", ".join(sorted(served)) or "none"
-            raise RefusedError(f"no actor serves {name!r} (served: {known}): start one, --role reward --reward {name}")
+            names = ", ".join(sorted(served)) or "none"
+            raise RefusedError(f"no actor serves {name!r} (served: {names}): start one, --role reward --reward {name}")
         prompt = self.ledger.next_prompt
         changed = self.state.rewards_of(prompt)
         if len({*changed, name}) > MAX_SERVED:

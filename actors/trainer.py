@@ -464,15 +464,15 @@ class Trainer(Actor):
         self._takes_samples = True  # not before the spool is known to be that of the run
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
-        found = {*map(version_of, await asyncio.to_thread(checkpoints_in, self.config.folder))}
-        kept = {*found, recovery.covered, self._version} - {first_version(self.config.folder)}
+        saved = {*map(version_of, await asyncio.to_thread(checkpoints_in, self.config.folder))}
+        kept = {*saved, recovery.covered, self._version} - {first_version(self.config.folder)}
         self._checkpoints = sorted(version for version in kept if version <= self._version)
         redone = recovery.version - self._version
         for version in range(self._version, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             _, groups = await self._train(await self.ask_master(AskBatch(version=version), BatchAnswer))
             self._rollouts.add_trained(self._version, groups, self._learner.values)
-            if self._version in {*found, recovery.checkpoint_version}:  # damaged, or the master has not heard of it
+            if self._version in {*saved, recovery.checkpoint_version}:  # damaged, or the master has not heard of it
                 await self._save()
         if recovery.lineage:
             await self._publish_again(self.policy, redone)

@@ -1667,8 +1667,8 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
             )
         case _:
             value = without_secrets(first["input"], key.rpartition(".")[2])
-            wanted = first["msg"].removeprefix("Input ").partition(", unable to parse")[0]
-            return f"{key} is {value!r:.80} in {place} or the overrides, but {wanted[0].lower() + wanted[1:]}."
+            rule = first["msg"].removeprefix("Input ").partition(", unable to parse")[0]
+            return f"{key} is {value!r:.80} in {place} or the overrides, but {rule[0].lower() + rule[1:]}."
 
 
 def section_in(annotation: Any) -> type[Section] | None:

@@ -160,9 +160,9 @@ class Call(Job):
     @property
     def sampling(self) -> SamplingConfig:
         """The settings for the tokens that remain. A call may be limited to fewer than its sample must have."""
-        settings, most = self.sample.sampling, self.remaining
-        least = min(most, max(0, settings.min_new_tokens - self.sample.tokens_sampled))
-        return settings.model_copy(update={"max_new_tokens": most, "min_new_tokens": least})
+        settings, limit = self.sample.sampling, self.remaining
+        least = min(limit, max(0, settings.min_new_tokens - self.sample.tokens_sampled))
+        return settings.model_copy(update={"max_new_tokens": limit, "min_new_tokens": least})
 
     def run_at(self, generator: str) -> None:
         """Note that this generator has the sequence from now on."""

@@ -132,8 +132,8 @@ def _results(run: Run, config: Config, version: int) -> Iterator[ModelScores]:
         rows = parts[0] if len(parts) == 1 else SourceConfig()
         yield ModelScores("held-out rows", rows, untrained if untrained.get("accuracy") is not None else None, trained)
     for name, scores in (trained.get("benchmarks") or {}).items():
-        rows, before = config.evaluator.benchmarks.get(name, SourceConfig()), untrained.get("benchmarks") or {}
-        yield ModelScores(name, rows, before.get(name), scores)
+        rows, scores_before = config.evaluator.benchmarks.get(name, SourceConfig()), untrained.get("benchmarks") or {}
+        yield ModelScores(name, rows, scores_before.get(name), scores)
 
 
 def _evaluations(results: list[ModelScores]) -> Iterator[EvalResult]:

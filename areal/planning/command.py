@@ -180,8 +180,8 @@ def table(split: Plan, rates: Rates, device_gib: float) -> Table:
     def gib(value: float) -> str:
         return f"{value / GIB:.1f} GiB"
 
-    each, ideal = split.tensor_parallel, balanced_share(rates)
-    engines = f"{split.generators} x {each} devices" if each > 1 else "of 1 device each"
+    size, ideal = split.tensor_parallel, balanced_share(rates)
+    engines = f"{split.generators} x {size} devices" if size > 1 else "of 1 device each"
     checkpointing = ", checkpointing" if split.gradient_checkpointing else ""
     rows = {
         "devices": (f"{split.generating_devices} ({split.share:.0%}; ideal {ideal:.0%})", f"{split.ranks}"),

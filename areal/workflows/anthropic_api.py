@@ -76,7 +76,7 @@ class CountRequest(BaseModel):
 
     def chat(self) -> ChatRequest:
         """The request as one for a chat completion. Raises ApiError."""
-        messages = [message for given in self.messages for message in _chat_messages(given.role, given.content)]
+        messages = [message for turn in self.messages for message in _chat_messages(turn.role, turn.content)]
         if messages[-1]["role"] == "assistant":
             raise ApiError("the last message is the assistant's: the policy cannot be made to begin with a given text")
         system = self.system
