@@ -115,7 +115,7 @@ class RoutedGenerators:
                 error=str(error),
             )  # fmt: skip
             await self._router.avoid(generator)
-        elif target.identity not in self._router.actor.directory:
+        elif not self._router.knows(target):
             target = None
         if call.sample.home is generator:
             call.sample.home = target
