@@ -322,7 +322,7 @@ def free_port(address: str) -> Iterator[str]:
         holder = held.enter_context(socket.socket(socket.AF_UNIX))
         for candidate in (address, f"{host}:0"):
             try:
-                chosen = f"{host}:{held.enter_context(_bound(candidate)).getsockname()[1]}"
+                chosen = f"{host}:{held.enter_context(_bound(candidate))}"
                 # An abstract name belongs to the network that the port belongs to, and ends with the process.
                 holder.bind(f"\0areal-master {chosen}")
             except OSError:
@@ -336,7 +336,8 @@ def free_port(address: str) -> Iterator[str]:
 def check_port(address: str) -> None:
     """Raises UserError if the master cannot listen at `address`."""
     try:
-        _bound(address).close()
+        with _bound(address):
+            pass
     except OSError as error:
         raise UserError(
             f"The master cannot listen at {address} ({error.strerror}): stop the process that uses it, "
@@ -344,17 +345,17 @@ def check_port(address: str) -> None:
         ) from None
 
 
-def _bound(address: str) -> socket.socket:
-    """A socket with the address, at which it does not listen; the system chooses a port in place of 0. As long as none
-    listens there, others may have the address that are shared as this one is: those of ZeroMQ are. Raises OSError."""
+@contextmanager
+def _bound(address: str) -> Iterator[int]:
+    """The port of a socket with the address, at which it does not listen; the system chooses one in place of 0. As long
+    as none listens there, others may have the address that are shared as this one is: those of ZeroMQ are. Raises
+    OSError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]").replace("*", "0.0.0.0"), int(port))[0]
-    with ExitStack() as undo:
-        bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(target)
-        undo.pop_all()
-    return bound
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(target)
+        yield holder.getsockname()[1]
 
 
 def check_folder(folder: Path) -> None:
