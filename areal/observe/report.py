@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from areal.config import UserError, read_values
 from areal.data.files import read_object
 from areal.models import QUICKSTART_FOLDER
@@ -60,7 +58,10 @@ NAMED_CUTS = 3
 @dataclass(frozen=True)
 class Run:
     """The contents of a run folder: one record of metrics per step, the summary, the configuration as text, one record
-    per evaluated version, the events (areal.observe.timeline), and the runs that a fork goes on from."""
+    per evaluated version, the events (areal.observe.timeline), and the runs that a fork goes on from.
+
+    settings: the values of the configuration; empty if there is none. The quickstart's model, which is another one for
+    each seed, has its name in place of its folder."""
 
     name: str
     records: list[dict[str, Any]]
@@ -69,6 +70,7 @@ class Run:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def times(self) -> list[float]:
@@ -78,15 +80,6 @@ class Run:
             previous = times[-1] if times else 0.0
             times.append(record.get("time", previous + record.get("step_seconds", 0.0)))
         return times
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The values of the configuration; empty if there is none. The quickstart's model, which is another one for
-        each seed, has its name in place of its folder."""
-        values = yaml.safe_load(self.config) or {}
-        if QUICKSTART_FOLDER.fullmatch(Path(str(values.get("model"))).name):
-            values["model"] = "quickstart"
-        return values
 
     @property
     def steady(self) -> list[dict[str, Any]]:
@@ -184,12 +177,13 @@ def read_run(folder: Path) -> Run:
     config, metrics, summary = (folder / name for name in FILES_OF_A_RUN)
     if not any(file.is_file() for file in (config, metrics, summary)):
         raise UserError(f"{folder} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json.")
-    if config.is_file():
-        read_values(config)  # raises if it is not one
+    settings = read_values(config) if config.is_file() else {}
+    if QUICKSTART_FOLDER.fullmatch(Path(str(settings.get("model"))).name):
+        settings["model"] = "quickstart"
     values = read_object(_text(summary) or "{}", f"{summary}", "remove it to get a report without it.")
     records, evaluations = _records(metrics, "step"), _records(folder / "evaluations.jsonl", "version")
     events, origins = read_events(folder), origins_of(folder)
-    return Run(folder.resolve().name, records, values, _text(config), evaluations, events, origins)
+    return Run(folder.resolve().name, records, values, _text(config), evaluations, events, origins, settings)
 
 
 def fork_lines(runs: Iterable[Run]) -> list[str]:
