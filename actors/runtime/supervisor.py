@@ -54,7 +54,7 @@ from protocols.network import Network
 from protocols.transport import Bus
 
 RUN_PY = ROOT / "run.py"
-END, FAILED, USER_ERROR, FENCED, _, LEFT = range(6)
+END, FAILED, USER_ERROR, FENCED, ERROR, LEFT = range(6)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
 
@@ -319,8 +319,13 @@ class Supervisor:
         """Start a child, and restart it whenever it dies. Returns once it is not to be restarted any more."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._start(child)
-            code = await self._end_of(child)
+            try:
+                await self._start(child)
+            except OSError as error:  # the machine has no process left for it, for instance
+                child.tail.append(f"it could not be started: {error}")
+                code = ERROR
+            else:
+                code = await self._end_of(child)
             if ending := self._end_of_run(child, code):
                 return self._finish(ending)
             if self._summary():
