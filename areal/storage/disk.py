@@ -207,7 +207,7 @@ class Patience:
         waiting = list(self._waiting.values())  # another thread may change it
         if not waiting:
             return None
-        return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}")
+        return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}"[:512])
 
     async def write(self, write: Callable[[], Awaitable[T]], what: str, folder: Path | None = None) -> T:
         """Return what `write` returns. what: is written. folder: where. Raises what `write` raises for other
