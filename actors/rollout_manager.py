@@ -8,6 +8,7 @@ dies, another one samples what is missing. It never decides admission.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -191,7 +192,7 @@ class RolloutManager(Sampler):
         if needed <= 0:
             return
         home = await self._router.choose("generator", min_version=permit.min_version)
-        start = _GroupStart(len(places), stored.start_version)
+        start = _GroupStart(len(places), stored.start_version, functools.partial(self._report_start, permit))
         sessions = self._open_sessions(permit, row, places, home, start)
         group = GroupScores(self.services.rewards, row, sessions, needed) if all_or_none else None
         for session in sessions:
@@ -207,7 +208,7 @@ class RolloutManager(Sampler):
             storing.append(asyncio.create_task(self._store(permit, row, scored)))
 
         try:
-            scored = await self._first_scored(work, needed, _keep if all_or_none else store)
+            scored = await self._first_scored(work, needed, None if all_or_none else store)
             unused = _sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
             scored[-1].about["discarded"] += max(0, unused)
             store(*(scored if all_or_none else scored[-1:]))
@@ -224,7 +225,7 @@ class RolloutManager(Sampler):
     def _open_sessions(
         self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: _GroupStart
     ) -> list[SampleSession]:
-        """A session for the sample at each of these places. `start` gives all of them the group's version."""
+        """A session for the sample at each of these places."""
         sessions = self._sessions[permit.group] = [
             SampleSession(
                 self.services, row, self.config.sampling, permit.min_version, home=home,
@@ -232,16 +233,15 @@ class RolloutManager(Sampler):
             )
             for _ in places
         ]  # fmt: skip
-
-        def report(version: int) -> None:
-            for session in sessions:
-                session.min_version = max(version, permit.min_version)
-            self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
-
-        start.report = report
         for place, session in zip(places, sessions, strict=True):
             self._save_regularly(permit, place, session)
         return sessions
+
+    def _report_start(self, permit: Permit, version: int) -> None:
+        """The group has this start version: no sample of it goes on at an older one, and the master is told."""
+        for session in self._sessions[permit.group]:
+            session.min_version = max(version, permit.min_version)
+        self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
 
     def _row(self, index: int) -> Row:
         """The row of the data at the index. Raises SampleFailed if it cannot be used."""
@@ -255,10 +255,11 @@ class RolloutManager(Sampler):
         return row
 
     async def _first_scored(
-        self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None]
+        self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None] | None
     ) -> list[S]:
         """The first `needed` scored samples; the others are cancelled. `on_scored` is called with each of them but the
-        last one, at once. Raises SampleFailed once so many samples have failed that too few are left."""
+        last one, at once; None: the score of one depends on the others. Raises SampleFailed once so many samples have
+        failed that too few are left."""
         scored: list[S] = []
         failures: list[SampleFailed] = []
         async with asyncio.TaskGroup() as tasks:
@@ -269,7 +270,7 @@ class RolloutManager(Sampler):
                     failures.append(sample)
                 else:
                     scored.append(sample)
-                    if len(scored) < needed:
+                    if on_scored and len(scored) < needed:
                         on_scored(sample)
                 if len(scored) == needed or len(failures) > len(work) - needed:
                     break
@@ -424,22 +425,18 @@ class _Scored(NamedTuple):
         return int(self.sample.sampled.sum()) + int(self.about["discarded"])
 
 
-def _keep(scored: _Scored) -> None:
-    """A sample whose score depends on others is stored with them."""
-
-
 def _sampled(sessions: list[SampleSession]) -> int:
     return sum(session.tokens_sampled for session in sessions)
 
 
 class _GroupStart:
-    """Reports a group's start version once each of `samples` has started, or has failed before its first token. The
-    start version is the oldest version that sampled a first token. `stored`: that of the samples that are stored."""
+    """Calls `report` with a group's start version once each of `samples` has started, or has failed before its first
+    token. The start version is the oldest version that sampled a first token. `stored`: that of the samples that are
+    stored."""
 
-    report: Callable[[int], None]
-
-    def __init__(self, samples: int, stored: int | None = None) -> None:
+    def __init__(self, samples: int, stored: int | None, report: Callable[[int], None]) -> None:
         self._missing = samples
+        self._report = report
         self._versions = [] if stored is None else [stored]
 
     def count(self, version: int | None = None) -> None:
@@ -447,4 +444,4 @@ class _GroupStart:
         self._versions += [] if version is None else [version]
         self._missing -= 1
         if not self._missing and self._versions:
-            self.report(min(self._versions))
+            self._report(min(self._versions))
