@@ -287,7 +287,7 @@ class Master(HandlesRequests):
         yield from filter(None, (self.journal.shortage, self._patience.shortage))
         for pulse in self.members.pulses.values():
             if short := pulse.beat.shortage:
-                yield Shortage(short.folder, short.cause, short.free, short.waits)
+                yield Shortage(**short.model_dump())
 
     async def _announce(self) -> None:
         """Publish events in order, each one only after the changes that it reports are on disk."""

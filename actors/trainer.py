@@ -335,8 +335,8 @@ class Trainer(Actor):
                 for place, sample, notes in zip(stored.places, samples, stored.notes, strict=True)
             }
             for part in parts.values():
-                _ready(part)
-        except (ValueError, TypeError, AttributeError) as error:  # the last two: of notes that are none
+                _ready(part)  # raises for notes that are none, which the report of the group would be made of
+        except (ValueError, TypeError, AttributeError) as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
         group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
         await self._report_ready(group)
@@ -484,7 +484,8 @@ class Trainer(Actor):
         neither can be loaded."""
         newest, older = recovery.checkpoint_version, recovery.covered
         try:
-            return await self._load(newest, recovery.run)
+            await self._load(newest, recovery.run)
+            return newest
         except UserError as error:
             damage = error
         try:
@@ -497,14 +498,13 @@ class Trainer(Actor):
         log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.")
         return older
 
-    async def _load(self, version: int, run: str) -> int:
-        """Load the checkpoint of a version; version 0 is the run's model, which is loaded."""
-        folder = checkpoint_of(self.config.folder, version)
-        self.activity = f"loading {folder}"
+    async def _load(self, version: int, run: str) -> None:
+        """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
         if version:
+            folder = checkpoint_of(self.config.folder, version)
+            self.activity = f"loading {folder}"
             with self.working(self.activity, "restore"):
                 await self._learner.load(folder, run)
-        return version
 
     async def _publish_again(self, replaced: Policy, redone: int) -> None:
         policy = self._policy()

@@ -18,7 +18,7 @@ import contextlib
 import signal
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +31,7 @@ from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
 from areal.config import Config, UserError, from_message
 from areal.devices import CORES, settle
-from areal.storage.disk import Patience, Shortage
+from areal.storage.disk import Patience
 from protocols.addresses import host_of, reachable
 from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
 from protocols.messages import (
@@ -461,7 +461,7 @@ class Actor(HandlesRequests):
         short = self._disk.shortage
         beat = Heartbeat(
             state=self.state, serves=self.serves(), activity=str(short or self.activity)[:512],
-            shortage=_as_part(short),
+            shortage=short and DiskShortage(**asdict(short) | {"waits": short.waits[:512]}),
             stats=self.stats() | delays.longest(), engagement=self.engagement(), works=self.works(),
             ended=self._works.take_ended(), spans=tuple(self._spans), clock=asyncio.get_running_loop().time(),
         )  # fmt: skip
@@ -568,9 +568,3 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _as_part(shortage: Shortage | None) -> DiskShortage | None:
-    if shortage is None:
-        return None
-    return DiskShortage(folder=shortage.folder, cause=shortage.cause, free=shortage.free, waits=shortage.waits[:512])
