@@ -83,7 +83,7 @@ class RolloutManager(Sampler):
             permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
             for permit in permits.permits:
                 if self.state == "healthy":  # otherwise it is free again once this manager has left
-                    self._begin(permit)
+                    self._begin_group(permit)
 
     async def hand_over(self) -> None:
         """Leave the groups in progress to another manager, which goes on with what is saved of them. If there is none,
@@ -158,15 +158,15 @@ class RolloutManager(Sampler):
 
     # --- one group
 
-    def _begin(self, permit: Permit) -> None:
+    def _begin_group(self, permit: Permit) -> None:
         self.awaited_rewards.update(permit.rewards)
         self._unfinished[permit.group] = self._samples
         self._sessions[permit.group] = []
         self._groups[permit.group] = task = self.spawn(self._run_group(permit), permit.group)
         # A callback, not code in the task: a task that is cancelled before its first step never runs.
-        task.add_done_callback(lambda _: self._end(permit.group))
+        task.add_done_callback(lambda _: self._end_group(permit.group))
 
-    def _end(self, group: str) -> None:
+    def _end_group(self, group: str) -> None:
         del self._groups[group]
         del self._unfinished[group]
         del self._sessions[group]
@@ -174,16 +174,16 @@ class RolloutManager(Sampler):
 
     async def _run_group(self, permit: Permit) -> None:
         try:
-            await self._sample(permit)
+            await self._sample_group(permit)
         except SampleFailed as failure:
-            discarded = _sampled(self._sessions[permit.group])
+            discarded = _tokens_sampled(self._sessions[permit.group])
             failed = GroupFailed(group=permit.group, cause=failure.cause, reason=text_of(failure), discarded=discarded)
             await self.ask_master(failed, Done)
 
-    async def _sample(self, permit: Permit) -> None:
+    async def _sample_group(self, permit: Permit) -> None:
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
         SampleFailed if the group cannot be finished."""
-        row = self._row(permit.row)
+        row = self._read_row(permit.row)
         all_or_none = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
         stored = await self._stored(permit, all_or_none)
         places = [place for place in range(self._samples) if place not in stored.places]
@@ -209,7 +209,7 @@ class RolloutManager(Sampler):
 
         try:
             scored = await self._first_scored(work, needed, None if all_or_none else store)
-            unused = _sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
+            unused = _tokens_sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
             scored[-1].about["discarded"] += max(0, unused)
             store(*(scored if all_or_none else scored[-1:]))
             for refusal in filter(None, await asyncio.gather(*storing)):
@@ -243,7 +243,7 @@ class RolloutManager(Sampler):
             session.min_version = max(version, permit.min_version)
         self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
 
-    def _row(self, index: int) -> Row:
+    def _read_row(self, index: int) -> Row:
         """The row of the data at the index. Raises SampleFailed if it cannot be used."""
         try:
             row = self._source.row(index)
@@ -425,7 +425,7 @@ class _Scored(NamedTuple):
         return int(self.sample.sampled.sum()) + int(self.about["discarded"])
 
 
-def _sampled(sessions: list[SampleSession]) -> int:
+def _tokens_sampled(sessions: list[SampleSession]) -> int:
     return sum(session.tokens_sampled for session in sessions)
 
 
