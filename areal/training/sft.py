@@ -25,7 +25,7 @@ from areal.data.sources import open_source
 from areal.devices import set_allocator
 from areal.models import find_model
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
-from areal.tokens import load_tokenizer
+from areal.tokens import load_tokenizer, reads_as_kept
 from areal.training.guard import not_finite
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 from areal.workflows.conversation import begin
@@ -203,11 +203,17 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
     Raises UserError if there are too few, or if `tokenizer`, that of `model`, does not read them as the run's did.
     """
     data, by_prompt, highest, n = config.data, dict[str, list[Group]](), -math.inf, 0
-    for group in groups_of(read_rows(rollouts, [*COLUMNS, "prompt", "completion", "tokens", "versions"])):
+    for group in groups_of(
+        read_rows(rollouts, [*COLUMNS, "prompt", "completion", "prompt_tokens", "tokens", "versions"])
+    ):
         highest = max([highest, *(sample.reward for sample in group)])
         for sample in chosen(group, best=data.best_of_group, least=data.min_reward):
             for row in sample.rows:
-                _check_tokenizer(tokenizer, model, row)
+                if not reads_as_kept(tokenizer, row):
+                    raise UserError(
+                        f"The model {model} has another tokenizer than the run of these rollouts: write their texts to "
+                        f"a file with areal export RUN --output rows.jsonl, and train on that."
+                    )
                 tokens = np.array(row["tokens"], np.int32)  # a copy: the row is part of a larger block of memory
                 sequence = _alone(n, tokens, row["versions"] != NOT_SAMPLED)
                 by_prompt.setdefault(sample.rows[0]["prompt"], []).append(sequence)
@@ -224,13 +230,3 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
             break
         held_out += by_prompt.pop(prompt)
     return [[row for rows in by_prompt.values() for row in rows], held_out]
-
-
-def _check_tokenizer(tokenizer: Any, model: Path, row: dict[str, Any]) -> None:
-    start = int((row["versions"] != NOT_SAMPLED).argmax())
-    texts = [tokenizer.decode(part.tolist()) for part in (row["tokens"][:start], row["tokens"][start:])]
-    if texts != [row["prompt"], row["completion"]]:
-        raise UserError(
-            f"The model {model} has another tokenizer than the run of these rollouts: write their texts to a file with "
-            f"areal export RUN --output rows.jsonl, and train on that."
-        )
