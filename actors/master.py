@@ -175,10 +175,10 @@ class Master(HandlesRequests):
     async def run(self) -> Ending:
         """Serve until the run has ended. Returns how it ended. Raises UserError if the address is already in use."""
         loop = asyncio.get_running_loop()
-        stop = self._told_to_stop
+        stop = self._stop_run
         if self._supervised:
             loop.add_signal_handler(signal.SIGINT, stop, "the supervisor")
-            loop.add_signal_handler(signal.SIGTERM, self._stay, signal.SIGTERM.name)
+            loop.add_signal_handler(signal.SIGTERM, self._ignore_signal, signal.SIGTERM.name)
         else:
             for sign in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(sign, stop, sign.name)
@@ -287,7 +287,7 @@ class Master(HandlesRequests):
         yield from filter(None, (self.journal.shortage, self._patience.shortage))
         for pulse in self.members.pulses.values():
             if short := pulse.beat.shortage:
-                yield Shortage(short.folder, short.cause, short.free, short.waits)
+                yield Shortage(**short.model_dump())
 
     async def _announce(self) -> None:
         """Publish events in order, each one only after the changes that it reports are on disk."""
@@ -311,11 +311,11 @@ class Master(HandlesRequests):
         log.error("handler failed", exc_info=error)
         self._fail(f"the master failed: {type(error).__name__}: {error}")
 
-    def _stay(self, sign: str) -> None:
+    def _ignore_signal(self, sign: str) -> None:
         """Somebody else than the supervisor sent a signal, perhaps to all processes of the run."""
         log.warning(f"the master ignores {sign}: what stops the run is a signal to its supervisor")
 
-    def _told_to_stop(self, by: str) -> None:
+    def _stop_run(self, by: str) -> None:
         """The first signal lets the trainer save a checkpoint, a second one ends the run at once."""
         self._trainer_may_end = not self._end.done() and not self._shortage
         self._finish(False, f"told to stop by {by}", stopped=True)
@@ -601,7 +601,7 @@ class Master(HandlesRequests):
                 self._fail(self._failures.too_long(failed.reason))
             else:
                 self._count_failure(failed)
-            self._show_first(failed.cause, failed.reason, owner)
+            self._log_first_failure(failed.cause, failed.reason, owner)
         self._changed.notify()
         return Done()
 
@@ -624,11 +624,11 @@ class Master(HandlesRequests):
     @handles(ScoringFailed)
     async def scoring_failed(self, request: Request[ScoringFailed]) -> Done:
         sender, failed = self._member(request).identity, request.message
-        self._show_first(failed.cause, failed.reason, sender)
+        self._log_first_failure(failed.cause, failed.reason, sender)
         self._fail(self._failures.sample_failed(failed.reason, self._now()))
         return Done()
 
-    def _show_first(self, cause: Cause, reason: str, sender: str) -> None:
+    def _log_first_failure(self, cause: Cause, reason: str, sender: str) -> None:
         if self._failures.is_first(cause, reason, actor_name(sender)):
             log.error(self._failures.firsts[cause])
 
@@ -645,11 +645,11 @@ class Master(HandlesRequests):
             lineage=self.state.lineage,
             version=self.ledger.version,
             checkpoint_version=self.state.checkpoint_version,
-            drop=self._needless(request.message.spooled),
+            drop=self._needless_payloads(request.message.spooled),
             covered=self.ledger.covered,
         )
 
-    def _needless(self, spooled: str) -> str:
+    def _needless_payloads(self, spooled: str) -> str:
         return "\n".join(group for group in spooled.splitlines() if not self.ledger.needs_payload(group))
 
     @handles(AskReuse)
@@ -677,6 +677,8 @@ class Master(HandlesRequests):
 
     @handles(AskBatch)
     async def ask_batch(self, request: Request[AskBatch]) -> BatchAnswer:
+        version = request.message.version
+
         def decided() -> Batch | RunEnded | None:
             if version > self.ledger.version:  # the commit of the step before has not arrived yet
                 return None
@@ -685,7 +687,6 @@ class Master(HandlesRequests):
                 self._meter.record_wait(answer)
             return answer if isinstance(answer, Batch | RunEnded) else None
 
-        version = request.message.version
         self._trainer(request)
         answer = await self._park(request, decided)
         self._trainer(request)
@@ -703,7 +704,7 @@ class Master(HandlesRequests):
     def _oldest_allowed(self, batch: Batch) -> int | None:
         """The oldest version of a token that the bound allows in a batch; None: any, or the batch is redone."""
         groups = [group for name in batch.group_ids if (group := self.ledger.group(name)) is not None]
-        if self.config.on_straggler not in ("wait", "requeue") or not groups:
+        if not self.state.settings.bounds_groups or not groups:
             return None
         return batch.version - max(self.ledger.deadline(group) - (group.start_version or 0) for group in groups)
 
@@ -760,7 +761,7 @@ class Master(HandlesRequests):
             self.ledger.checkpointed(saved.covered)
             self.state.emit("checkpoint_saved", version=saved.version, folder=saved.folder)
             self._progress.made()
-        return CheckpointAnswer(drop=self._needless(saved.spooled))
+        return CheckpointAnswer(drop=self._needless_payloads(saved.spooled))
 
     @handles(TrainingFinished)
     async def training_finished(self, request: Request[TrainingFinished]) -> Done:

@@ -88,7 +88,7 @@ class Scorer(Serving):
         if self._engine is not None:
             await self._engine.close()
 
-    def size(self, result: _Row | Scored) -> int:
+    def size(self, result: _ScoredRow | Scored) -> int:
         if isinstance(result, Scored):
             return 64
         scores = result.scores
@@ -117,10 +117,10 @@ class Scorer(Serving):
         }
         return self.begin(request, message.flow, rows)
 
-    async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_Row], None]) -> None:
+    async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_ScoredRow], None]) -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
         top_k = self.config.top_k_of(self._name)
-        add(_Row(job, await self._computed(self._engine.score(key, tokens, top_k))))
+        add(_ScoredRow(job, await self._computed(self._engine.score(key, tokens, top_k))))
 
     async def score_completions(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
@@ -184,7 +184,7 @@ class Scorer(Serving):
         return float(self._engine.stats().steps) if self._engine else 0.0
 
 
-class _Row(NamedTuple):
+class _ScoredRow(NamedTuple):
     """What a row gets."""
 
     job: int

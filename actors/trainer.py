@@ -223,7 +223,7 @@ class Trainer(Actor):
         ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
         outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
         try:
-            if self._step and (lack := self._lack("step", self._step[1], ends)):
+            if self._step and (lack := self._why_too_late("step", self._step[1], ends)):
                 outcome += f": {lack}"
                 await self._wait_for_checkpoint()
             else:
@@ -245,14 +245,14 @@ class Trainer(Actor):
             return outcome
         if self._guard.suspicious:
             return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
-        if lack := self._lack("checkpoint", asyncio.get_running_loop().time(), ends):
+        if lack := self._why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
             return f"{outcome}, but does not save it: {lack}"
         async with self._turn():
             await self._save()
         error = await self._wait_for_checkpoint()
         return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
 
-    def _lack(self, what: str, began: float, ends: float) -> str:
+    def _why_too_late(self, what: str, began: float, ends: float) -> str:
         """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
         longest, now = max(self._durations[what], default=0.0), asyncio.get_running_loop().time()
         if began + longest <= ends:
@@ -329,14 +329,14 @@ class Trainer(Actor):
         self._check_takes_samples()
         try:
             samples = tuple(sample.checked() for sample in trajectories(stored.columns))
-            _check(samples, self._learner.vocab_size)
+            _check_samples(samples, self._learner.vocab_size)
             parts = {
                 place: Group(stored.group, stored.prompt_index, (sample,), notes)
                 for place, sample, notes in zip(stored.places, samples, stored.notes, strict=True)
             }
             for part in parts.values():
-                _ready(part)
-        except (ValueError, TypeError, AttributeError) as error:  # the last two: of notes that are none
+                _ready_report(part)  # raises for notes that are none, which the report of the group would be made of
+        except (ValueError, TypeError, AttributeError) as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
         group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
         await self._report_ready(group)
@@ -417,7 +417,7 @@ class Trainer(Actor):
         self._reporting.add(group.id)
         try:
             self._keep_in_memory(group)
-            accepted = (await self.ask_master(_ready(group), GroupAccepted)).accepted
+            accepted = (await self.ask_master(_ready_report(group), GroupAccepted)).accepted
         except FencedError:
             raise
         except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
@@ -484,7 +484,8 @@ class Trainer(Actor):
         neither can be loaded."""
         newest, older = recovery.checkpoint_version, recovery.covered
         try:
-            return await self._load(newest, recovery.run)
+            await self._load(newest, recovery.run)
+            return newest
         except UserError as error:
             damage = error
         try:
@@ -497,14 +498,13 @@ class Trainer(Actor):
         log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.")
         return older
 
-    async def _load(self, version: int, run: str) -> int:
-        """Load the checkpoint of a version; version 0 is the run's model, which is loaded."""
-        folder = checkpoint_of(self.config.folder, version)
-        self.activity = f"loading {folder}"
+    async def _load(self, version: int, run: str) -> None:
+        """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
         if version:
+            folder = checkpoint_of(self.config.folder, version)
+            self.activity = f"loading {folder}"
             with self.working(self.activity, "restore"):
                 await self._learner.load(folder, run)
-        return version
 
     async def _publish_again(self, replaced: Policy, redone: int) -> None:
         policy = self._policy()
@@ -561,7 +561,7 @@ class Trainer(Actor):
                     mask_older_than=batch.mask_older_than,
                 )
             except Exception as error:
-                await self._report(error)
+                await self._report_failed_step(error)
                 raise
         values = self._learner.values
         metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
@@ -570,7 +570,7 @@ class Trainer(Actor):
         self._version += 1
         return metrics | _metrics(groups), groups
 
-    async def _report(self, error: Exception) -> None:
+    async def _report_failed_step(self, error: Exception) -> None:
         """Tell the master of an error in a step, which the next trainer does again."""
         if failure := failure_of_step(self._version, error):
             with suppress(BusError):
@@ -753,7 +753,7 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     )
 
 
-def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
+def _check_samples(samples: Sequence[Trajectory], vocab_size: int) -> None:
     """Raises ValueError if there is no sample, or if a token is outside the vocabulary, because the training step would
     fail on it."""
     if not samples:
@@ -762,7 +762,7 @@ def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
         raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
 
 
-def _ready(group: Group) -> GroupReady:
+def _ready_report(group: Group) -> GroupReady:
     """The report that the group is on disk."""
     samples, about = group.trajectories, group.about
     rewards = [t.reward for t in samples]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,13 @@ def _spells(tokenizer: Any, text: str) -> bool:
         return False
     unknown = tokenizer.unk_token_id
     return unknown is None or unknown == tokenizer.eos_token_id or unknown not in tokens
+
+
+def reads_as_kept(tokenizer: Any, row: Mapping[str, Any]) -> bool:
+    """Whether the tokenizer makes of the tokens of a kept rollout the texts that are kept of them."""
+    start = row["prompt_tokens"]
+    texts = [tokenizer.decode(part.tolist()) for part in (row["tokens"][:start], row["tokens"][start:])]
+    return bool(texts == [row["prompt"], row["completion"]])
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

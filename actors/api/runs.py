@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.api.function_pool import FunctionPool
-from actors.api.membership import READY_SECONDS, Make, Membership
+from actors.api.membership import READY_SECONDS, Membership
 from actors.api.settings import RewardLike, Settings, Workflow, name_of, settings_of
 from actors.evaluator import Evaluator
-from actors.parts.sampler import Sampler
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
-from actors.runtime.addresses import Door, locate
+from actors.runtime.actor import Actor
+from actors.runtime.addresses import locate
 from actors.watching.monitor import render
 from areal.config import Config, UserError
 from areal.observe.rollouts import Rollouts
@@ -33,7 +33,6 @@ from areal.storage.claim import claimed_address
 from areal.storage.run_folder import NewRecords, config_of_run, last_checkpoint, read_metrics, read_summary
 from areal.text import all_shown
 from protocols.messages import AddReward, AskStatus
-from protocols.transport import Bus
 
 CONSOLE, PROCESS = "console.log", "process"
 # Intervals of looking at its record, and of asking its master what to show in a notebook.
@@ -288,12 +287,9 @@ class LiveRun:
         if not section.external:
             raise UserError(f"The workflow of the run is {section.workflow!r}, not `external`: it runs elsewhere.")
         workflow = functools.partial(workflow, **section.workflow_options)
-        kinds: list[type[Sampler]] = [RolloutManager, Evaluator] if self.config.evaluates else [RolloutManager]
-        for kind in kinds:
-            self._join(kind.role, functools.partial(self._sampler, kind, workflow))
-
-    def _sampler(self, kind: type[Sampler], workflow: Workflow, bus: Bus, master: str, door: Door) -> Sampler:
-        return kind(bus, master, None, door, workflow=workflow, patience=READY_SECONDS, own_process=False)
+        self._join(RolloutManager, workflow=workflow)
+        if self.config.evaluates:
+            self._join(Evaluator, workflow=workflow)
 
     def leave(self) -> None:
         """Stop to score and to sample for the run, which goes on and waits for another process to do so."""
@@ -306,15 +302,12 @@ class LiveRun:
         new = tuple(name for name in rewards if name not in self._functions)
         self._functions.update(rewards)
         if new:
-            self._join("reward", lambda bus, master, door: Reward(
-                bus, master, None, door, functions=new, patience=READY_SECONDS, own_process=False,
-                make_pool=lambda names, config: FunctionPool(self._functions, config),
-            ))  # fmt: skip
+            self._join(Reward, functions=new, make_pool=lambda names, config: FunctionPool(self._functions, config))
 
-    def _join(self, role: str, make: Make) -> None:
+    def _join(self, kind: type[Actor], **options: Any) -> None:
         """Have an actor join, and wait until it is ready, while the run prepares itself and loads its engines. Raises
         UserError and RunFailed."""
-        ready = self._membership.add(role, make)
+        ready = self._membership.add(kind, **options)
         while not ready.done():
             self._check_process()
             self._pause()

@@ -24,6 +24,7 @@ class Progress:
         self._free = free
         self._successor_until = 0.0
         self._were_served: set[str] = set()
+        self._scorers = dict.fromkeys(self._config.needed_scorers, "scorer")
         self._absent: dict[str, float] = {}  # names that were served, and since when nobody serves them
         self.made()
 
@@ -66,7 +67,7 @@ class Progress:
     def _needed(self) -> dict[str, str]:
         """The rewards and scorers of the run, and the roles that serve them."""
         rewards = self._state.reward_names - {*self._config.policy_judges}
-        return dict.fromkeys(rewards, "reward") | dict.fromkeys(self._config.needed_scorers, "scorer")
+        return dict.fromkeys(rewards, "reward") | self._scorers
 
     def _served(self) -> set[str]:
         return {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}

@@ -99,7 +99,6 @@ def first_waits(config: Config) -> list[str]:
         waits.append(
             "vLLM compiles for the GPU, for minutes at the first start (not with generator.enforce_eager=true)."
         )
-    engines = "The engines are loaded, which takes half a minute or more" + ", and the first time twice as long" * bool(
-        waits
-    )
-    return [*waits, f"{engines}. Logs: {config.folder / 'logs'}."]
+    more = ", and the first time twice as long" if waits else ""
+    logs = config.folder / "logs"
+    return [*waits, f"The engines are loaded, which takes half a minute or more{more}. Logs: {logs}."]

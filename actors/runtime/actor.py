@@ -18,7 +18,7 @@ import contextlib
 import signal
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +31,7 @@ from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
 from areal.config import Config, UserError, from_message
 from areal.devices import CORES, settle
-from areal.storage.disk import Patience, Shortage
+from areal.storage.disk import Patience
 from protocols.addresses import host_of, reachable
 from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
 from protocols.messages import (
@@ -383,7 +383,7 @@ class Actor(HandlesRequests):
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
         prometheus.serve(self.config.observe, self.role, self.index, lambda: self._numbers)
-        await self._believe(welcome.snapshot)
+        await self._take_snapshot(welcome.snapshot)
 
     async def _live(self) -> Ending:
         """Raises what the role's own code raised."""
@@ -392,7 +392,7 @@ class Actor(HandlesRequests):
                 self.spawn(self._heartbeat(), "heartbeat")
                 self.spawn(self._look_at_works(), "works")
                 self.spawn(self._drain_when_told(), "drain")
-                self.spawn(_result(self._crash), "crash")
+                self.spawn(_raise_from(self._crash), "crash")
                 self.spawn(self._work(), self.role)
                 raise _Stopped(await self._stop)  # the task group cancels everything else
         except BaseExceptionGroup as group:
@@ -461,7 +461,7 @@ class Actor(HandlesRequests):
         short = self._disk.shortage
         beat = Heartbeat(
             state=self.state, serves=self.serves(), activity=str(short or self.activity)[:512],
-            shortage=_as_part(short),
+            shortage=short and DiskShortage(**asdict(short) | {"waits": short.waits[:512]}),
             stats=self.stats() | delays.longest(), engagement=self.engagement(), works=self.works(),
             ended=self._works.take_ended(), spans=tuple(self._spans), clock=asyncio.get_running_loop().time(),
         )  # fmt: skip
@@ -474,7 +474,7 @@ class Actor(HandlesRequests):
             self.note_loads(answer.loads)
         if answer.sequence > self._sequence:
             # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in each case.
-            await self._believe(await self.ask_master(AskSnapshot(), Snapshot))
+            await self._take_snapshot(await self.ask_master(AskSnapshot(), Snapshot))
 
     # --- events
 
@@ -483,16 +483,16 @@ class Actor(HandlesRequests):
             return
         match event:
             case PolicyPublished():
-                self._follow(event.policy)
+                self._take_policy(event.policy)
             case MembersChanged():
-                self._know({m.identity: m for m in event.changed}, event.gone)
+                self._update_directory({m.identity: m for m in event.changed}, event.gone)
             case Shutdown():
                 self._run_ended(event)
         if sequence == self._sequence + 1:  # after a gap, only a snapshot has what was missed
             self._sequence = sequence
         self._changed.notify()
 
-    async def _believe(self, snapshot: Snapshot) -> None:
+    async def _take_snapshot(self, snapshot: Snapshot) -> None:
         events = reachable(snapshot.events, host_of(self.master))
         if self._events is None or self._events.address != events:
             if self._events is not None:
@@ -500,17 +500,17 @@ class Actor(HandlesRequests):
             self._events = self.bus.subscribe(events, self._on_event)
         if snapshot.sequence >= self._sequence:
             self._sequence = snapshot.sequence
-            self._follow(snapshot.policy)
+            self._take_policy(snapshot.policy)
             listed = {member.identity: member for member in snapshot.members}
-            self._know(listed, [identity for identity in self.directory if identity not in listed])
+            self._update_directory(listed, [identity for identity in self.directory if identity not in listed])
             self._changed.notify()
 
-    def _follow(self, policy: Policy) -> None:
+    def _take_policy(self, policy: Policy) -> None:
         # A late event must not bring back an older policy.
         if self.policy is None or policy.identity > self.policy.identity:
             self.policy = policy
 
-    def _know(self, changed: dict[str, Member], gone: Sequence[str]) -> None:
+    def _update_directory(self, changed: dict[str, Member], gone: Sequence[str]) -> None:
         self.directory |= changed
         for identity in gone:
             if member := self.directory.pop(identity, None):
@@ -559,7 +559,7 @@ async def ask_once(
         await bus.close()
 
 
-async def _result(future: asyncio.Future[Any]) -> None:
+async def _raise_from(future: asyncio.Future[Any]) -> None:
     await future
 
 
@@ -568,9 +568,3 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _as_part(shortage: Shortage | None) -> DiskShortage | None:
-    if shortage is None:
-        return None
-    return DiskShortage(folder=shortage.folder, cause=shortage.cause, free=shortage.free, waits=shortage.waits[:512])

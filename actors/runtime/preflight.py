@@ -33,6 +33,7 @@ from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.rewards import functions as rewards
 from areal.sandbox.outside import open_sandbox
+from areal.storage.claim import can_be_made
 from areal.tokens import load_tokenizer, missing_character, read_template
 from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow, texts_of
@@ -360,8 +361,7 @@ def _bound(address: str) -> Iterator[int]:
 
 def check_folder(folder: Path) -> None:
     """Raises UserError if weights cannot be written to `folder`."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+    if not can_be_made(folder):
         raise UserError(
             f"Weights cannot be written to {folder}: set weights.folder to a writable folder, "
             f"or leave it out to write the weights into the run folder."

@@ -222,7 +222,7 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
             (f"{name}, last {LAST_STEPS} steps", ".3f", lambda run, key=key: _mean(run.series(key)[-LAST_STEPS:]))
             for name, key in rewards.items()
         ),
-        ("trained groups with signal", ".1%", lambda run: _mean(_finite(run.series("mixed_groups")))),
+        ("trained groups with signal", ".1%", lambda run: _mean([*filter(math.isfinite, run.series("mixed_groups"))])),
         ("tokens generated for each of them", ",.0f", _tokens_per_signal),
         (
             "rows of which a prompt was admitted",
@@ -305,10 +305,6 @@ def _at_tokens(runs: Sequence[Run]) -> list[Figure]:
 def _tokens_per_signal(run: Run) -> float:
     mixed = np.nansum(np.multiply(run.series("mixed_groups"), run.series("groups_trained")))
     return float(np.nansum(run.series("tokens_generated")) / mixed) if mixed else math.nan
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    return list(filter(math.isfinite, values))
 
 
 def _accuracy(run: Run, key: str, place: int) -> float:

@@ -229,18 +229,11 @@ class Patience:
 
     def write_in_thread(self, write: Callable[[], T], what: str, folder: Path | None = None) -> T:
         """The same in a thread that has no event loop."""
-        mark = object()
-        while True:
-            try:
-                result = write()
-            except Exception as error:
-                if not self.must_wait(error, what, mark, folder):
-                    self._waiting.pop(mark, None)
-                    raise
-            else:
-                self.goes_on(mark)
-                return result
-            time.sleep(RETRY_SECONDS)
+
+        async def attempt() -> T:
+            return write()
+
+        return asyncio.run(self.write(attempt, what, folder))
 
     def must_wait(self, error: BaseException, what: str, mark: object = None, folder: Path | None = None) -> bool:
         """Whether a write that has failed is to be repeated. mark: tells it from others that wait at the same time."""

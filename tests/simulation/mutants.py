@@ -619,7 +619,7 @@ def started_with_the_newest_version() -> AbstractContextManager[None]:
         start._versions += [] if version is None else [version]
         start._missing -= 1
         if not start._missing and start._versions:
-            start.report(max(start._versions))
+            start._report(max(start._versions))
 
     return patch.multiple(_GroupStart, count=count)
 
