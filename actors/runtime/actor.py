@@ -461,7 +461,7 @@ class Actor(HandlesRequests):
         short = self._disk.shortage
         beat = Heartbeat(
             state=self.state, serves=self.serves(), activity=str(short or self.activity)[:512],
-            shortage=short and DiskShortage(**asdict(short) | {"waits": short.waits[:512]}),
+            shortage=DiskShortage(**asdict(short) | {"waits": short.waits[:512]}) if short else None,
             stats=self.stats() | delays.longest(), engagement=self.engagement(), works=self.works(),
             ended=self._works.take_ended(), spans=tuple(self._spans), clock=asyncio.get_running_loop().time(),
         )  # fmt: skip

@@ -220,10 +220,7 @@ def _body(file: Path, name: str, kind: str, body: str, crc: int) -> Any:
     """The body of an event."""
     if crc != _checksum(kind, body):
         raise _damaged(file, f"{name} ({kind}) does not have the checksum that it was written with")
-    try:
-        return json.loads(body)
-    except ValueError as error:
-        raise _damaged(file, f"{name} ({kind}) is no JSON, {error}") from error
+    return json.loads(body)
 
 
 def _damaged(file: Path, what: str) -> UserError:

@@ -162,7 +162,8 @@ def only_the_last_checkpoint() -> AbstractContextManager[None]:
     """A trainer whose last checkpoint is damaged does not take the one before."""
 
     async def load(trainer: Trainer, recovery: Recovery) -> int:
-        return await trainer._load(recovery.checkpoint_version, recovery.run)
+        await trainer._load(recovery.checkpoint_version, recovery.run)
+        return recovery.checkpoint_version
 
     return patch.multiple(Trainer, _load_checkpoint=load)
 
