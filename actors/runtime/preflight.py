@@ -17,7 +17,7 @@ from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
-from areal.devices import host_memory, visible_devices
+from areal.devices import host_memory, threads_of_scorers, visible_devices
 from areal.models import (
     architectures_of,
     check_adapters,
@@ -274,10 +274,10 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
             f"generator.count is {config.generator.count}, but this machine has {cores} cores and no GPU: lower it to "
             f"{max(1, cores - 1)}."
         )
-    if engines * config.generator.threads > cores:
+    if (threads := engines * config.generator.threads + threads_of_scorers(config)) > cores:
         print(
-            f"Note: {engines} engines with {config.generator.threads} threads each share the {cores} cores of this "
-            f"machine: one for each core, and one core for the trainer, are fastest.",
+            f"Note: the engines have {threads} threads together, but this machine has {cores} cores: one for each "
+            f"core, and one core for the trainer, are fastest.",
             file=sys.stderr,
         )
     halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]
