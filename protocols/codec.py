@@ -89,7 +89,7 @@ def encode_body(message: Message) -> list[Frame]:
             return msgpack.ExtType(_ARRAY, described)
         if isinstance(value, BaseModel):
             return value.__dict__
-        raise MalformedError(f"a message of kind {message.kind!r} holds a {type(value).__name__}: it cannot be sent")
+        raise MalformedError(f"a message of kind {message.kind!r} holds type {type(value).__name__}: it cannot be sent")
 
     def apart(text: str) -> msgpack.ExtType:
         arrays.append(text.encode())

@@ -93,10 +93,7 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     target = check(name, options)
     if name in WARMING:
         WARMING[name]()
-    if not inspect.isclass(target):
-        return as_reward(target, target)
-    instance = _make(name, target, options)
-    return as_reward(instance, _method(instance))
+    return of_object(name, _make(name, target, options) if inspect.isclass(target) else target)
 
 
 def of_object(name: str, target: Any) -> RewardFunction:
@@ -105,7 +102,7 @@ def of_object(name: str, target: Any) -> RewardFunction:
     instance = _make(name, target, NO_OPTIONS) if inspect.isclass(target) else target
     function = instance if inspect.isroutine(instance) else _method(instance) or instance
     if not callable(function):
-        raise UserError(f"reward {name!r} is a {type(target).__name__}: give a function (prompt, completion, row)")
+        raise UserError(f"reward {name!r} is {target!r:.60}: give a function (prompt, completion, row)")
     _check_call(name, function)
     return as_reward(instance, function)
 
@@ -175,8 +172,8 @@ def find(name: str) -> Callable[..., Any]:
     target = _named(name)
     is_class = inspect.isclass(target)
     if not callable(_method(target) if is_class else target):
-        kind = "class without a method score" if is_class else type(target).__name__
-        raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
+        kind = "a class without a method score" if is_class else f"of type {type(target).__name__}"
+        raise UserError(f"reward {name!r} is {kind}: name a function, or a class with score(prompt, completion, row)")
     _check_call(name, target)
     return target
 
