@@ -208,7 +208,6 @@ def _made(name: str, options: Mapping[str, Any]) -> Choose:
             raise UserError(f"data.sampler {name!r} is a function, which has no data.sampler_options: make it a class")
         return target
     try:
-        inspect.signature(target).bind(**options)
         made: Any = target(**options)
     except (TypeError, ValueError) as error:
         raise UserError(f"data.sampler {name!r}: {error}: correct data.sampler_options, {dict(options)}") from None
