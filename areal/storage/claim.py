@@ -6,6 +6,7 @@ cannot take the folder, and the roles that a user starts on this machine find th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
@@ -29,9 +30,9 @@ def nearest(path: Path) -> Path:
 
 
 def can_be_made(folder: Path) -> bool:
-    """Whether this user can make the folder, or files in it if it is there."""
-    there = nearest(folder)
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    """Whether the folder can be made, or files in it if it is there. It is tried: root has all rights in /proc."""
+    forbidden = errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS
+    return getattr(refusal(nearest(folder)), "errno", None) not in forbidden
 
 
 def check_room(folder: Path, resume: bool) -> None:
