@@ -55,7 +55,7 @@ def shown(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The class of an exception, and its text; the `__str__` of the user's own classes may raise."""
     return f"{type(error).__name__}: {TracebackException(type(error), error, None)}"
 

@@ -18,7 +18,7 @@ from actors.runtime.actor import Actor
 from areal.config import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
-from areal.text import said
+from areal.text import error_text
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
@@ -115,7 +115,7 @@ class Sampler(Actor):
             raise
         except Exception as error:
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
-            reason = f"the workflow raised {said(error)}"
+            reason = f"the workflow raised {error_text(error)}"
             self.report_failure("workflow", reason)
             raise SampleFailed("workflow", reason) from error
         finally:

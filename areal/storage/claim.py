@@ -24,7 +24,7 @@ ROOM_BYTES = 2 * RESERVE_BYTES
 _ELSEWHERE = "choose another run_dir"
 
 
-def nearest(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that is there."""
     return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
 
@@ -32,13 +32,13 @@ def nearest(path: Path) -> Path:
 def can_be_made(folder: Path) -> bool:
     """Whether the folder can be made, or files in it if it is there. It is tried: root has all rights in /proc."""
     forbidden = errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS
-    return getattr(refusal(nearest(folder)), "errno", None) not in forbidden
+    return getattr(refusal(nearest_existing(folder)), "errno", None) not in forbidden
 
 
 def check_room(folder: Path, resume: bool) -> None:
     """Raises UserError if the disk of the run folder, which need not be there, has no room for the first files of a
     run."""
-    there = nearest(folder)
+    there = nearest_existing(folder)
     cause = shortage(refusal(there, ROOM_BYTES), there)
     if cause is not None:
         raise UserError(
@@ -53,9 +53,8 @@ def check_free(folder: Path, resume: bool) -> None:
     if claimed_address(folder) is not None:
         raise _in_progress(folder)
     if not can_be_made(folder):
-        raise UserError(
-            f"The run folder {folder} cannot be used (no folder can be made in {nearest(folder)}): {_ELSEWHERE}."
-        )
+        there = nearest_existing(folder)
+        raise UserError(f"The run folder {folder} cannot be used (no folder can be made in {there}): {_ELSEWHERE}.")
     if not resume and (folder / "metrics.jsonl").exists():
         print(f"Note: there is a run in {folder}; the start of this one moves it to {_aside(folder)}.", file=sys.stderr)
 
