@@ -150,7 +150,7 @@ class Generator(Actor):
         """Hand over every sequence: its asker continues it on another generator, from the tokens sampled so far."""
         self._engine.hand_over()
         self._loaded.notify()
-        await self._flows.emptied()
+        await self._flows.wait_until_empty()
 
     async def teardown(self) -> None:
         if self._weights is not None:

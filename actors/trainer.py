@@ -722,13 +722,13 @@ class Trainer(Actor):
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         began = asyncio.get_running_loop().time()
-        with self._marked(what):
+        with self._as_phase(what):
             yield
         seconds = asyncio.get_running_loop().time() - began
         self._seconds[what] += seconds
         self.took(what, began, seconds)
 
-    def _marked(self, what: str) -> AbstractContextManager[None]:
+    def _as_phase(self, what: str) -> AbstractContextManager[None]:
         work = PHASES[what]
         if work is None:
             return self._works.waiting()

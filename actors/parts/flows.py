@@ -219,7 +219,7 @@ class Flows(Generic[R]):
         try:
             yield self._part([], [])
             while True:
-                part = self._part(*await self._gathered(served))
+                part = self._part(*await self._next_part(served))
                 self._emptied.notify()
                 yield part
         finally:
@@ -250,7 +250,7 @@ class Flows(Generic[R]):
                 if task := served.jobs.get(job):
                     task.cancel()
 
-    async def emptied(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Wait until no job runs and all results are sent."""
         await self._emptied.until(lambda: not any(served.jobs or served.results for served in self._open.values()))
 
@@ -258,7 +258,7 @@ class Flows(Generic[R]):
         del served.jobs[job]
         self._emptied.notify()
 
-    async def _gathered(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:
+    async def _next_part(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:
         """What is in the next part."""
         loop = asyncio.get_running_loop()
         await served.filled.wait()

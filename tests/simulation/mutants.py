@@ -504,12 +504,12 @@ def stored_samples_sampled_again() -> AbstractContextManager[None]:
     async def nothing(manager: RolloutManager, *_: Any) -> StoredSamples:
         return StoredSamples(places=(), start_version=None)
 
-    return patch.multiple(RolloutManager, _stored=nothing)
+    return patch.multiple(RolloutManager, _ask_stored=nothing)
 
 
 def scored_groups_stored_in_parts() -> AbstractContextManager[None]:
     """The samples of a group whose scores depend on each other are stored, and used again, one by one."""
-    stored, store = RolloutManager._stored, RolloutManager._store
+    stored, store = RolloutManager._ask_stored, RolloutManager._store
 
     async def stored_of_any(manager: RolloutManager, permit: Permit, whole: bool) -> StoredSamples:
         return await stored(manager, permit, False)
@@ -518,7 +518,7 @@ def scored_groups_stored_in_parts() -> AbstractContextManager[None]:
         refusals = [await store(manager, permit, row, [one]) for one in scored]
         return next(filter(None, refusals), None)
 
-    return patch.multiple(RolloutManager, _stored=stored_of_any, _store=one_by_one)
+    return patch.multiple(RolloutManager, _ask_stored=stored_of_any, _store=one_by_one)
 
 
 def groups_in_order_of_arrival() -> AbstractContextManager[None]:
