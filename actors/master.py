@@ -233,7 +233,7 @@ class Master(HandlesRequests):
         address = self.config.master.address
         first = self.state.masters * EVENTS_OF_ONE_MASTER
         try:
-            self.bus.serve(address, self.dispatch, self._crashed)
+            self.bus.serve(address, self.dispatch, self._on_crash)
             self._events = self.bus.publisher(f"tcp://{host_of(address)}:{self.config.network.ports_text}", first)
         except OSError as error:
             raise UserError(
@@ -307,7 +307,7 @@ class Master(HandlesRequests):
         self._mail.notify()
         self._changed.notify()
 
-    def _crashed(self, error: BaseException) -> None:
+    def _on_crash(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
         self._fail(f"the master failed: {type(error).__name__}: {error}")
 
