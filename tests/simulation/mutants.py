@@ -219,7 +219,7 @@ def answers_before_the_commit() -> AbstractContextManager[None]:
 
 def no_fencing() -> AbstractContextManager[None]:
     """The master accepts all reports of trainers, even those of an old lineage."""
-    return patch.multiple(Master, _trainer=lambda master, request, lineage=None: None)
+    return patch.multiple(Master, _check_trainer=lambda master, request, lineage=None: None)
 
 
 def no_filter() -> AbstractContextManager[None]:
