@@ -239,9 +239,9 @@ class Flows(Generic[R]):
         for job, work in jobs.items():
             if job in served.jobs:
                 continue
-            served.jobs[job] = task = self._spawn(_done(served, job, work), f"job {job} of {request.sender}")
+            served.jobs[job] = task = self._spawn(_run_job(served, job, work), f"job {job} of {request.sender}")
             # Not in the task itself: a task that is cancelled before its first step never runs.
-            task.add_done_callback(functools.partial(self._ended, served, job))
+            task.add_done_callback(functools.partial(self._remove_job, served, job))
 
     def cancel(self, request: Request[EndJobs]) -> None:
         """End jobs. Nothing more comes of them."""
@@ -254,7 +254,7 @@ class Flows(Generic[R]):
         """Wait until no job runs and all results are sent."""
         await self._emptied.until(lambda: not any(served.jobs or served.results for served in self._open.values()))
 
-    def _ended(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
+    def _remove_job(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
         del served.jobs[job]
         self._emptied.notify()
 
@@ -294,7 +294,7 @@ class _Served(Generic[R]):
         self.filled.set()
 
 
-async def _done(served: _Served[R], job: int, work: Work[R]) -> None:
+async def _run_job(served: _Served[R], job: int, work: Work[R]) -> None:
     try:
         await work(served.add)
     except BusError as error:

@@ -279,7 +279,7 @@ def branches_lost_on_the_way() -> AbstractContextManager[None]:
 
 def hold_ignored() -> AbstractContextManager[None]:
     """A generator loads the newest version even while it holds another one."""
-    return patch.multiple(Generator, _wanted=lambda generator: generator.policy)
+    return patch.multiple(Generator, _wanted_policy=lambda generator: generator.policy)
 
 
 def published_before_it_is_written() -> AbstractContextManager[None]:
@@ -388,7 +388,7 @@ def spool_never_emptied() -> AbstractContextManager[None]:
 def lineages_ignored() -> AbstractContextManager[None]:
     """A generator loads only newer versions, not the same version of a new lineage."""
     return patch.multiple(
-        Generator, _is_behind=lambda generator: generator._wanted().version > generator._engine.version
+        Generator, _is_behind=lambda generator: generator._wanted_policy().version > generator._engine.version
     )
 
 
