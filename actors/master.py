@@ -164,7 +164,7 @@ class Master(HandlesRequests):
         self._hangs = Hangs(self.members, config.master.hang_seconds)
         self._disks = Disks()
         self._evaluations = Evaluations(self.state, self.members)
-        self._progress = Progress(self.state, self.members, self._failures, self._free)
+        self._progress = Progress(self.state, self.members, self._failures, self._free_groups)
 
     @property
     def ledger(self) -> Ledger:
@@ -233,7 +233,7 @@ class Master(HandlesRequests):
         address = self.config.master.address
         first = self.state.masters * EVENTS_OF_ONE_MASTER
         try:
-            self.bus.serve(address, self.dispatch, self._crashed)
+            self.bus.serve(address, self.dispatch, self._on_crash)
             self._events = self.bus.publisher(f"tcp://{host_of(address)}:{self.config.network.ports_text}", first)
         except OSError as error:
             raise UserError(
@@ -307,7 +307,7 @@ class Master(HandlesRequests):
         self._mail.notify()
         self._changed.notify()
 
-    def _crashed(self, error: BaseException) -> None:
+    def _on_crash(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
         self._fail(f"the master failed: {type(error).__name__}: {error}")
 
@@ -373,10 +373,10 @@ class Master(HandlesRequests):
             last = now = self._now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
-                self._progress.lost()
+                self._progress.await_successor()
             for identity, hang in self._hangs.find():
                 self._remove(identity, hang)
-                self._progress.lost()
+                self._progress.await_successor()
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
@@ -448,7 +448,8 @@ class Master(HandlesRequests):
             raise RefusedError(f"{request.sender} may not send {request.message.kind!r}: only the role {role} may")
         return member
 
-    def _trainer(self, request: Request[Message], lineage: int | None = None) -> None:
+    def _check_trainer(self, request: Request[Message], lineage: int | None = None) -> None:
+        """Raises FencedError if the sender is not the trainer of the run, or if `lineage` is not the current one."""
         self._member(request, "trainer")
         if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
             raise FencedError(
@@ -503,7 +504,7 @@ class Master(HandlesRequests):
     async def leave(self, request: Request[Leave]) -> Done:
         if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
-            self._progress.lost()
+            self._progress.await_successor()
         return Done()
 
     @handles(AskSnapshot)
@@ -531,11 +532,11 @@ class Master(HandlesRequests):
     @handles(AskPermits)
     async def ask_permits(self, request: Request[AskPermits]) -> Permits:
         owner = self._member(request, "rollout_manager").identity
-        if not await self._park(request, self._free):
+        if not await self._park(request, self._free_groups):
             return Permits(permits=())
         self._member(request)  # the sender may have been removed while its request was parked
         self._meter.begin()
-        count = min(request.message.count, self._free())
+        count = min(request.message.count, self._free_groups())
         granted = self.ledger.admit(owner, count, self._now(), self.config.master.lease_seconds)
         return Permits(
             permits=tuple(
@@ -551,7 +552,7 @@ class Master(HandlesRequests):
             )
         )
 
-    def _free(self) -> int:
+    def _free_groups(self) -> int:
         """Number of groups that may start now. It is 0 after the end of the run, while the disk is full, and while a
         reward is absent."""
         if self._end.done() or self._shortage or self._progress.absent:
@@ -654,13 +655,13 @@ class Master(HandlesRequests):
 
     @handles(AskReuse)
     async def ask_reuse(self, request: Request[AskReuse]) -> ReuseAnswer:
-        self._trainer(request)
+        self._check_trainer(request)
         return ReuseAnswer(oldest=self.ledger.reuse(request.message.group, request.message.versions))
 
     @handles(GroupReady)
     async def group_ready(self, request: Request[GroupReady]) -> GroupAccepted:
         ready = request.message
-        self._trainer(request)
+        self._check_trainer(request)
         group = self.ledger.group(ready.group)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
         if group is not None and answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
@@ -679,7 +680,7 @@ class Master(HandlesRequests):
     async def ask_batch(self, request: Request[AskBatch]) -> BatchAnswer:
         version = request.message.version
 
-        def decided() -> Batch | RunEnded | None:
+        def decide() -> Batch | RunEnded | None:
             if version > self.ledger.version:  # the commit of the step before has not arrived yet
                 return None
             answer = self.ledger.next_batch(version)
@@ -687,9 +688,9 @@ class Master(HandlesRequests):
                 self._meter.record_wait(answer)
             return answer if isinstance(answer, Batch | RunEnded) else None
 
-        self._trainer(request)
-        answer = await self._park(request, decided)
-        self._trainer(request)
+        self._check_trainer(request)
+        answer = await self._park(request, decide)
+        self._check_trainer(request)
         match answer:
             case Batch() as batch:
                 return BatchAnswer(
@@ -711,7 +712,7 @@ class Master(HandlesRequests):
     @handles(CommitStep)
     async def commit_step(self, request: Request[CommitStep]) -> Done:
         commit = request.message
-        self._trainer(request, commit.lineage)
+        self._check_trainer(request, commit.lineage)
         if self._unrecorded:  # a restarted master would know only the metrics of the step after it
             raise PreparingError(str(self._shortage or f"step {self._unrecorded} is not recorded yet"))
         if commit.version <= self.ledger.version:
@@ -738,7 +739,7 @@ class Master(HandlesRequests):
     @handles(PublishPolicy)
     async def publish_policy(self, request: Request[PublishPolicy]) -> Done:
         policy: Policy = request.message.policy
-        self._trainer(request, policy.lineage)
+        self._check_trainer(request, policy.lineage)
         current = self.state.policy
         if policy.identity <= current.identity:
             return Done()
@@ -755,7 +756,7 @@ class Master(HandlesRequests):
 
     @handles(CheckpointSaved)
     async def checkpoint_saved(self, request: Request[CheckpointSaved]) -> CheckpointAnswer:
-        self._trainer(request)
+        self._check_trainer(request)
         saved = request.message
         if saved.version > self.state.checkpoint_version:
             self.ledger.checkpointed(saved.covered)
@@ -765,7 +766,7 @@ class Master(HandlesRequests):
 
     @handles(TrainingFinished)
     async def training_finished(self, request: Request[TrainingFinished]) -> Done:
-        self._trainer(request)
+        self._check_trainer(request)
         if self.state.finished != self.ledger.version:
             self.state.emit("finished", version=self.ledger.version)
             self._progress.made()
@@ -774,8 +775,8 @@ class Master(HandlesRequests):
 
     @handles(TrainingFailed)
     async def training_failed(self, request: Request[TrainingFailed]) -> Done:
-        self._trainer(request)
-        self._training_failed(request.message.reason)
+        self._check_trainer(request)
+        self._fail_training(request.message.reason)
         return Done()
 
     @handles(StepFailed)
@@ -785,10 +786,11 @@ class Master(HandlesRequests):
             raise RefusedError(f"{request.sender} has no step {failed.version + 1} to compute")
         log.error("a training step failed", step=failed.version + 1, reason=failed.reason)
         if reason := self._failures.step_failed(failed.version + 1, failed.reason, trainer):
-            self._training_failed(reason)
+            self._fail_training(reason)
         return Done()
 
-    def _training_failed(self, reason: str) -> None:
+    def _fail_training(self, reason: str) -> None:
+        """End the run for this reason, and say where it can go on."""
         saved = self.state.checkpoint
         go_on = f"The last checkpoint is {saved}: resume from it with --resume {self.folder.path} and other settings."
         self._fail(f"{reason} {go_on if saved else 'No checkpoint was saved before that.'}")
@@ -889,4 +891,4 @@ class Master(HandlesRequests):
 
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""
-        return {"alive": self.ledger.alive, "ready": self.ledger.ready_count, "capacity": self._free()}
+        return {"alive": self.ledger.alive, "ready": self.ledger.ready_count, "capacity": self._free_groups()}

@@ -185,7 +185,7 @@ class RolloutManager(Sampler):
         SampleFailed if the group cannot be finished."""
         row = self._read_row(permit.row)
         all_or_none = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
-        stored = await self._stored(permit, all_or_none)
+        stored = await self._ask_stored(permit, all_or_none)
         places = [place for place in range(self._samples) if place not in stored.places]
         needed = self.config.group_size - len(stored.places)
         self._unfinished[permit.group] = len(places) if needed > 0 else 0
@@ -336,7 +336,7 @@ class RolloutManager(Sampler):
                 raise SampleFailed("row", why)
         return {column: name for column, name in named.items() if name}
 
-    async def _stored(self, permit: Permit, all_or_none: bool) -> StoredSamples:
+    async def _ask_stored(self, permit: Permit, all_or_none: bool) -> StoredSamples:
         """What the trainer has of the group. Raises SampleFailed if it refuses the group."""
         if not permit.resumed:
             return StoredSamples(places=(), start_version=None)

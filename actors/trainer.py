@@ -344,6 +344,8 @@ class Trainer(Actor):
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
+        """What is stored of a group. What groups of its prompt that were given up have stored becomes its own, as far
+        as the master allows it, and is forgotten otherwise."""
         group, size = request.message.group, self.config.group_size
         self._check_takes_samples()
         stored, unfinished = await self._oldest_versions(request, size)
@@ -516,7 +518,7 @@ class Trainer(Actor):
         log.info("restored", lineage=policy.lineage, version=policy.version, redone=redone)
         for lineage in range(replaced.lineage, self._lineage):
             for version in range(self._version - VERSIONS_KEPT, self._version + 2):
-                await self._remove(self._weights(version, lineage))
+                await self._remove(self._weights_folder(version, lineage))
 
     # --- one step
 
@@ -596,21 +598,21 @@ class Trainer(Actor):
             await self._learner.snapshot(Path(self._policy().folder))
         spent = {f"{what}_seconds": self._seconds[what] for what in PHASES}
         self._seconds.clear()
-        trained = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
-        self._publication = self.spawn(self._publish(metrics | spent, trained), "publish")
+        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
+        self._publication = self.spawn(self._publish(metrics | spent, keep_groups), "publish")
 
     async def _wait_for_publication(self) -> None:
         if self._publication is not None:
             with self._timed("publish_wait"):
                 await self._publication
 
-    async def _publish(self, metrics: dict[str, Any], committed: Callable[[], None]) -> None:
+    async def _publish(self, metrics: dict[str, Any], on_commit: Callable[[], None]) -> None:
         policy = self._policy()
         writing = self.spawn(self._write(policy), "write")
         await self.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
-        committed()
+        on_commit()
         await self.ask_master(PublishPolicy(policy=await writing), Done)
-        await self._remove(self._weights(policy.version - VERSIONS_KEPT))
+        await self._remove(self._weights_folder(policy.version - VERSIONS_KEPT))
 
     async def _write(self, policy: Policy) -> Policy:
         """Wait until the snapshot is written. Returns the policy with the stamp of its files."""
@@ -625,7 +627,7 @@ class Trainer(Actor):
 
     def _policy(self) -> Policy:
         """The policy of the trainer's current version, with the folder for its weights."""
-        folder = self._weights(self._version) if self._version else self.config.model
+        folder = self._weights_folder(self._version) if self._version else self.config.model
         return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
 
     @handles(FetchWeights)
@@ -640,7 +642,7 @@ class Trainer(Actor):
     async def transfer_done(self, request: Request[TransferDone]) -> Done:
         return self._direct.done(request)
 
-    def _weights(self, version: int, lineage: int | None = None) -> Path:
+    def _weights_folder(self, version: int, lineage: int | None = None) -> Path:
         lineage = self._lineage if lineage is None else lineage
         return self.config.weights_folder / f"l{lineage}-v{version:06}"
 
@@ -722,13 +724,13 @@ class Trainer(Actor):
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         began = asyncio.get_running_loop().time()
-        with self._marked(what):
+        with self._as_phase(what):
             yield
         seconds = asyncio.get_running_loop().time() - began
         self._seconds[what] += seconds
         self.took(what, began, seconds)
 
-    def _marked(self, what: str) -> AbstractContextManager[None]:
+    def _as_phase(self, what: str) -> AbstractContextManager[None]:
         work = PHASES[what]
         if work is None:
             return self._works.waiting()

@@ -52,7 +52,7 @@ def train(
     """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run.
     Raises UserError, and RunFailed if it does not reach its end."""
     settings = settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys})
-    run = _started(settings, show=True)
+    run = _start(settings, show=True)
     try:
         run.wait()
     except KeyboardInterrupt:
@@ -75,11 +75,11 @@ def start(
     process. The same holds for workflow, a coroutine function (session, row). keys: other keys of the configuration,
     such as batch_size=8 or trainer={"lr": 1e-5}. Raises UserError.
     """
-    return _started(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
+    return _start(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
 
 
-def _started(settings: Settings, show: bool) -> LiveRun:
-    run = LiveRun(settings.config.folder, settings.config, _launched(settings), show)
+def _start(settings: Settings, show: bool) -> LiveRun:
+    run = LiveRun(settings.config.folder, settings.config, _launch(settings), show)
     try:
         run.find_master()
         run._serve(settings.rewards)
@@ -346,7 +346,7 @@ class RolloutTable:
         return _table(Rollouts(self._folder).sql(query))
 
 
-def _launched(settings: Settings) -> subprocess.Popen[bytes]:
+def _launch(settings: Settings) -> subprocess.Popen[bytes]:
     """The process of a run, which goes on if this one ends."""
     folder = settings.config.folder
     command = [sys.executable, str(ROOT / "run.py"), "--config", str(settings.file)]

@@ -260,13 +260,11 @@ class Actor(HandlesRequests):
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run `work` concurrently with `main`. If it raises, the actor fails. Raises BusyError if the actor is ending:
         its handlers still answer then."""
-        try:
-            if self._tasks is None:
-                raise RuntimeError
-            return self._tasks.create_task(work, name=name)
-        except RuntimeError:  # also of a task group whose tasks are being cancelled
-            work.close()
-            raise BusyError("this actor is ending") from None
+        if self._tasks is not None:
+            with contextlib.suppress(RuntimeError):  # its tasks are being cancelled
+                return self._tasks.create_task(work, name=name)
+        work.close()
+        raise BusyError("this actor is ending")
 
     def working(
         self, what: str, kind: str = "", evidence: Evidence = lambda: 0.0
@@ -340,7 +338,7 @@ class Actor(HandlesRequests):
                 return self._stop.result()
             ending = await self._live()
             if not ending.fenced:
-                await self._leave(ending.reason)
+                await self._tell_master(ending.reason)
             return ending
         finally:
             try:
@@ -352,7 +350,7 @@ class Actor(HandlesRequests):
 
     def _serve(self) -> str:
         try:
-            return self.bus.serve(self.door.address, self.dispatch, self._crashed)
+            return self.bus.serve(self.door.address, self.dispatch, self._on_crash)
         except OSError as error:
             raise UserError(
                 f"The {self.role} cannot listen at {self.door.address} ({error.strerror}): change --bind, --host or "
@@ -404,7 +402,7 @@ class Actor(HandlesRequests):
                 case MasterLostError() as error:
                     return Ending(False, str(error))
                 case error:
-                    await self._leave(f"{type(error).__name__}: {error}")
+                    await self._tell_master(f"{type(error).__name__}: {error}")
                     raise error from None
         finally:
             self._tasks = None
@@ -415,11 +413,12 @@ class Actor(HandlesRequests):
             await self.setup()
         await self.main()
 
-    async def _leave(self, reason: str) -> None:
+    async def _tell_master(self, reason: str) -> None:
+        """The actor leaves, for this reason."""
         with contextlib.suppress(BusError):
             await self.ask(self.master, Leave(reason=text_of(reason)), Message, LEAVE_SECONDS)
 
-    def _crashed(self, error: BaseException) -> None:
+    def _on_crash(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
         if self._tasks is None:
             self.stop(Ending(False, f"a handler failed: {type(error).__name__}: {error}"))

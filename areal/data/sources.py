@@ -464,7 +464,7 @@ def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, 
         raw = addition.make_row(_derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
         return _make_row(raw, config, f"{what}, row {number},")
 
-    return _tried(draw, (TypeError, ValueError), what)
+    return _with_first_row(draw, (TypeError, ValueError), what)
 
 
 def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Draw:
@@ -481,10 +481,10 @@ def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, A
         raw = reasoning_tasks.row(task, options, entry)
         return _make_row(raw, config, f"{what}, row {number},")
 
-    return _tried(draw, (AssertionError, LookupError, TypeError, ValueError), what)
+    return _with_first_row(draw, (AssertionError, LookupError, TypeError, ValueError), what)
 
 
-def _tried(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
+def _with_first_row(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
     """Return the source if it can make its first row. Bad options are detected there and raise UserError."""
     try:
         draw("train", 0, 0)

@@ -143,7 +143,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
         raise UserError(f"DeepSpeed does not take trainer.deepspeed_options: {reason}") from error
 
 
-def _given(batch: FlatBatch, name: str, key: str) -> np.ndarray:
+def _scorer_column(batch: FlatBatch, name: str, key: str) -> np.ndarray:
     """A column that scorers give, float32 [T]. Raises ValueError if the batch does not have it."""
     values: np.ndarray = getattr(batch, name)
     if len(values) != len(batch.tokens):
@@ -402,7 +402,7 @@ class TrainingEngine:
         dist.broadcast(tensor, src=0, group=self._control)
         return tensor.numpy()
 
-    def _summed(self, tensor: Tensor) -> np.ndarray:
+    def _sum_over_groups(self, tensor: Tensor) -> np.ndarray:
         """The sum over the sequence groups' tensors, in host memory, on all ranks (all ranks)."""
         if not self._together.first:
             tensor.zero_()
@@ -504,7 +504,7 @@ class TrainingEngine:
         values = torch.zeros(2, len(flat.tokens))
         for row in rows:
             values[:, torch.from_numpy(row.places)] = torch.stack([row.proximal, row.advantages]).float().cpu()
-        return TokenValues(*self._summed(values)[:, flat.by_sample()])
+        return TokenValues(*self._sum_over_groups(values)[:, flat.by_sample()])
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
         """The mean of -log pi over the batch's sampled tokens, in nats; nothing is trained (all ranks)."""
@@ -536,7 +536,7 @@ class TrainingEngine:
                 found[:, torch.from_numpy(row.places)] = torch.stack([logp, *values]).cpu()
                 tally.operations += self._operations.of(row, backward=False) / self._together.size
                 self.work_done += 1
-        return self._summed(found)
+        return self._sum_over_groups(found)
 
     def _look(
         self, minibatches: Sequence[Sequence[PackedRow]], flat: FlatBatch, trained: np.ndarray, temperature: float,
@@ -565,7 +565,7 @@ class TrainingEngine:
         self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
     ) -> None:
         if self.config.reference_scorer:
-            reference = _given(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
+            reference = _scorer_column(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
         else:
             with self._module.disable_adapter() if self._reference is None else nullcontext():
                 reference = self._pass(flat, trained, None, temperature, tally, self._reference)[0]
@@ -575,12 +575,12 @@ class TrainingEngine:
     def _set_teacher(self, rows: list[PackedRow], flat: FlatBatch) -> None:
         """Set the teacher's log-probs, and its likeliest tokens if they are trained on. Those that the policy lacks
         become unlikely."""
-        teacher = _given(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
+        teacher = _scorer_column(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
         for row in rows:
             row.teacher = row.pick(teacher)
         if not (top_k := self.config.teacher_top_k):
             return
-        of_batch = [_given(flat, name, f"trainer.teacher_top_k={top_k}") for name in TOP]
+        of_batch = [_scorer_column(flat, name, f"trainer.teacher_top_k={top_k}") for name in TOP]
         for row in rows:
             tokens, logprobs = map(row.pick, of_batch)
             in_vocabulary = tokens < self.vocab_size
@@ -641,7 +641,7 @@ class TrainingEngine:
         for row in rows:
             cost = self.config.kl_coef * kl(row.behaviour, row.reference, self.config.kl_estimator)
             penalties[torch.from_numpy(row.places)] = cost.double().cpu()
-        return self._summed(penalties)
+        return self._sum_over_groups(penalties)
 
     def _train_minibatch(
         self, rows: list[PackedRow], version: int, temperature: float, tally: Tally, *, first: bool
