@@ -376,6 +376,8 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
         fields["prompt"] = prompt
+    # A data set of the hub has dates where its files have texts of JSON that look like them.
+    fields = {name: value.isoformat() if isinstance(value, date) else value for name, value in fields.items()}
     try:
         msgpack.packb(fields)
         json.dumps(fields)  # bytes are no JSON, in which the rollouts keep the row
@@ -384,7 +386,7 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     return Row(
         index=0,
         prompt=with_system(prompt, config.system_prompt),
-        answer=answer if answer is None or isinstance(answer, str) else json.dumps(answer),
+        answer=answer if answer is None or isinstance(answer, str) else json.dumps(fields["answer"]),
         reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
     )

@@ -152,6 +152,12 @@ def test_rows_are_the_same_and_in_the_same_order_whatever_file_they_are_in(tmp_p
         assert len(open_source(DataConfig(source=str(file), eval_source=f"{file}:test", eval_size=3), seed=0)) == 9
 
 
+def test_days_in_a_data_set_are_texts(tmp_path):
+    jsonl(tmp_path, [{"prompt": "1", "answer": "2", "day": "2024-08-11"}], "train.jsonl")
+    row = open_source(DataConfig(source=str(tmp_path), eval_size=0), seed=0).row(0)
+    assert row.fields["day"] == "2024-08-11T00:00:00"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -125,6 +125,10 @@ x \ge 2 ~ \boxed{x\geq 2}
 [-2, 7] ~ \boxed{x \in [-2,7]}
 [-2,7] ~ \boxed{-2\le x\le 7}
 (5, \infty) ~ \boxed{x > 5}
+[-\sqrt{2},\sqrt{2}] ~ \boxed{-\sqrt{2} \le x \le \sqrt{2}}
+\varnothing ~ \boxed{\emptyset}
+\frac{1}{2}x ~ \boxed{x/2}
+2 x ~ \boxed{x \cdot 2}
 (-\infty, 5] ~ \boxed{\left(-\infty,5\right]}
 (-\infty,0)\cup(0,\infty) ~ \boxed{(0,+\infty) \cup (-\infty,0)}
 0 < x < 1 ~ \boxed{(0,1)}
@@ -234,6 +238,7 @@ WRONG = r"""
 1/2 ~ \boxed{1 1/2}
 1 1/2 ~ \boxed{1 1/3}
 [-2,7] ~ \boxed{-2 < x < 7}
+[-\sqrt{2},\sqrt{2}] ~ \boxed{x^2 \le 2}
 100/3 ~ \boxed{33.3}
 33.3 ~ \boxed{\frac{100}{3}}
 \frac{3}{2} ~ \boxed{1\frac{1}{3}}

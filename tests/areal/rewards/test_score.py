@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 from helpers import needs_namespaces, read_jsonl
@@ -191,3 +193,14 @@ def test_what_is_there_is_kept_if_nothing_can_be_written_in_its_place(tmp_path, 
         assert main(["score", "--reward", "exact_match", "--input", str(rows), "--output", str(output)]) == 2
         assert sentence in capsys.readouterr().err
     assert rows.read_text() and scores.read_text() == "those of before"
+    rows.write_text('{"prompt": "1", "answer": "2", "completion": "2"}')
+    assert main(["score", "--reward", "exact_match", "--input", str(rows), "--output", str(rows / "x.jsonl")]) == 2
+    assert "x.jsonl cannot be written (Not a directory): name another" in capsys.readouterr().err
+
+
+def test_scores_that_nobody_reads_any_more_end_nothing(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2", "completion": "2"}')
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    assert main(["score", "--reward", "exact_match", "--input", str(tmp_path / "rows.jsonl"), "reward.workers=1"]) == 0
