@@ -111,9 +111,9 @@ def context_of(folder: Path) -> int | None:
     sizes = _sizes(folder)
     longest = next((sizes[key] for key in _LENGTHS if isinstance(sizes.get(key), int)), None)
     scaling = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
-    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    stretched = isinstance(factor, int | float) and factor > 1 and kind not in ("llama3", "longrope", "su")
-    return int(longest * factor) if longest and stretched else longest
+    # With other kinds, such as yarn, the length is that of the stretched positions, for vLLM as for transformers.
+    stretched = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
+    return int(longest * (scaling.get("factor") or 1)) if longest and stretched else longest
 
 
 def architectures_of(folder: Path) -> list[str]:

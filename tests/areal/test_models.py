@@ -93,7 +93,8 @@ def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
     [
         ({"max_position_embeddings": 512}, 512),
         ({"text_config": {"n_positions": 1024}}, 1024),
-        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2048),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2048),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
         ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 512),
         ({}, None),
     ],
