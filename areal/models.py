@@ -92,10 +92,11 @@ def name_of(place: str) -> str:
     return hub_id(place) or Path(place).name
 
 
-def check_heads(folder: Path, ranks: int) -> None:
-    """Raise UserError if `ranks` ranks cannot divide the attention heads of the model in `folder` among them."""
-    if ranks == 1:
-        return
+def check_trainable(folder: Path, ranks: int) -> None:
+    """Raise UserError if the weights of the model in `folder` are quantized, or if `ranks` ranks cannot divide its
+    attention heads among them."""
+    if _read_config(folder).get("quantization_config"):
+        raise UserError(f"The model {folder} has quantized weights, which cannot be trained: name the original one.")
     sizes = _sizes(folder)
     heads = sizes.get("num_attention_heads", ranks)
     shared = sizes.get("num_key_value_heads") or heads

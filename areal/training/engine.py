@@ -31,7 +31,7 @@ from torch import Tensor
 from areal.config import Config, TrainerConfig, UserError
 from areal.cpu import training as cpu
 from areal.interfaces import choose_interface
-from areal.models import check_heads
+from areal.models import check_trainable
 from areal.processes import importing
 from areal.storage.disk import Patience
 from areal.training.advantages import advantages, gae
@@ -167,7 +167,7 @@ class TrainingEngine:
     ) -> None:  # fmt: skip
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
-        check_heads(model, config.sequence_parallel)
+        check_trainable(model, config.sequence_parallel)
         cuda = torch.cuda.is_available()
         self.config = config = config.on(cuda=cuda)
         deepspeed = _import_deepspeed(config, cuda)
