@@ -106,12 +106,16 @@ def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
         model._init_weights(rotary)
 
 
-def _disable_dropout(part: torch.nn.Module) -> None:
-    """Set a module's dropout to 0, because pi_theta of a token must be the same number in every pass."""
+def _disable_noise(part: torch.nn.Module) -> None:
+    """Set a module's dropout and jitter to 0, and have routers choose experts as they do outside training, because
+    pi_theta of a token must be the same number in every pass."""
     if isinstance(part, torch.nn.Dropout):
         part.p = 0.0
-    for name, value in vars(part).items():
-        if "drop" in name and isinstance(value, float):  # such as attention_dropout, applied by attention functions
+    if "Router" in type(part).__name__:  # its jitter may say which experts are near enough
+        part.eval()
+        return
+    for name, value in vars(part).items():  # such as attention_dropout, applied by attention functions
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(part, name, 0.0)
 
 
@@ -210,7 +214,7 @@ class TrainingEngine:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
         config = self.config
         with self._spread_over_ranks():
-            self._module = self._read_model(self.source, config.dtype).train()
+            self._module = self._read_model(self.source, config.dtype)
         head = Head(self._module)
         self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
@@ -282,8 +286,8 @@ class TrainingEngine:
             )
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
-        for part in module.modules():
-            _disable_dropout(part)
+        for part in module.train().modules():
+            _disable_noise(part)
             if "RotaryEmbedding" in type(part).__name__:
                 _make_frequencies(module, part)
         return module
@@ -365,10 +369,7 @@ class TrainingEngine:
     def _check_divided(self, module: torch.nn.Module, head: Head) -> None:
         """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
         if not only_attention_mixes(
-            lambda row: self._compute(row, row, 1.0, module, muted=True),
-            head.embeddings,
-            self.vocab_size,
-            self.device,
+            lambda row: self._compute(row, row, 1.0, module, muted=True), head.embeddings, self.vocab_size, self.device
         ):
             raise UserError(
                 f"{head} cannot be trained with trainer.sequence_parallel={self._together.size}: not only attention "
@@ -455,12 +456,9 @@ class TrainingEngine:
         """What the model gives for `what`, which is `row` or this rank's part of it. inputs: in place of those of the
         row, or beside them."""
         return (module or self._deepspeed)(
-            **row_inputs(row, self._attention) | inputs,
-            predicts=what.predicts,
-            distribution=what.distribution,
-            targets=what.targets,
-            temperature=temperature,
-        )
+            **row_inputs(row, self._attention) | inputs, predicts=what.predicts, distribution=what.distribution,
+            targets=what.targets, temperature=temperature,
+        )  # fmt: skip
 
     def step(
         self, batch: Sequence[Group] | None, *, version: int, temperature: float, mask_older_than: int | None = None
@@ -491,13 +489,9 @@ class TrainingEngine:
         if self._keep_values:
             self.values = self._values(rows, flat)
         return tally.result(
-            self._control,
-            self.config,
-            tokens_trained=int(trained.sum()),
-            tokens_total=len(flat.tokens),
-            explained_variance=explained,
-            peak_tflops=self._peak_tflops,
-        )
+            self._control, self.config, tokens_trained=int(trained.sum()), tokens_total=len(flat.tokens),
+            explained_variance=explained, peak_tflops=self._peak_tflops,
+        )  # fmt: skip
 
     def _values(self, rows: list[PackedRow], flat: FlatBatch) -> TokenValues:
         """What the step has found for each token of the batch (all ranks)."""
