@@ -26,6 +26,7 @@ import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from areal.config import Config, TrainerConfig, UserError
@@ -281,11 +282,15 @@ class TrainingEngine:
         # Where each rank has all weights, not first into host memory, where there would be a whole model for each rank.
         place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self._stage < 3 else None
         try:
-            module = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), attn_implementation=self._attention, device_map=place
-            )
-        except (OSError, ValueError) as error:
+            module, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), attn_implementation=self._attention, device_map=place,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        except (ImportError, KeyError, OSError, SafetensorError, ValueError) as error:
             raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
+        # transformers gives them random values.
+        if lacks := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+            raise UserError(f"The model {folder} has no {lacks[0]} of the shape that its config.json describes.")
         for part in module.train().modules():
             _disable_noise(part)
             if "RotaryEmbedding" in type(part).__name__:

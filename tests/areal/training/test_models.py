@@ -98,11 +98,25 @@ def test_two_ranks_have_the_gradients_of_one_with_a_mixture_of_experts(tmp_path)
             "not all of its layers tell the attention function their window of 7 tokens, so set",
         ),
         ("Llama4", {"attention_chunk_size": 16}, "attention within chunks of 16 tokens is not implemented, so set"),
+        ("Falcon", {}, "does not hold a model that transformers can load"),
     ],
 )
 def test_a_model_that_the_trainer_cannot_compute_is_refused_at_its_start(tmp_path, kind, changes, sentence):
     with pytest.raises(UserError, match=sentence):
         TrainingEngine(make_kind(kind, tmp_path / "model", **changes), settings(), seed=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_without_all_weights_of_its_config_json_is_refused(tmp_path, stage):
+    """transformers makes up those that are missing, and at stage 3 has an error of its own for a wrong shape."""
+    folder = make_kind("Llama", tmp_path / "model")
+    whole = load_file(folder / "model.safetensors")
+    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+        without = {other: tensor for other, tensor in whole.items() if other != name}
+        for tensors in [without] + [without | {name: torch.ones(3, 4)}] * (stage == 0):
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            with pytest.raises(UserError, match=f"model has no {name} of the shape that its config.json describes"):
+                TrainingEngine(folder, settings(zero_stage=stage), seed=0)
 
 
 def test_whether_a_model_can_be_computed_depends_on_the_longest_sequence():
