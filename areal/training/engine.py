@@ -107,6 +107,17 @@ def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
         model._init_weights(rotary)
 
 
+def _choose_frequencies(rotary: torch.nn.Module, longest: int | None) -> None:
+    """Have all rows take LongRoPE's frequencies for long sequences if some sequence may be that long, as vLLM does.
+    transformers takes those of the longest sequence of a row for all of the row."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sizes: Any = rotary.config
+    limit = sizes.rope_parameters["original_max_position_embeddings"]
+    if (longest or getattr(sizes, "original_max_position_embeddings", sizes.max_position_embeddings)) > limit:
+        rotary.original_inv_freq = ROPE_INIT_FUNCTIONS["longrope"](sizes, rotary.inv_freq.device, seq_len=limit + 1)[0]
+
+
 def _disable_noise(part: torch.nn.Module) -> None:
     """Set a module's dropout and jitter to 0, and have routers choose experts as they do outside training, because
     pi_theta of a token must be the same number in every pass."""
@@ -295,6 +306,8 @@ class TrainingEngine:
             _disable_noise(part)
             if "RotaryEmbedding" in type(part).__name__:
                 _make_frequencies(module, part)
+                if getattr(part, "rope_type", None) == "longrope":
+                    _choose_frequencies(part, self._longest)
         return module
 
     def _start_reference(self) -> torch.nn.Module | None:
