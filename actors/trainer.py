@@ -557,11 +557,9 @@ class Trainer(Actor):
         with self._timed("train"):
             try:
                 metrics = await self._learner.step(
-                    groups,
-                    version=self._version,
-                    temperature=self.config.sampling.temperature,
+                    groups, version=self._version, temperature=self.config.sampling.temperature,
                     mask_older_than=batch.mask_older_than,
-                )
+                )  # fmt: skip
             except Exception as error:
                 await self._report_failed_step(error)
                 raise

@@ -27,8 +27,8 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
         from transformers import AutoTokenizer as Tokenizer
     try:
         tokenizer = Tokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # the tokenizers library raises this very class
+        first = str(error).strip().partition("\n")[0]
         raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({first}).") from None
     if data is not None and data.sets_template:
         _set_template(tokenizer, folder, data)

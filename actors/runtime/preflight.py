@@ -21,7 +21,7 @@ from areal.devices import host_memory, threads_of_scorers, visible_devices
 from areal.models import (
     architectures_of,
     check_adapters,
-    check_heads,
+    check_trainable,
     context_of,
     find_model,
     hub_id,
@@ -206,7 +206,8 @@ def check_parsers(config: Config, folder: Path) -> None:
 def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int]) -> None:
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
     there. rooms: of scorers. Raises UserError."""
-    check_heads(folder, config.trainer.sequence_parallel)
+    if config.steps:
+        check_trainable(folder, config.trainer.sequence_parallel)
     context = context_of(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:

@@ -286,8 +286,8 @@ def steps_trained(folder: Path) -> int:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of the run in `folder`, model folders, oldest first."""
-    return sorted(folder.glob("checkpoints/step_*"), key=lambda path: path.name)
+    """The checkpoints of the run in `folder`, model folders, oldest first. Others are copies that a user has made."""
+    return sorted(path for path in folder.glob("checkpoints/step_*") if path.name.removeprefix("step_").isdecimal())
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any] | None:

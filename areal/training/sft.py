@@ -23,7 +23,7 @@ from areal.config import RowsConfig, Section, TrainerConfig, UserError, load_con
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.devices import set_allocator
-from areal.models import find_model
+from areal.models import context_of, find_model
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
 from areal.tokens import load_tokenizer, reads_as_kept
 from areal.training.guard import not_finite
@@ -58,7 +58,7 @@ class SftConfig(Section):
     data: SftData
     epochs: int = Field(1, ge=1, description="passes over the rows")
     batch_size: int = Field(32, ge=1, description="rows per optimizer step")
-    max_length: int = Field(2048, ge=2, description="tokens of prompt and completion; longer rows are left out")
+    max_length: int = Field(2048, ge=2, description="tokens of a row, at most the model's limit; longer are left out")
     seed: int = Field(0, description="seed of the order of rows")
     trainer: TrainerConfig = TrainerConfig()
 
@@ -80,6 +80,7 @@ def fine_tune(config: SftConfig, console: Console) -> None:
     if config.output.exists():
         raise UserError(f"{config.output} already exists: name another folder for the trained model.")
     model = find_model(config.model, "model")
+    config = config.model_copy(update={"max_length": min(config.max_length, context_of(model) or config.max_length)})
     rows, held_out, too_long = _read_rows(config, model)
     steps = math.ceil(len(rows) / config.batch_size)
 

@@ -24,6 +24,7 @@ from areal.storage.run_folder import (
     config_of_run,
     configuration_to_resume,
     keep_changes,
+    known_versions,
     read_metrics,
     read_summary,
     store_configuration,
@@ -480,6 +481,12 @@ def test_a_journal_that_is_older_than_the_rest_of_the_record_is_refused_with_the
     (folder.path / "checkpoints" / "step_000011").mkdir()
     with pytest.raises(UserError, match=r"it ends at step 9, and .*step_000011 is of a later one"):
         compare_record(folder.path, "a", 9)
+
+
+def test_a_copy_that_a_user_has_put_beside_the_checkpoints_is_none(tmp_path):
+    for name in ("step_000009", "step_000010", "step_000010.bak", "step_000010 (copy)"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert known_versions(tmp_path) == [0, 9, 10]
 
 
 def test_a_journal_of_another_run_is_refused(config):
