@@ -1362,8 +1362,12 @@ class Config(ScoringConfig):
 
 
 def from_message(values: Any) -> Config:
-    """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code."""
-    return Config.model_validate(json.loads(json.dumps(values)))
+    """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code. Raises
+    UserError if another version of this program has made it."""
+    try:
+        return checked(json.loads(json.dumps(values)), Path("the master's configuration"))
+    except UserError as error:
+        raise UserError(f"Install the version of this program that the master has: {error}") from None
 
 
 def load_config(

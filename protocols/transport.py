@@ -388,14 +388,10 @@ class Peer:
         except Unreachable:
             pass
         except Full:
-            return await self._send_when_possible(frames, until)
-        return True
-
-    async def _send_when_possible(self, frames: list[Frame], until: float) -> bool:
-        try:
-            async with asyncio.timeout_at(until):
-                await self._link.send_when_possible(frames)
-        except TimeoutError:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self._link.send_when_possible(frames)
+                    return True
             return False
         return True
 

@@ -22,9 +22,11 @@ class Progress:
         self._config, self._state, self._members, self._clock = state.config, state, members, members.clock
         self._failures = failures
         self._free = free
+        self._roles = [name for name, role in ROLES.items() if role.processes(self._config)]
+        self._scorers = dict.fromkeys(self._config.needed_scorers, "scorer")
+        self._own = {*self._config.own_rewards, *self._config.started_scorers}
         self._successor_until = 0.0
         self._were_served: set[str] = set()
-        self._scorers = dict.fromkeys(self._config.needed_scorers, "scorer")
         self._absent: dict[str, float] = {}  # names that were served, and since when nobody serves them
         self.made()
 
@@ -84,7 +86,7 @@ class Progress:
         also one that serves an added reward."""
         limit, idle, missing = self._config.master.stall_seconds, self._clock() - self._last, self.missing()
         joining = [name for name, role in ROLES.items() if name in missing and role.joins(self._config)]
-        if joining or self._absent.keys() - {*self._config.own_rewards, *self._config.started_scorers}:
+        if joining or self._absent.keys() - self._own:
             limit = max(limit, self._config.outage_seconds)
         if idle > limit and self._clock() >= self._successor_until:
             return "end"
@@ -149,8 +151,7 @@ class Progress:
 
     def missing(self) -> list[str]:
         """The roles that the run needs and no healthy member has, and the rewards and scorers that none serves."""
-        needed = [name for name, role in ROLES.items() if role.processes(self._config)]
-        missing = [name for name in needed if not self._members.with_role(name)]
+        missing = [name for name in self._roles if not self._members.with_role(name)]
         served = self._served()
         unserved = [(role, name) for name, role in sorted(self._needed.items()) if name not in served]
         return [*missing, *(f"{role} that serves {name!r}" for role, name in unserved if role not in missing)]

@@ -255,14 +255,10 @@ class Supervisor:
             watch = print_steps(config, self.console, skipped)
         else:
             watch = print_progress(bus, address, self.console)
-        view = asyncio.create_task(watch, name="view")
         try:
-            await asyncio.wait([view])
-            if error := view.exception():
-                self._say(f"the display of the run has failed; the run continues: {error!r}")
-        finally:
-            view.cancel()
-            await asyncio.gather(view, return_exceptions=True)
+            await watch
+        except Exception as error:
+            self._say(f"the display of the run has failed; the run continues: {error!r}")
 
     async def _watch(self, bus: Bus, address: str) -> None:
         """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
@@ -286,7 +282,7 @@ class Supervisor:
         for child in self.children:
             if child.has_left(members, now) and (process := child.running):
                 self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
 
     async def _until_answers(self, master: Child, bus: Bus, address: str) -> None:
         """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's
@@ -365,10 +361,7 @@ class Supervisor:
         process, pump = child.process, child.pump
         assert process is not None and pump is not None  # it was started
         code = await process.wait()
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it left no processes behind
+        _kill(process)
         await asyncio.wait([pump], timeout=LAST_WORDS_SECONDS)
         pump.cancel()
         return code
@@ -405,7 +398,8 @@ class Supervisor:
         return Ending(summary["ok"], summary["reason"]) if summary else None
 
     def _progress(self) -> int:
-        return _size(self._folder / "metrics.jsonl") if self._folder else 0
+        metrics = self._folder and self._folder / "metrics.jsonl"
+        return metrics.stat().st_size if metrics and metrics.exists() else 0
 
     def _gave_up(self, child: Child, code: int) -> str:
         words = "\n".join(f"  {line}" for line in list(child.tail)[-QUOTED_LINES:])
@@ -440,7 +434,7 @@ class Supervisor:
         for child in self.children:
             if process := child.running:
                 self._say(f"{child.name} is killed: it did not stop within {STOP_SECONDS:g} s")
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
             if child.process is not None:
                 await self._end_of(child)
         for child in trainers:
@@ -473,11 +467,13 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
         yield begun.decode(errors="replace").rstrip()
 
 
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a child, if it has not ended meanwhile, and the processes that it has left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _how(code: int) -> str:
     if code == LEFT:
         return "was told to leave by another program (SIGTERM)"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0

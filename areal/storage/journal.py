@@ -30,6 +30,8 @@ from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience, Short
 from areal.storage.run_folder import ways_out
 
 FORMAT_VERSION = 7
+# A disk that takes longer for a transaction does not answer. Who asks the master is told so before the request's end.
+SILENT_SECONDS = 3.0
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
     CREATE TABLE states (version INTEGER PRIMARY KEY, body TEXT NOT NULL, crc INTEGER NOT NULL);
@@ -143,14 +145,15 @@ class Journal:
         """Return once everything that was appended before this call is on disk. Raises JournalError if the disk write
         fails, and on every call after that.
 
-        wait_for_room: False if a full disk raises DiskShortageError. What was appended is written later all the same.
+        wait_for_room: False if a disk that is full, or does not answer, raises DiskShortageError. What was appended is
+        written later all the same.
         """
         target = self._appended
         while self._durable < target and self._failure is None:
             if self.shortage and not wait_for_room:
                 raise DiskShortageError(str(self.shortage))
             commit = self._commit or self._start_commit()
-            await asyncio.wait([commit])  # cancelling a caller here does not cancel the commit
+            await asyncio.wait([commit], timeout=SILENT_SECONDS)  # cancelling a caller does not cancel the commit
         if self._failure is not None:
             raise JournalError(f"the journal cannot be written: {self._failure}") from self._failure
 
@@ -169,6 +172,9 @@ class Journal:
         self._snapshot, self._events, self._states = None, [], {}
         loop = asyncio.get_running_loop()
         self._commit = commit = loop.run_in_executor(self._executor, self._write, snapshot, events, states)
+        silence = DiskShortageError("not answering")
+        timer = loop.call_later(SILENT_SECONDS, self._patience.must_wait, silence, "the journal")
+        commit.add_done_callback(lambda _: timer.cancel())
         commit.add_done_callback(partial(self._committed, self._appended, snapshot, events, states))
         return commit
 

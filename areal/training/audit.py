@@ -38,7 +38,7 @@ from areal.staleness.ledger import (
 from areal.storage import rollouts
 from areal.storage.journal import journal_copy
 from areal.storage.run_folder import (
-    changed_back,
+    CHANGES,
     checkpoints_in,
     compare_record,
     config_of_run,
@@ -236,7 +236,9 @@ class Audit:
             )
 
     def _check_bound(self, step: int, batch: Sequence[Group], bound: AuditFinding) -> None:
-        limit = max(changed_back(self.folder, n).get("max_staleness", self.config.max_staleness) for n in (1, step))
+        changes = [change for change in read_metrics(self.folder / CHANGES) if change["key"] == "max_staleness"]
+        first = changes[0]["before"] if changes else self.config.max_staleness
+        limit = max([first, *(change["now"] for change in changes if change["step"] <= step)])  # at a group's admission
         ages = [step - 1 - group.start_version for group in batch]
         newest = max(int(sample.versions.max()) for group in batch for sample in group.trajectories)
         if newest >= step:

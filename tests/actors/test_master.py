@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from areal.data.sources import open_source
 from areal.observe.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT
 from areal.storage import disk
+from areal.storage import journal as journal_module
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder, checkpoint_of, read_metrics
 from protocols.codec import Header, decode_body, decode_header, encode, encode_body
@@ -65,6 +67,7 @@ from protocols.messages import (
     Leave,
     Member,
     MembersChanged,
+    Permit,
     Policy,
     PolicyPublished,
     PublishPolicy,
@@ -188,6 +191,27 @@ async def test_a_master_with_a_full_disk_is_heard_and_its_run_can_be_ended_in_or
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await running).reason == "told to stop by SIGTERM"
     assert json.loads((small_disk / "summary.json").read_text())["reason"] == "told to stop by SIGTERM"
+
+
+async def test_a_master_whose_disk_does_not_answer_is_heard_and_goes_on_with_it(config, monkeypatch):
+    monkeypatch.setattr(journal_module, "SILENT_SECONDS", 0.05)
+    answers, write = threading.Event(), Journal._write
+    monkeypatch.setattr(Journal, "_write", lambda self, *changes: answers.wait() and write(self, *changes))
+    answers.set()
+    async with master_of(without_evaluation(config)), callers(config, "rollout_manager") as (manager,):
+        answers.clear()
+        try:
+            for ask in (manager.ask(AskPermits(count=1)), manager.beat()):
+                with pytest.raises(PreparingError, match=r"waits to write the journal: the disk of .* not answering"):
+                    await ask
+            assert (await manager.ask(AskStatus())).values["capacity"] == 0
+        finally:
+            answers.set()
+        permits: tuple[Permit, ...] = ()
+        while not permits:
+            with contextlib.suppress(PreparingError):
+                permits = (await manager.ask(AskPermits(count=1))).permits
+        assert permits[0].prompt_index == 0
 
 
 async def test_permits_that_a_full_disk_kept_from_their_asker_are_granted_again(config, small_disk):

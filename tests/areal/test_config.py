@@ -17,6 +17,7 @@ from areal.config import (
     TrainerConfig,
     UserError,
     dump_config,
+    from_message,
     load_config,
     overridden,
 )
@@ -405,3 +406,11 @@ def test_distillation_needs_no_reward_and_then_no_reward_actor_but_a_scorer():
     assert ROLES["reward"].started(Config.model_validate(RUN | LIKED | {"reward": judged})) == 0
     away = Config.model_validate(config.model_dump() | {"scorers": {"wise": {"model": "m", "count": 0}}})
     assert (ROLES["scorer"].started(away), ROLES["scorer"].processes(away)) == (0, 1)
+
+
+def test_the_configuration_of_a_master_of_another_version_is_refused_in_one_sentence():
+    config = Config.model_validate(RUN | {"reward": {"functions": ["addition"]}})
+    values = config.model_dump(mode="json")
+    assert from_message(values) == config
+    with pytest.raises(UserError, match=r"version of this program that the master has: Unknown key 'trainer.new' in "):
+        from_message(values | {"trainer": {"new": 1}})

@@ -79,6 +79,18 @@ def at_once(monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
 
 
+@pytest.fixture
+def just_ended(monkeypatch):
+    """Whoever is killed has ended just before."""
+    kill = os.killpg
+
+    def killed(group: int, sign: int) -> None:
+        kill(group, sign)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "killpg", killed)
+
+
 class Stage:
     """A supervisor whose roles are the scripts given."""
 
@@ -293,7 +305,7 @@ def replace_status(folder: Path, status: dict[str, list]) -> None:
 
 
 async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
-    whole, config, tmp_path, at_once, monkeypatch
+    whole, config, tmp_path, at_once, just_ended, monkeypatch
 ):
     """A process that is stopped for good does not hear that it has lost its place."""
     monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
@@ -440,7 +452,7 @@ async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_p
     assert next(c for c in play.supervisor.children if c.role == "reward").process.returncode == 0
 
 
-async def test_what_does_not_stop_is_killed(stage, monkeypatch, tmp_path):
+async def test_what_does_not_stop_is_killed(stage, just_ended, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     play = stage(reward="signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(1000)")
     running = asyncio.create_task(play.supervisor.run_roles(["reward"], [], {}))

@@ -258,6 +258,16 @@ def test_a_forgery_is_found(run, forge, check, fault):
     assert fault in found[check]
 
 
+def test_a_group_is_judged_by_the_bound_of_its_admission_also_if_that_held_between_two_changes(run):
+    """That of step 3 was admitted when the bound of step 2 held."""
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("max_staleness: 1", "max_staleness: 0"))
+    changes = [{"step": 2, "before": 0, "now": 1}, {"step": 3, "before": 1, "now": 0}]
+    lines = [line_of({"key": "max_staleness", **change}) for change in changes]
+    (run / "changes.jsonl").write_text("".join(lines))
+    assert failures(run) == {}
+
+
 def test_a_run_that_is_not_over_is_refused_in_one_sentence(run, capsys):
     (run / "summary.json").unlink()
     assert main(["audit", str(run)]) == 2
