@@ -273,16 +273,13 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     """Start the whole run on this machine, at a port of its own."""
     from actors.parts.start_checks import own_port
 
-    default = config.master.address
-    with own_port(config, port_is_named(arguments, config)) as config:
-        if config.master.address != default:
-            print(f"{default} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
-        return check_and_start(config, arguments)
+    with own_port(config, port_is_named(arguments, config)) as with_port:
+        return check_and_start(with_port, arguments, config.master.address)
 
 
-def check_and_start(config: Config, arguments: argparse.Namespace) -> int:
+def check_and_start(config: Config, arguments: argparse.Namespace, default: str) -> int:
     """Check everything that can be checked in advance, then start the whole run. Its master gets the configuration by
-    the run folder."""
+    the run folder. default: the address of the master if its port was free."""
     from rich.console import Console
 
     from actors.parts.start_checks import check_start, first_waits
@@ -290,6 +287,8 @@ def check_and_start(config: Config, arguments: argparse.Namespace) -> int:
     from areal.storage.run_folder import store_configuration
 
     environments = check_start(config)
+    if config.master.address != default:
+        print_lines([f"{default} is in use: the master of this run listens at {config.master.address}."])
     network = claim_record(config, arguments)
     store_configuration(config)
     print_lines(first_waits(config))

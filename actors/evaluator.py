@@ -290,16 +290,16 @@ class Evaluator(Sampler):
         generators = 1 if home else max(len(self.with_role("generator")), self.config.generator.count)
         gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
 
-        async def sampled(row: Row, sampling: SamplingConfig) -> Trajectory | None:
+        async def take_sample(row: Row, sampling: SamplingConfig) -> Trajectory | None:
             async with gate:
                 return await self._sample(row, sampling, evaluation.version, router, home)
 
-        async def sample(number: int) -> None:
-            evaluation.add(number, await sampled(evaluation.rows[number], self._sampling))
+        async def sample_heldout(number: int) -> None:
+            evaluation.add(number, await take_sample(evaluation.rows[number], self._sampling))
 
-        async def solve(name: str, row: Row, number: int) -> None:
+        async def sample_benchmark(name: str, row: Row, number: int) -> None:
             benchmark = benchmarks[name]
-            trajectory = await sampled(row, benchmark.sampling)
+            trajectory = await take_sample(row, benchmark.sampling)
             if trajectory:
                 text = self._texts(trajectory)[1]
                 await self.on_disk("samples of a benchmark", benchmark.keep, row, number, trajectory, text)
@@ -312,10 +312,10 @@ class Evaluator(Sampler):
                 async with asyncio.TaskGroup() as samples:
                     for number, unfinished in enumerate(evaluation.unfinished):
                         for _ in range(unfinished):
-                            samples.create_task(sample(number))
+                            samples.create_task(sample_heldout(number))
                     for name, benchmark in benchmarks.items():
                         for row, number in benchmark.missing:
-                            samples.create_task(solve(name, row, number))
+                            samples.create_task(sample_benchmark(name, row, number))
                 reports.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from None

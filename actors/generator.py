@@ -150,7 +150,7 @@ class Generator(Actor):
         """Hand over every sequence: its asker continues it on another generator, from the tokens sampled so far."""
         self._engine.hand_over()
         self._loaded.notify()
-        await self._flows.emptied()
+        await self._flows.wait_until_empty()
 
     async def teardown(self) -> None:
         if self._weights is not None:
@@ -311,13 +311,13 @@ class Generator(Actor):
             await self._beat()
 
     def _is_behind(self) -> bool:
-        return self._wanted().identity > self._loaded_policy()
+        return self._wanted_policy().identity > self._loaded_policy()
 
     def _loaded_policy(self) -> tuple[int, int]:
         # Version 0 is the initial model of the run, in every lineage.
         return self._lineage if self._engine.version else self.policy.lineage, self._engine.version
 
-    def _wanted(self) -> Policy:
+    def _wanted_policy(self) -> Policy:
         """The policy that this generator should have: the one it holds, or else the newest published one. A held policy
         older than the loaded one is ignored, because running sequences cannot go back to older weights."""
         me = self.directory.get(self.bus.identity.name)
@@ -340,7 +340,7 @@ class Generator(Actor):
                 async with self._engine.drained():
                     if not self._is_behind():
                         return
-                    policy = self.policy if alternate else self._wanted()
+                    policy = self.policy if alternate else self._wanted_policy()
                     times = await (self._receive if direct and policy.stamp else self._fetch_and_load)(policy)
                 break
             except (TornWeights, WeightLoadError) as error:

@@ -164,7 +164,7 @@ class Master(HandlesRequests):
         self._hangs = Hangs(self.members, config.master.hang_seconds)
         self._disks = Disks()
         self._evaluations = Evaluations(self.state, self.members)
-        self._progress = Progress(self.state, self.members, self._failures, self._free)
+        self._progress = Progress(self.state, self.members, self._failures, self._free_groups)
 
     @property
     def ledger(self) -> Ledger:
@@ -175,10 +175,10 @@ class Master(HandlesRequests):
     async def run(self) -> Ending:
         """Serve until the run has ended. Returns how it ended. Raises UserError if the address is already in use."""
         loop = asyncio.get_running_loop()
-        stop = self._told_to_stop
+        stop = self._stop_run
         if self._supervised:
             loop.add_signal_handler(signal.SIGINT, stop, "the supervisor")
-            loop.add_signal_handler(signal.SIGTERM, self._stay, signal.SIGTERM.name)
+            loop.add_signal_handler(signal.SIGTERM, self._ignore_signal, signal.SIGTERM.name)
         else:
             for sign in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(sign, stop, sign.name)
@@ -233,7 +233,7 @@ class Master(HandlesRequests):
         address = self.config.master.address
         first = self.state.masters * EVENTS_OF_ONE_MASTER
         try:
-            self.bus.serve(address, self.dispatch, self._crashed)
+            self.bus.serve(address, self.dispatch, self._on_crash)
             self._events = self.bus.publisher(f"tcp://{host_of(address)}:{self.config.network.ports_text}", first)
         except OSError as error:
             raise UserError(
@@ -307,15 +307,15 @@ class Master(HandlesRequests):
         self._mail.notify()
         self._changed.notify()
 
-    def _crashed(self, error: BaseException) -> None:
+    def _on_crash(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
         self._fail(f"the master failed: {type(error).__name__}: {error}")
 
-    def _stay(self, sign: str) -> None:
+    def _ignore_signal(self, sign: str) -> None:
         """Somebody else than the supervisor sent a signal, perhaps to all processes of the run."""
         log.warning(f"the master ignores {sign}: what stops the run is a signal to its supervisor")
 
-    def _told_to_stop(self, by: str) -> None:
+    def _stop_run(self, by: str) -> None:
         """The first signal lets the trainer save a checkpoint, a second one ends the run at once."""
         self._trainer_may_end = not self._end.done() and not self._shortage
         self._finish(False, f"told to stop by {by}", stopped=True)
@@ -373,10 +373,10 @@ class Master(HandlesRequests):
             last = now = self._now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
-                self._progress.lost()
+                self._progress.await_successor()
             for identity, hang in self._hangs.find():
                 self._remove(identity, hang)
-                self._progress.lost()
+                self._progress.await_successor()
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
@@ -448,7 +448,8 @@ class Master(HandlesRequests):
             raise RefusedError(f"{request.sender} may not send {request.message.kind!r}: only the role {role} may")
         return member
 
-    def _trainer(self, request: Request[Message], lineage: int | None = None) -> None:
+    def _check_trainer(self, request: Request[Message], lineage: int | None = None) -> None:
+        """Raises FencedError if the sender is not the trainer of the run, or if `lineage` is not the current one."""
         self._member(request, "trainer")
         if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
             raise FencedError(
@@ -503,7 +504,7 @@ class Master(HandlesRequests):
     async def leave(self, request: Request[Leave]) -> Done:
         if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
-            self._progress.lost()
+            self._progress.await_successor()
         return Done()
 
     @handles(AskSnapshot)
@@ -531,11 +532,11 @@ class Master(HandlesRequests):
     @handles(AskPermits)
     async def ask_permits(self, request: Request[AskPermits]) -> Permits:
         owner = self._member(request, "rollout_manager").identity
-        if not await self._park(request, self._free):
+        if not await self._park(request, self._free_groups):
             return Permits(permits=())
         self._member(request)  # the sender may have been removed while its request was parked
         self._meter.begin()
-        count = min(request.message.count, self._free())
+        count = min(request.message.count, self._free_groups())
         granted = self.ledger.admit(owner, count, self._now(), self.config.master.lease_seconds)
         return Permits(
             permits=tuple(
@@ -551,7 +552,7 @@ class Master(HandlesRequests):
             )
         )
 
-    def _free(self) -> int:
+    def _free_groups(self) -> int:
         """Number of groups that may start now. It is 0 after the end of the run, while the disk is full, and while a
         reward is absent."""
         if self._end.done() or self._shortage or self._progress.absent:
@@ -601,7 +602,7 @@ class Master(HandlesRequests):
                 self._fail(self._failures.too_long(failed.reason))
             else:
                 self._count_failure(failed)
-            self._show_first(failed.cause, failed.reason, owner)
+            self._log_first_failure(failed.cause, failed.reason, owner)
         self._changed.notify()
         return Done()
 
@@ -624,11 +625,11 @@ class Master(HandlesRequests):
     @handles(ScoringFailed)
     async def scoring_failed(self, request: Request[ScoringFailed]) -> Done:
         sender, failed = self._member(request).identity, request.message
-        self._show_first(failed.cause, failed.reason, sender)
+        self._log_first_failure(failed.cause, failed.reason, sender)
         self._fail(self._failures.sample_failed(failed.reason, self._now()))
         return Done()
 
-    def _show_first(self, cause: Cause, reason: str, sender: str) -> None:
+    def _log_first_failure(self, cause: Cause, reason: str, sender: str) -> None:
         if self._failures.is_first(cause, reason, actor_name(sender)):
             log.error(self._failures.firsts[cause])
 
@@ -645,22 +646,22 @@ class Master(HandlesRequests):
             lineage=self.state.lineage,
             version=self.ledger.version,
             checkpoint_version=self.state.checkpoint_version,
-            drop=self._needless(request.message.spooled),
+            drop=self._needless_payloads(request.message.spooled),
             covered=self.ledger.covered,
         )
 
-    def _needless(self, spooled: str) -> str:
+    def _needless_payloads(self, spooled: str) -> str:
         return "\n".join(group for group in spooled.splitlines() if not self.ledger.needs_payload(group))
 
     @handles(AskReuse)
     async def ask_reuse(self, request: Request[AskReuse]) -> ReuseAnswer:
-        self._trainer(request)
+        self._check_trainer(request)
         return ReuseAnswer(oldest=self.ledger.reuse(request.message.group, request.message.versions))
 
     @handles(GroupReady)
     async def group_ready(self, request: Request[GroupReady]) -> GroupAccepted:
         ready = request.message
-        self._trainer(request)
+        self._check_trainer(request)
         group = self.ledger.group(ready.group)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
         if group is not None and answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
@@ -677,7 +678,9 @@ class Master(HandlesRequests):
 
     @handles(AskBatch)
     async def ask_batch(self, request: Request[AskBatch]) -> BatchAnswer:
-        def decided() -> Batch | RunEnded | None:
+        version = request.message.version
+
+        def decide() -> Batch | RunEnded | None:
             if version > self.ledger.version:  # the commit of the step before has not arrived yet
                 return None
             answer = self.ledger.next_batch(version)
@@ -685,10 +688,9 @@ class Master(HandlesRequests):
                 self._meter.record_wait(answer)
             return answer if isinstance(answer, Batch | RunEnded) else None
 
-        version = request.message.version
-        self._trainer(request)
-        answer = await self._park(request, decided)
-        self._trainer(request)
+        self._check_trainer(request)
+        answer = await self._park(request, decide)
+        self._check_trainer(request)
         match answer:
             case Batch() as batch:
                 return BatchAnswer(
@@ -703,14 +705,14 @@ class Master(HandlesRequests):
     def _oldest_allowed(self, batch: Batch) -> int | None:
         """The oldest version of a token that the bound allows in a batch; None: any, or the batch is redone."""
         groups = [group for name in batch.group_ids if (group := self.ledger.group(name)) is not None]
-        if self.config.on_straggler not in ("wait", "requeue") or not groups:
+        if not self.state.settings.bounds_groups or not groups:
             return None
         return batch.version - max(self.ledger.deadline(group) - (group.start_version or 0) for group in groups)
 
     @handles(CommitStep)
     async def commit_step(self, request: Request[CommitStep]) -> Done:
         commit = request.message
-        self._trainer(request, commit.lineage)
+        self._check_trainer(request, commit.lineage)
         if self._unrecorded:  # a restarted master would know only the metrics of the step after it
             raise PreparingError(str(self._shortage or f"step {self._unrecorded} is not recorded yet"))
         if commit.version <= self.ledger.version:
@@ -737,7 +739,7 @@ class Master(HandlesRequests):
     @handles(PublishPolicy)
     async def publish_policy(self, request: Request[PublishPolicy]) -> Done:
         policy: Policy = request.message.policy
-        self._trainer(request, policy.lineage)
+        self._check_trainer(request, policy.lineage)
         current = self.state.policy
         if policy.identity <= current.identity:
             return Done()
@@ -754,17 +756,17 @@ class Master(HandlesRequests):
 
     @handles(CheckpointSaved)
     async def checkpoint_saved(self, request: Request[CheckpointSaved]) -> CheckpointAnswer:
-        self._trainer(request)
+        self._check_trainer(request)
         saved = request.message
         if saved.version > self.state.checkpoint_version:
             self.ledger.checkpointed(saved.covered)
             self.state.emit("checkpoint_saved", version=saved.version, folder=saved.folder)
             self._progress.made()
-        return CheckpointAnswer(drop=self._needless(saved.spooled))
+        return CheckpointAnswer(drop=self._needless_payloads(saved.spooled))
 
     @handles(TrainingFinished)
     async def training_finished(self, request: Request[TrainingFinished]) -> Done:
-        self._trainer(request)
+        self._check_trainer(request)
         if self.state.finished != self.ledger.version:
             self.state.emit("finished", version=self.ledger.version)
             self._progress.made()
@@ -773,8 +775,8 @@ class Master(HandlesRequests):
 
     @handles(TrainingFailed)
     async def training_failed(self, request: Request[TrainingFailed]) -> Done:
-        self._trainer(request)
-        self._training_failed(request.message.reason)
+        self._check_trainer(request)
+        self._fail_training(request.message.reason)
         return Done()
 
     @handles(StepFailed)
@@ -784,10 +786,11 @@ class Master(HandlesRequests):
             raise RefusedError(f"{request.sender} has no step {failed.version + 1} to compute")
         log.error("a training step failed", step=failed.version + 1, reason=failed.reason)
         if reason := self._failures.step_failed(failed.version + 1, failed.reason, trainer):
-            self._training_failed(reason)
+            self._fail_training(reason)
         return Done()
 
-    def _training_failed(self, reason: str) -> None:
+    def _fail_training(self, reason: str) -> None:
+        """End the run for this reason, and say where it can go on."""
         saved = self.state.checkpoint
         go_on = f"The last checkpoint is {saved}: resume from it with --resume {self.folder.path} and other settings."
         self._fail(f"{reason} {go_on if saved else 'No checkpoint was saved before that.'}")
@@ -888,4 +891,4 @@ class Master(HandlesRequests):
 
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""
-        return {"alive": self.ledger.alive, "ready": self.ledger.ready_count, "capacity": self._free()}
+        return {"alive": self.ledger.alive, "ready": self.ledger.ready_count, "capacity": self._free_groups()}

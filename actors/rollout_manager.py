@@ -8,6 +8,7 @@ dies, another one samples what is missing. It never decides admission.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -82,7 +83,7 @@ class RolloutManager(Sampler):
             permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
             for permit in permits.permits:
                 if self.state == "healthy":  # otherwise it is free again once this manager has left
-                    self._begin(permit)
+                    self._begin_group(permit)
 
     async def hand_over(self) -> None:
         """Leave the groups in progress to another manager, which goes on with what is saved of them. If there is none,
@@ -157,15 +158,15 @@ class RolloutManager(Sampler):
 
     # --- one group
 
-    def _begin(self, permit: Permit) -> None:
+    def _begin_group(self, permit: Permit) -> None:
         self.awaited_rewards.update(permit.rewards)
         self._unfinished[permit.group] = self._samples
         self._sessions[permit.group] = []
         self._groups[permit.group] = task = self.spawn(self._run_group(permit), permit.group)
         # A callback, not code in the task: a task that is cancelled before its first step never runs.
-        task.add_done_callback(lambda _: self._end(permit.group))
+        task.add_done_callback(lambda _: self._end_group(permit.group))
 
-    def _end(self, group: str) -> None:
+    def _end_group(self, group: str) -> None:
         del self._groups[group]
         del self._unfinished[group]
         del self._sessions[group]
@@ -173,25 +174,25 @@ class RolloutManager(Sampler):
 
     async def _run_group(self, permit: Permit) -> None:
         try:
-            await self._sample(permit)
+            await self._sample_group(permit)
         except SampleFailed as failure:
-            discarded = _sampled(self._sessions[permit.group])
+            discarded = _tokens_sampled(self._sessions[permit.group])
             failed = GroupFailed(group=permit.group, cause=failure.cause, reason=text_of(failure), discarded=discarded)
             await self.ask_master(failed, Done)
 
-    async def _sample(self, permit: Permit) -> None:
+    async def _sample_group(self, permit: Permit) -> None:
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
         SampleFailed if the group cannot be finished."""
-        row = self._row(permit.row)
+        row = self._read_row(permit.row)
         all_or_none = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
-        stored = await self._stored(permit, all_or_none)
+        stored = await self._ask_stored(permit, all_or_none)
         places = [place for place in range(self._samples) if place not in stored.places]
         needed = self.config.group_size - len(stored.places)
         self._unfinished[permit.group] = len(places) if needed > 0 else 0
         if needed <= 0:
             return
         home = await self._router.choose("generator", min_version=permit.min_version)
-        start = _GroupStart(len(places), stored.start_version)
+        start = _GroupStart(len(places), stored.start_version, functools.partial(self._report_start, permit))
         sessions = self._open_sessions(permit, row, places, home, start)
         group = GroupScores(self.services.rewards, row, sessions, needed) if all_or_none else None
         for session in sessions:
@@ -206,8 +207,8 @@ class RolloutManager(Sampler):
             storing.append(asyncio.create_task(self._store(permit, row, scored)))
 
         try:
-            scored = await self._first_scored(work, needed, _keep if all_or_none else store)
-            unused = _sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
+            scored = await self._first_scored(work, needed, None if all_or_none else store)
+            unused = _tokens_sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
             scored[-1].about["discarded"] += max(0, unused)
             store(*(scored if all_or_none else scored[-1:]))
             for refusal in filter(None, await asyncio.gather(*storing)):
@@ -223,7 +224,7 @@ class RolloutManager(Sampler):
     def _open_sessions(
         self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: _GroupStart
     ) -> list[SampleSession]:
-        """A session for the sample at each of these places. `start` gives all of them the group's version."""
+        """A session for the sample at each of these places."""
         sessions = self._sessions[permit.group] = [
             SampleSession(
                 self.services, row, self.config.sampling, permit.min_version, home=home,
@@ -231,18 +232,17 @@ class RolloutManager(Sampler):
             )
             for _ in places
         ]  # fmt: skip
-
-        def report(version: int) -> None:
-            for session in sessions:
-                session.min_version = max(version, permit.min_version)
-            self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
-
-        start.report = report
         for place, session in zip(places, sessions, strict=True):
             self._save_regularly(permit, place, session)
         return sessions
 
-    def _row(self, index: int) -> Row:
+    def _report_start(self, permit: Permit, version: int) -> None:
+        """The group has this start version: no sample of it goes on at an older one, and the master is told."""
+        for session in self._sessions[permit.group]:
+            session.min_version = max(version, permit.min_version)
+        self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
+
+    def _read_row(self, index: int) -> Row:
         """The row of the data at the index. Raises SampleFailed if it cannot be used."""
         try:
             row = self._source.row(index)
@@ -254,10 +254,11 @@ class RolloutManager(Sampler):
         return row
 
     async def _first_scored(
-        self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None]
+        self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None] | None
     ) -> list[S]:
         """The first `needed` scored samples; the others are cancelled. `on_scored` is called with each of them but the
-        last one, at once. Raises SampleFailed once so many samples have failed that too few are left."""
+        last one, at once; None: the score of one depends on the others. Raises SampleFailed once so many samples have
+        failed that too few are left."""
         scored: list[S] = []
         failures: list[SampleFailed] = []
         async with asyncio.TaskGroup() as tasks:
@@ -268,7 +269,7 @@ class RolloutManager(Sampler):
                     failures.append(sample)
                 else:
                     scored.append(sample)
-                    if len(scored) < needed:
+                    if on_scored and len(scored) < needed:
                         on_scored(sample)
                 if len(scored) == needed or len(failures) > len(work) - needed:
                     break
@@ -334,7 +335,7 @@ class RolloutManager(Sampler):
                 raise SampleFailed("row", why)
         return {column: name for column, name in named.items() if name}
 
-    async def _stored(self, permit: Permit, all_or_none: bool) -> StoredSamples:
+    async def _ask_stored(self, permit: Permit, all_or_none: bool) -> StoredSamples:
         """What the trainer has of the group. Raises SampleFailed if it refuses the group."""
         if not permit.resumed:
             return StoredSamples(places=(), start_version=None)
@@ -423,22 +424,18 @@ class _Scored(NamedTuple):
         return int(self.sample.sampled.sum()) + int(self.about["discarded"])
 
 
-def _keep(scored: _Scored) -> None:
-    """A sample whose score depends on others is stored with them."""
-
-
-def _sampled(sessions: list[SampleSession]) -> int:
+def _tokens_sampled(sessions: list[SampleSession]) -> int:
     return sum(session.tokens_sampled for session in sessions)
 
 
 class _GroupStart:
-    """Reports a group's start version once each of `samples` has started, or has failed before its first token. The
-    start version is the oldest version that sampled a first token. `stored`: that of the samples that are stored."""
+    """Calls `report` with a group's start version once each of `samples` has started, or has failed before its first
+    token. The start version is the oldest version that sampled a first token. `stored`: that of the samples that are
+    stored."""
 
-    report: Callable[[int], None]
-
-    def __init__(self, samples: int, stored: int | None = None) -> None:
+    def __init__(self, samples: int, stored: int | None, report: Callable[[int], None]) -> None:
         self._missing = samples
+        self._report = report
         self._versions = [] if stored is None else [stored]
 
     def count(self, version: int | None = None) -> None:
@@ -446,4 +443,4 @@ class _GroupStart:
         self._versions += [] if version is None else [version]
         self._missing -= 1
         if not self._missing and self._versions:
-            self.report(min(self._versions))
+            self._report(min(self._versions))

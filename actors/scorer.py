@@ -88,7 +88,7 @@ class Scorer(Serving):
         if self._engine is not None:
             await self._engine.close()
 
-    def size(self, result: _Row | Scored) -> int:
+    def size(self, result: _ScoredRow | Scored) -> int:
         if isinstance(result, Scored):
             return 64
         scores = result.scores
@@ -117,10 +117,10 @@ class Scorer(Serving):
         }
         return self.begin(request, message.flow, rows)
 
-    async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_Row], None]) -> None:
+    async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_ScoredRow], None]) -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
         top_k = self.config.top_k_of(self._name)
-        add(_Row(job, await self._computed(self._engine.score(key, tokens, top_k))))
+        add(_ScoredRow(job, await self._wait_for_engine(self._engine.score(key, tokens, top_k))))
 
     async def score_completions(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
@@ -129,7 +129,7 @@ class Scorer(Serving):
         self._check(completion.function, scores_tokens=False)
         if self._settings.kind in JUDGES:
             call = self._judge.call(completion.prompt, completion.completions, row)
-            results = self._judge.results(await self._computed(call), completion.completions)
+            results = self._judge.results(await self._wait_for_engine(call), completion.completions)
         else:
             results = [await self._classify(key, completion, row)]
         scores, parts = zip(*results, strict=True)
@@ -141,7 +141,7 @@ class Scorer(Serving):
             tokens = self._tokens(completion.prompt, text, row)
         except Exception as error:  # templates and tokenizers may raise anything
             raise RefusedError(f"{self._name} cannot read the completion: {error}") from None
-        outputs = await self._computed(self._engine.classify(key, tokens, self._settings.activation))
+        outputs = await self._wait_for_engine(self._engine.classify(key, tokens, self._settings.activation))
         try:
             score = as_score(float(outputs[self._settings.output]))
         except (IndexError, RewardError) as error:
@@ -162,7 +162,7 @@ class Scorer(Serving):
         text = self._tokenizer.apply_chat_template(chat_of(prompt, completion, row), tokenize=False)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    async def _computed(self, result: Awaitable[T]) -> T:
+    async def _wait_for_engine(self, result: Awaitable[T]) -> T:
         """A result of the engine. Raises RefusedError for what it cannot take."""
         try:
             with self.working("scoring", "score", self._moves):
@@ -184,7 +184,7 @@ class Scorer(Serving):
         return float(self._engine.stats().steps) if self._engine else 0.0
 
 
-class _Row(NamedTuple):
+class _ScoredRow(NamedTuple):
     """What a row gets."""
 
     job: int

@@ -223,7 +223,7 @@ class Trainer(Actor):
         ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
         outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
         try:
-            if self._step and (lack := self._lack("step", self._step[1], ends)):
+            if self._step and (lack := self._why_too_late("step", self._step[1], ends)):
                 outcome += f": {lack}"
                 await self._wait_for_checkpoint()
             else:
@@ -245,14 +245,14 @@ class Trainer(Actor):
             return outcome
         if self._guard.suspicious:
             return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
-        if lack := self._lack("checkpoint", asyncio.get_running_loop().time(), ends):
+        if lack := self._why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
             return f"{outcome}, but does not save it: {lack}"
         async with self._turn():
             await self._save()
         error = await self._wait_for_checkpoint()
         return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
 
-    def _lack(self, what: str, began: float, ends: float) -> str:
+    def _why_too_late(self, what: str, began: float, ends: float) -> str:
         """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
         longest, now = max(self._durations[what], default=0.0), asyncio.get_running_loop().time()
         if began + longest <= ends:
@@ -329,14 +329,14 @@ class Trainer(Actor):
         self._check_takes_samples()
         try:
             samples = tuple(sample.checked() for sample in trajectories(stored.columns))
-            _check(samples, self._learner.vocab_size)
+            _check_samples(samples, self._learner.vocab_size)
             parts = {
                 place: Group(stored.group, stored.prompt_index, (sample,), notes)
                 for place, sample, notes in zip(stored.places, samples, stored.notes, strict=True)
             }
             for part in parts.values():
-                _ready(part)
-        except (ValueError, TypeError, AttributeError) as error:  # the last two: of notes that are none
+                _ready_report(part)  # raises for notes that are none, which the report of the group would be made of
+        except (ValueError, TypeError, AttributeError) as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
         group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
         await self._report_ready(group)
@@ -344,6 +344,8 @@ class Trainer(Actor):
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
+        """What is stored of a group. What groups of its prompt that were given up have stored becomes its own, as far
+        as the master allows it, and is forgotten otherwise."""
         group, size = request.message.group, self.config.group_size
         self._check_takes_samples()
         stored, unfinished = await self._oldest_versions(request, size)
@@ -417,7 +419,7 @@ class Trainer(Actor):
         self._reporting.add(group.id)
         try:
             self._keep_in_memory(group)
-            accepted = (await self.ask_master(_ready(group), GroupAccepted)).accepted
+            accepted = (await self.ask_master(_ready_report(group), GroupAccepted)).accepted
         except FencedError:
             raise
         except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
@@ -484,7 +486,8 @@ class Trainer(Actor):
         neither can be loaded."""
         newest, older = recovery.checkpoint_version, recovery.covered
         try:
-            return await self._load(newest, recovery.run)
+            await self._load(newest, recovery.run)
+            return newest
         except UserError as error:
             damage = error
         try:
@@ -497,14 +500,13 @@ class Trainer(Actor):
         log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.")
         return older
 
-    async def _load(self, version: int, run: str) -> int:
-        """Load the checkpoint of a version; version 0 is the run's model, which is loaded."""
-        folder = checkpoint_of(self.config.folder, version)
-        self.activity = f"loading {folder}"
+    async def _load(self, version: int, run: str) -> None:
+        """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
         if version:
+            folder = checkpoint_of(self.config.folder, version)
+            self.activity = f"loading {folder}"
             with self.working(self.activity, "restore"):
                 await self._learner.load(folder, run)
-        return version
 
     async def _publish_again(self, replaced: Policy, redone: int) -> None:
         policy = self._policy()
@@ -516,7 +518,7 @@ class Trainer(Actor):
         log.info("restored", lineage=policy.lineage, version=policy.version, redone=redone)
         for lineage in range(replaced.lineage, self._lineage):
             for version in range(self._version - VERSIONS_KEPT, self._version + 2):
-                await self._remove(self._weights(version, lineage))
+                await self._remove(self._weights_folder(version, lineage))
 
     # --- one step
 
@@ -555,13 +557,11 @@ class Trainer(Actor):
         with self._timed("train"):
             try:
                 metrics = await self._learner.step(
-                    groups,
-                    version=self._version,
-                    temperature=self.config.sampling.temperature,
+                    groups, version=self._version, temperature=self.config.sampling.temperature,
                     mask_older_than=batch.mask_older_than,
-                )
+                )  # fmt: skip
             except Exception as error:
-                await self._report(error)
+                await self._report_failed_step(error)
                 raise
         values = self._learner.values
         metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
@@ -570,7 +570,7 @@ class Trainer(Actor):
         self._version += 1
         return metrics | _metrics(groups), groups
 
-    async def _report(self, error: Exception) -> None:
+    async def _report_failed_step(self, error: Exception) -> None:
         """Tell the master of an error in a step, which the next trainer does again."""
         if failure := failure_of_step(self._version, error):
             with suppress(BusError):
@@ -596,21 +596,21 @@ class Trainer(Actor):
             await self._learner.snapshot(Path(self._policy().folder))
         spent = {f"{what}_seconds": self._seconds[what] for what in PHASES}
         self._seconds.clear()
-        trained = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
-        self._publication = self.spawn(self._publish(metrics | spent, trained), "publish")
+        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
+        self._publication = self.spawn(self._publish(metrics | spent, keep_groups), "publish")
 
     async def _wait_for_publication(self) -> None:
         if self._publication is not None:
             with self._timed("publish_wait"):
                 await self._publication
 
-    async def _publish(self, metrics: dict[str, Any], committed: Callable[[], None]) -> None:
+    async def _publish(self, metrics: dict[str, Any], on_commit: Callable[[], None]) -> None:
         policy = self._policy()
         writing = self.spawn(self._write(policy), "write")
         await self.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
-        committed()
+        on_commit()
         await self.ask_master(PublishPolicy(policy=await writing), Done)
-        await self._remove(self._weights(policy.version - VERSIONS_KEPT))
+        await self._remove(self._weights_folder(policy.version - VERSIONS_KEPT))
 
     async def _write(self, policy: Policy) -> Policy:
         """Wait until the snapshot is written. Returns the policy with the stamp of its files."""
@@ -625,7 +625,7 @@ class Trainer(Actor):
 
     def _policy(self) -> Policy:
         """The policy of the trainer's current version, with the folder for its weights."""
-        folder = self._weights(self._version) if self._version else self.config.model
+        folder = self._weights_folder(self._version) if self._version else self.config.model
         return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
 
     @handles(FetchWeights)
@@ -640,7 +640,7 @@ class Trainer(Actor):
     async def transfer_done(self, request: Request[TransferDone]) -> Done:
         return self._direct.done(request)
 
-    def _weights(self, version: int, lineage: int | None = None) -> Path:
+    def _weights_folder(self, version: int, lineage: int | None = None) -> Path:
         lineage = self._lineage if lineage is None else lineage
         return self.config.weights_folder / f"l{lineage}-v{version:06}"
 
@@ -722,13 +722,13 @@ class Trainer(Actor):
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         began = asyncio.get_running_loop().time()
-        with self._marked(what):
+        with self._as_phase(what):
             yield
         seconds = asyncio.get_running_loop().time() - began
         self._seconds[what] += seconds
         self.took(what, began, seconds)
 
-    def _marked(self, what: str) -> AbstractContextManager[None]:
+    def _as_phase(self, what: str) -> AbstractContextManager[None]:
         work = PHASES[what]
         if work is None:
             return self._works.waiting()
@@ -753,7 +753,7 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     )
 
 
-def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
+def _check_samples(samples: Sequence[Trajectory], vocab_size: int) -> None:
     """Raises ValueError if there is no sample, or if a token is outside the vocabulary, because the training step would
     fail on it."""
     if not samples:
@@ -762,7 +762,7 @@ def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
         raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
 
 
-def _ready(group: Group) -> GroupReady:
+def _ready_report(group: Group) -> GroupReady:
     """The report that the group is on disk."""
     samples, about = group.trajectories, group.about
     rewards = [t.reward for t in samples]

@@ -30,7 +30,8 @@ class RoomTools(NamedTuple):
 
 
 def output(width: int) -> Console:
-    """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80."""
+    """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80. Texts are printed
+    as they are: `[/INST]` in a setting is no markup."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else width)
+    return Console(width=None if sys.stdout.isatty() else width, markup=False)

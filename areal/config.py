@@ -100,7 +100,7 @@ class SourceConfig(Section):
 
     * `addition`: the long additions of the quickstart;
     * a file that ends in .jsonl (one object per line), .json (a list of objects), .csv, .tsv or .parquet, with `prompt`
-      and `answer`; all but Parquet also compressed, such as .jsonl.gz;
+      and `answer`; all but Parquet also compressed, as .jsonl.gz or .jsonl.zst;
     * `reasoning_gym:NAME`: a task of the reasoning_gym library, which receives `options`;
     * `verifiers:NAME`: an environment of the verifiers library, which receives `options`; `verifiers:NAME:eval` takes
       the rows that the environment keeps for evaluation;

@@ -125,18 +125,24 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
 def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> dict[str, list[int]]:
     """Return the cores of the engine of each generator in `roles` (one entry per actor), by actor.
 
-    The result is empty unless the engines and the trainer together need exactly all `cores` (without a trainer: all but
-    one) at the same time. In that case any other process that wakes up preempts an engine or the trainer, and it should
-    preempt the trainer: on two cores this makes a run a fifth faster, and generation alone a third. If there are cores
-    to spare, the kernel finds a free one itself.
+    The result is empty unless all engines, also those of scorers, and the trainer together need exactly all `cores`
+    (without a trainer: all but one) at the same time. In that case any other process that wakes up preempts an
+    engine or the trainer, and it should preempt the trainer: on two cores this makes a run a fifth faster, and
+    generation alone a third. If there are cores to spare, the kernel finds a free one itself.
     """
     core_ids = sorted(cores)
     count = roles.count("generator")
     per_engine = config.generator.threads * config.generator.devices
-    training = config.trainer.ranks * config.trainer.threads if "trainer" in roles else 1
-    if config.colocate or count * per_engine + training != len(core_ids):
+    others = config.trainer.ranks * config.trainer.threads if "trainer" in roles else 1
+    others += threads_of_scorers(config) if "scorer" in roles else 0
+    if config.colocate or count * per_engine + others != len(core_ids):
         return {}
     return {f"generator/{index}": core_ids[index * per_engine :][:per_engine] for index in range(count)}
+
+
+def threads_of_scorers(config: Config) -> int:
+    """How many threads the engines of all scorers that a run starts have on a machine without GPUs."""
+    return sum(config.scorers[name].threads * config.scorers[name].devices for name in config.started_scorers)
 
 
 def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -92,10 +92,11 @@ def name_of(place: str) -> str:
     return hub_id(place) or Path(place).name
 
 
-def check_heads(folder: Path, ranks: int) -> None:
-    """Raise UserError if `ranks` ranks cannot divide the attention heads of the model in `folder` among them."""
-    if ranks == 1:
-        return
+def check_trainable(folder: Path, ranks: int) -> None:
+    """Raise UserError if the weights of the model in `folder` are quantized, or if `ranks` ranks cannot divide its
+    attention heads among them."""
+    if _read_config(folder).get("quantization_config"):
+        raise UserError(f"The model {folder} has quantized weights, which cannot be trained: name the original one.")
     sizes = _sizes(folder)
     heads = sizes.get("num_attention_heads", ranks)
     shared = sizes.get("num_key_value_heads") or heads
@@ -111,9 +112,9 @@ def context_of(folder: Path) -> int | None:
     sizes = _sizes(folder)
     longest = next((sizes[key] for key in _LENGTHS if isinstance(sizes.get(key), int)), None)
     scaling = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
-    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    stretched = isinstance(factor, int | float) and factor > 1 and kind not in ("llama3", "longrope", "su")
-    return int(longest * factor) if longest and stretched else longest
+    # With other kinds, such as yarn, the length is that of the stretched positions, for vLLM as for transformers.
+    stretched = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
+    return int(longest * (scaling.get("factor") or 1)) if longest and stretched else longest
 
 
 def architectures_of(folder: Path) -> list[str]:

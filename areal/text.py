@@ -1,4 +1,4 @@
-"""Text that a model wrote, or that an actor reports: the code in it, and how it is shown to people.
+"""Text that a model or a user's code wrote, or that an actor reports: the code in it, and how it is shown to people.
 
 A model may write anything, on purpose too. So nothing here takes time beyond the length of the text, which regular
 expressions easily do, and nothing that is shown can steer a terminal.
@@ -7,6 +7,7 @@ expressions easily do, and nothing that is shown can steer a terminal.
 from __future__ import annotations
 
 import re
+from traceback import TracebackException
 from typing import Any
 
 FENCE = "```"
@@ -52,6 +53,11 @@ def _between(text: str, opening: str, closing: str) -> tuple[int, str] | None:
 def shown(text: str) -> str:
     r"""`text` with control characters written as \x1b, so that it cannot steer the terminal or page that shows it."""
     return text.translate(_CONTROLS)
+
+
+def error_text(error: BaseException) -> str:
+    """The class of an exception, and its text; the `__str__` of the user's own classes may raise."""
+    return f"{type(error).__name__}: {TracebackException(type(error), error, None)}"
 
 
 def all_shown(value: Any) -> Any:

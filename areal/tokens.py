@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
         from transformers import AutoTokenizer as Tokenizer
     try:
         tokenizer = Tokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # the tokenizers library raises this very class
+        first = str(error).strip().partition("\n")[0]
         raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({first}).") from None
     if data is not None and data.sets_template:
         _set_template(tokenizer, folder, data)
@@ -91,6 +91,13 @@ def _spells(tokenizer: Any, text: str) -> bool:
         return False
     unknown = tokenizer.unk_token_id
     return unknown is None or unknown == tokenizer.eos_token_id or unknown not in tokens
+
+
+def reads_as_kept(tokenizer: Any, row: Mapping[str, Any]) -> bool:
+    """Whether the tokenizer makes of the tokens of a kept rollout the texts that are kept of them."""
+    start = row["prompt_tokens"]
+    texts = [tokenizer.decode(part.tolist()) for part in (row["tokens"][:start], row["tokens"][start:])]
+    return bool(texts == [row["prompt"], row["completion"]])
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

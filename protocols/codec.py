@@ -89,7 +89,7 @@ def encode_body(message: Message) -> list[Frame]:
             return msgpack.ExtType(_ARRAY, described)
         if isinstance(value, BaseModel):
             return value.__dict__
-        raise MalformedError(f"a message of kind {message.kind!r} holds a {type(value).__name__}: it cannot be sent")
+        raise MalformedError(f"a message of kind {message.kind!r} holds type {type(value).__name__}: it cannot be sent")
 
     def apart(text: str) -> msgpack.ExtType:
         arrays.append(text.encode())
@@ -189,7 +189,7 @@ def _unpack(frame: Frame, limit: int, arrays: Sequence[Frame] = ()) -> Any:
     try:
         # msgpack itself refuses a length that the frame cannot hold before it allocates anything.
         return msgpack.unpackb(
-            frame, use_list=False, ext_hook=partial(_extension, arrays) if arrays else _no_array, strict_map_key=True,
+            frame, use_list=False, ext_hook=partial(_extension, arrays), strict_map_key=True,
             object_pairs_hook=_map, max_map_len=MAX_MAP_ENTRIES, max_array_len=MAX_LIST_ENTRIES,
         )  # fmt: skip
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
@@ -244,6 +244,3 @@ def _array(data: bytes, arrays: Sequence[Frame]) -> np.ndarray:
     if math.prod(shape) * dtype.itemsize != len(frame):
         raise MalformedError(f"an array of shape {shape} does not fit its frame of {len(frame)} bytes")
     return np.frombuffer(frame, dtype).reshape(shape)
-
-
-_no_array = partial(_extension, ())

@@ -19,7 +19,7 @@ import asyncio
 import functools
 import operator
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 import zmq
@@ -257,18 +257,14 @@ class Approach(Handshakes):
     def _try_next(self) -> None:
         self._timer = None
         self._watched.disconnect(self._address)
-        self._connect(_next_after(self._tried, self._keys.generations))
+        generations = self._keys.generations  # which may have changed; if `_tried` was retired, the newest is next
+        place = generations.index(self._tried) + 1 if self._tried in generations else 0
+        self._connect(generations[place % len(generations)])
 
     def _connect(self, generation: KeyGeneration) -> None:
         self._tried = generation
         self._keys.connect(self._watched, generation)
         self._watched.connect(self._address)
-
-
-def _next_after(tried: KeyGeneration, generations: Sequence[KeyGeneration]) -> KeyGeneration:
-    """The generation after `tried`, in turn; the newest if `tried` is no longer one of them."""
-    place = generations.index(tried) + 1 if tried in generations else 0
-    return generations[place % len(generations)]
 
 
 class ZmqLink:

@@ -162,6 +162,17 @@ SETS: dict[str, tuple[dict, str, list[str]]] = {
         COUNT_AT_LEAST,
         ["class Solution:\n    def countAtLeast(self, hours, target): return 2"],
     ),
+    "LeetCodeDataset": (
+        {
+            "prompt": "from typing import *\n",
+            "entry_point": "Solution().countAtLeast",
+            "test": "def check(candidate):\n    assert candidate(hours = [5, 3, 10],target = 5) == 2\n"
+            "    assert candidate(hours = [],target = 1) == 0\n",
+            "input_output": [{"input": "hours = [5, 3, 10], target = 5", "output": "2"}],
+        },
+        COUNT_AT_LEAST,
+        [COUNT_AT_LEAST.replace(">=", ">"), "print(2)"],
+    ),
     "TACO, Codewars": (
         {
             "input_output": json.dumps(

@@ -333,6 +333,14 @@ def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
         check_refused(monkeypatch, capsys, arguments, f"cannot listen at tcp://127.0.0.1:{free_port}")
 
 
+def test_a_start_that_is_refused_says_nothing_of_its_port(small, free_port, monkeypatch, capsys):
+    monkeypatch.setattr("run.port_is_named", lambda *_: False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        check_refused(monkeypatch, capsys, ["--config", CONFIG, *small, "model=./nowhere"], "no model folder ./nowhere")
+
+
 def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
@@ -417,6 +425,8 @@ JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def scor
         (["weights.transport=nccl"], "weights.transport=nccl needs GPUs"),
         (["network.keys=no_such_folder"], "There are no keys in"),
         (["run_dir=rows.jsonl"], "run folder rows.jsonl/test cannot be used"),
+        (["run_dir=/proc/x"], "run folder /proc/x/test cannot be used (no folder can be made in /proc)"),
+        ([f"reward.functions={[f'many.py:r{n}' for n in range(33)]}"], "reward.functions names more than 32 rewards"),
         (["trainer.lora.target_modules=[q_proj,v_porj]"], "no such layer: did you mean v_proj?"),
         (["model=quickstart", "trainer.lora.target_modules=[q_prok]"], "model quickstart has no such layer: did you"),
         (
@@ -458,6 +468,7 @@ def test_a_dry_run_finds_what_a_start_would(small, tmp_path, monkeypatch, capsys
     Path("words.jsonl").write_text('{"prompt": "one and two", "answer": "three"}\n')
     Path("plain.py").write_text(PLAIN)
     Path("judges.py").write_text(JUDGE)
+    Path("many.py").write_text("".join(f"def r{n}(prompt, completion, row):\n    return 0.0\n" for n in range(33)))
     Path("twice.yaml").write_text("steps: 1\nname: a\nsteps: 2\n")
     Path("dots.yaml").write_text(f"base: {CONFIG}\ntrainer.lr: 1\n")
     Path("binary.yaml").write_bytes(b"\x80\x81\xff")

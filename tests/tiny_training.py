@@ -49,6 +49,7 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
 }
+PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
 KINDS = {
     "Qwen3Moe": {"head_dim": 8, **EXPERTS},
     "Qwen3Next": {"head_dim": 8, **EXPERTS, **LINEAR, "layer_types": MIXED, "shared_expert_intermediate_size": 24},
@@ -58,11 +59,20 @@ KINDS = {
     "Gemma2": {"head_dim": 8, "final_logit_softcapping": 4.0, "attn_logit_softcapping": None, "attention_dropout": 0.5},
     "Mistral": WINDOWED,
     "Gemma3": {**SOME_WINDOWED, "query_pre_attn_scalar": 24, "rope_parameters": TWO_ROPES},
+    "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Gemma4": {
+        **SOME_WINDOWED,
+        "global_head_dim": 16,
+        **PER_LAYER,
+        "enable_moe_block": True,
+        **EXPERTS,
+        "top_k_experts": 2,
+    },
     "Olmo3": SOME_WINDOWED,
 }
-"""What the configurations of tiny models have beside SIZES. Two of them have a dropout in their attention, the last
-three a window that is shorter than the sequences."""
-WINDOWS = ["Mistral", "Gemma3", "Olmo3"]
+"""What the configurations of tiny models have beside SIZES. Two of them have a dropout in their attention, WINDOWS a
+window that is shorter than the sequences."""
+WINDOWS = ["Mistral", "Gemma3", "Gemma4", "Olmo3"]
 MIXES = ["Qwen3Next", "Qwen3_5", "Lfm2"]
 """Models whose layers, as transformers has them on the CPU, run over the whole row."""
 

@@ -16,6 +16,7 @@ from areal.config import RewardConfig
 from areal.rewards.functions import RewardFunction
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result, RewardError
+from areal.text import error_text
 from areal.trajectory import Tokens
 
 
@@ -54,7 +55,7 @@ class FunctionPool:
                 raise RewardFailed(str(error), "raised") from None
             except Exception as error:  # the user's function may raise anything
                 traceback.print_exc()
-                raise RewardFailed(f"{type(error).__name__}: {error}"[:500], "raised") from None
+                raise RewardFailed(error_text(error)[:500], "raised") from None
         try:
             return reward.results(value, completions)
         except RewardError as error:

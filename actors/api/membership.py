@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from areal.config import UserError
 from protocols.addresses import host_of
 from protocols.messages import Message
 from protocols.network import ZmqNetwork
-from protocols.transport import Bus
 
 # How long an actor waits for its master, and a process until its actor has left.
 READY_SECONDS, LEAVE_SECONDS = 300.0, 30.0
@@ -28,8 +27,6 @@ READY_SECONDS, LEAVE_SECONDS = 300.0, 30.0
 AGAIN_SECONDS = 1.0
 
 T = TypeVar("T")
-Make = Callable[[Bus, str, Door], Actor]
-"""Makes an actor from its bus, the address of the master, and its door."""
 log = structlog.get_logger()
 
 
@@ -53,11 +50,11 @@ class Membership:
         """The master's answer. Raises UserError."""
         return self._run(ask_once(self._network(), self.master, message, patience)).result()
 
-    def add(self, role: str, make: Make) -> Future[None]:
-        """Have another actor join the run, and again whenever the master fences it. What is returned is done once it is
-        ready, or fails with a UserError."""
+    def add(self, kind: type[Actor], **options: Any) -> Future[None]:
+        """Have another actor of this class join the run, and again whenever the master fences it. options: of the class
+        alone. What is returned is done once the actor is ready, or fails with a UserError."""
         ready: Future[None] = Future()
-        life = self._run(self._live(role, make, ready))
+        life = self._run(self._live(kind, options, ready))
         self._lives.append(life)
         life.add_done_callback(lambda ended: _follow(ended, ready))
         return ready
@@ -82,10 +79,13 @@ class Membership:
     def _network(self) -> ZmqNetwork:
         return open_network(host_of(self.master), keys=self._keys)
 
-    async def _live(self, role: str, make: Make, ready: Future[None]) -> None:
+    async def _live(self, kind: type[Actor], options: Mapping[str, Any], ready: Future[None]) -> None:
         again = True
         while again and not self._leaving:
-            actor = make(new_bus(f"{role}/?", self._network()), self.master, Door.towards(self.master))
+            actor = kind(
+                new_bus(f"{kind.role}/?", self._network()), self.master, None, Door.towards(self.master),
+                patience=READY_SECONDS, own_process=False, **options,
+            )  # fmt: skip
             self._actors.append(actor)
             life = asyncio.create_task(actor.run())
             while not life.done() and not ready.done():
@@ -96,10 +96,10 @@ class Membership:
             self._actors.remove(actor)
             again = ending.fenced
             if again:
-                log.warning("an actor of this process joins the run again", role=role, why=ending.reason)
+                log.warning("an actor of this process joins the run again", role=kind.role, why=ending.reason)
                 await asyncio.sleep(AGAIN_SECONDS)
             elif not ending.ok:
-                log.warning("an actor of this process has left the run", role=role, why=ending.reason)
+                log.warning("an actor of this process has left the run", role=kind.role, why=ending.reason)
 
 
 def _follow(life: Future[None], ready: Future[None]) -> None:

@@ -38,15 +38,15 @@ def _rows(data: Any) -> Iterator[Any]:
         data = data.to_dict("records")
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise UserError(
-            f"data is a {type(data).__name__}: give a list of dicts, a datasets.Dataset, a DataFrame, or the name of a "
-            f"source (docs/configuration.md)."
+            f"data is of type {type(data).__name__}: give a list of dicts, a datasets.Dataset, a DataFrame, or the "
+            f"name of a source (docs/configuration.md)."
         )
     yield from data
 
 
 def _line(number: int, row: Any) -> str:
     if not isinstance(row, Mapping):
-        raise UserError(f"Row {number} of data is a {type(row).__name__}: write dicts, such as {{'prompt': ...}}.")
+        raise UserError(f"Row {number} of data is of type {type(row).__name__}: write dicts, {{'prompt': ...}}.")
     try:
         return json.dumps(dict(row), default=_plain, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:

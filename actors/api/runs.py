@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.api.function_pool import FunctionPool
-from actors.api.membership import READY_SECONDS, Make, Membership
+from actors.api.membership import READY_SECONDS, Membership
 from actors.api.settings import RewardLike, Settings, Workflow, name_of, settings_of
 from actors.evaluator import Evaluator
-from actors.parts.sampler import Sampler
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
-from actors.runtime.addresses import Door, locate
+from actors.runtime.actor import Actor
+from actors.runtime.addresses import locate
 from actors.watching.monitor import render
 from areal.config import Config, UserError
 from areal.observe.rollouts import Rollouts
@@ -33,7 +33,6 @@ from areal.storage.claim import claimed_address
 from areal.storage.run_folder import NewRecords, config_of_run, last_checkpoint, read_metrics, read_summary
 from areal.text import all_shown
 from protocols.messages import AddReward, AskStatus
-from protocols.transport import Bus
 
 CONSOLE, PROCESS = "console.log", "process"
 # Intervals of looking at its record, and of asking its master what to show in a notebook.
@@ -53,7 +52,7 @@ def train(
     """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run.
     Raises UserError, and RunFailed if it does not reach its end."""
     settings = settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys})
-    run = _started(settings, show=True)
+    run = _start(settings, show=True)
     try:
         run.wait()
     except KeyboardInterrupt:
@@ -76,11 +75,11 @@ def start(
     process. The same holds for workflow, a coroutine function (session, row). keys: other keys of the configuration,
     such as batch_size=8 or trainer={"lr": 1e-5}. Raises UserError.
     """
-    return _started(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
+    return _start(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
 
 
-def _started(settings: Settings, show: bool) -> LiveRun:
-    run = LiveRun(settings.config.folder, settings.config, _launched(settings), show)
+def _start(settings: Settings, show: bool) -> LiveRun:
+    run = LiveRun(settings.config.folder, settings.config, _launch(settings), show)
     try:
         run.find_master()
         run._serve(settings.rewards)
@@ -288,12 +287,9 @@ class LiveRun:
         if not section.external:
             raise UserError(f"The workflow of the run is {section.workflow!r}, not `external`: it runs elsewhere.")
         workflow = functools.partial(workflow, **section.workflow_options)
-        kinds: list[type[Sampler]] = [RolloutManager, Evaluator] if self.config.evaluates else [RolloutManager]
-        for kind in kinds:
-            self._join(kind.role, functools.partial(self._sampler, kind, workflow))
-
-    def _sampler(self, kind: type[Sampler], workflow: Workflow, bus: Bus, master: str, door: Door) -> Sampler:
-        return kind(bus, master, None, door, workflow=workflow, patience=READY_SECONDS, own_process=False)
+        self._join(RolloutManager, workflow=workflow)
+        if self.config.evaluates:
+            self._join(Evaluator, workflow=workflow)
 
     def leave(self) -> None:
         """Stop to score and to sample for the run, which goes on and waits for another process to do so."""
@@ -306,15 +302,12 @@ class LiveRun:
         new = tuple(name for name in rewards if name not in self._functions)
         self._functions.update(rewards)
         if new:
-            self._join("reward", lambda bus, master, door: Reward(
-                bus, master, None, door, functions=new, patience=READY_SECONDS, own_process=False,
-                make_pool=lambda names, config: FunctionPool(self._functions, config),
-            ))  # fmt: skip
+            self._join(Reward, functions=new, make_pool=lambda names, config: FunctionPool(self._functions, config))
 
-    def _join(self, role: str, make: Make) -> None:
+    def _join(self, kind: type[Actor], **options: Any) -> None:
         """Have an actor join, and wait until it is ready, while the run prepares itself and loads its engines. Raises
         UserError and RunFailed."""
-        ready = self._membership.add(role, make)
+        ready = self._membership.add(kind, **options)
         while not ready.done():
             self._check_process()
             self._pause()
@@ -353,7 +346,7 @@ class RolloutTable:
         return _table(Rollouts(self._folder).sql(query))
 
 
-def _launched(settings: Settings) -> subprocess.Popen[bytes]:
+def _launch(settings: Settings) -> subprocess.Popen[bytes]:
     """The process of a run, which goes on if this one ends."""
     folder = settings.config.folder
     command = [sys.executable, str(ROOT / "run.py"), "--config", str(settings.file)]

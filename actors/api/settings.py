@@ -118,7 +118,7 @@ def _values(config: Config | Mapping[str, Any] | str | Path | None, given: Mappi
             return dict(config)
         case str() | Path():
             return read_values(Path(config))
-    raise UserError(f"config is a {type(config).__name__}: give a Config, its keys, or the name of a YAML file.")
+    raise UserError(f"config is of type {type(config).__name__}: give a Config, its keys, or the name of a YAML file.")
 
 
 def _with_source(values: Mapping[str, Any], source: str, has_answers: bool = True) -> dict[str, Any]:

@@ -219,7 +219,7 @@ class Flows(Generic[R]):
         try:
             yield self._part([], [])
             while True:
-                part = self._part(*await self._gathered(served))
+                part = self._part(*await self._next_part(served))
                 self._emptied.notify()
                 yield part
         finally:
@@ -239,9 +239,9 @@ class Flows(Generic[R]):
         for job, work in jobs.items():
             if job in served.jobs:
                 continue
-            served.jobs[job] = task = self._spawn(_done(served, job, work), f"job {job} of {request.sender}")
+            served.jobs[job] = task = self._spawn(_run_job(served, job, work), f"job {job} of {request.sender}")
             # Not in the task itself: a task that is cancelled before its first step never runs.
-            task.add_done_callback(functools.partial(self._ended, served, job))
+            task.add_done_callback(functools.partial(self._remove_job, served, job))
 
     def cancel(self, request: Request[EndJobs]) -> None:
         """End jobs. Nothing more comes of them."""
@@ -250,15 +250,15 @@ class Flows(Generic[R]):
                 if task := served.jobs.get(job):
                     task.cancel()
 
-    async def emptied(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Wait until no job runs and all results are sent."""
         await self._emptied.until(lambda: not any(served.jobs or served.results for served in self._open.values()))
 
-    def _ended(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
+    def _remove_job(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
         del served.jobs[job]
         self._emptied.notify()
 
-    async def _gathered(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:
+    async def _next_part(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:
         """What is in the next part."""
         loop = asyncio.get_running_loop()
         await served.filled.wait()
@@ -294,7 +294,7 @@ class _Served(Generic[R]):
         self.filled.set()
 
 
-async def _done(served: _Served[R], job: int, work: Work[R]) -> None:
+async def _run_job(served: _Served[R], job: int, work: Work[R]) -> None:
     try:
         await work(served.add)
     except BusError as error:

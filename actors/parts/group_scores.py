@@ -40,7 +40,7 @@ class GroupScores:
         if self._complete.is_set():
             raise ended()
         self._completions[session] = completion
-        self._look()
+        self._close_if_complete()
         await session.save_rest()
         await self._complete.wait()
         if self._scoring is None:
@@ -54,7 +54,7 @@ class GroupScores:
             if self._complete.is_set():
                 raise ended()
             self._needed -= 1
-            self._look()
+            self._close_if_complete()
 
     async def close(self) -> None:
         """End the scoring. No task of it is left."""
@@ -62,7 +62,7 @@ class GroupScores:
             self._scoring.cancel()
             await asyncio.gather(self._scoring, return_exceptions=True)
 
-    def _look(self) -> None:
+    def _close_if_complete(self) -> None:
         if len(self._completions) == self._needed:
             self._complete.set()
             for session in self._sessions:

@@ -150,7 +150,7 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
     bus = new_bus("monitor/0", network)
     trips, offsets = [], []
     try:
-        await _prepared(bus, master)
+        await _wait_until_prepared(bus, master)
         for _ in range(ASKS):
             begun, sent_at = time.perf_counter(), time.time()
             status = await status_of(bus, master, ANSWER_SECONDS)
@@ -183,7 +183,7 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
     ]
 
 
-async def _prepared(bus: Bus, master: str) -> None:
+async def _wait_until_prepared(bus: Bus, master: str) -> None:
     """Wait until the master has prepared the run. Raises BusError after ANSWER_SECONDS."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + ANSWER_SECONDS

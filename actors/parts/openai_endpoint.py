@@ -139,28 +139,28 @@ class OpenAIEndpoint:
             )
         return sample
 
-    async def _opened(self, request: web.Request, kind: type[BaseModel]) -> tuple[_Open, Any]:
+    async def _read(self, request: web.Request, kind: type[BaseModel]) -> tuple[_Open, Any]:
         """The open sample of a request, and the request's body as a `kind`. Raises ApiError."""
         return self._sample(request), _parse(kind, await _body(request))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        sample, body = await self._opened(request, ChatRequest)
+        sample, body = await self._read(request, ChatRequest)
         return await _answer(request, sample, ChatReply(body, sample.chat.tokenizer))
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
-        sample, body = await self._opened(request, ResponsesRequest)
+        sample, body = await self._read(request, ResponsesRequest)
         return await _answer(request, sample, ResponseReply(body, sample.responses))
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
-        sample, body = await self._opened(request, MessagesRequest)
+        sample, body = await self._read(request, MessagesRequest)
         return await _answer(request, sample, MessageReply(body, sample.chat.tokenizer, sample.threads))
 
     async def _count(self, request: web.Request) -> web.Response:
-        sample, body = await self._opened(request, CountRequest)
+        sample, body = await self._read(request, CountRequest)
         return web.json_response({"input_tokens": openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer)})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        sample, body = await self._opened(request, RewardRequest)
+        sample, body = await self._read(request, RewardRequest)
         if body.key != sample.reward_key:
             raise ApiError(NO_REWARD, "not_the_reward_key", 403)
         sample.chat.give_reward(body.reward, body.call)

@@ -34,7 +34,7 @@ class Progress:
         self._last = self._clock()
         self._remedies = 0
 
-    def lost(self) -> None:
+    def await_successor(self) -> None:
         """A member has gone. The run does not end before the one that may be started in its place had time to join."""
         self._successor_until = self._clock() + self._config.master.lease_seconds
 

@@ -18,6 +18,7 @@ from actors.runtime.actor import Actor
 from areal.config import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.text import error_text
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
@@ -114,7 +115,7 @@ class Sampler(Actor):
             raise
         except Exception as error:
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
-            reason = f"the workflow raised {type(error).__name__}: {error}"
+            reason = f"the workflow raised {error_text(error)}"
             self.report_failure("workflow", reason)
             raise SampleFailed("workflow", reason) from error
         finally:

@@ -46,7 +46,7 @@ class Serving(Actor):
         raise NotImplementedError
 
     async def hand_over(self) -> None:
-        await self._flows.emptied()
+        await self._flows.wait_until_empty()
 
     def stats(self) -> dict[str, float]:
         return {"scored": self._scored, "failed": self._failed}

@@ -229,7 +229,7 @@ class SampleSession(SampleState):
         if not weights and services.config.rollout_manager.gives_rewards:
             raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
         if not isinstance(completion, str):
-            raise TypeError(f"session.score takes a completion as text, not as a {type(completion).__name__}")
+            raise TypeError(f"session.score takes a completion as text, not of type {type(completion).__name__}")
         prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else _row(tokens)
         with self._waiting():
             later = services.of_groups(weights) if self.group else []

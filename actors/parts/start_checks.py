@@ -17,6 +17,7 @@ from areal.planning.sweep import SweptRun
 from areal.roles import ROLES
 from areal.storage.claim import check_free, check_room
 from protocols.addresses import host_of, is_loopback
+from protocols.messages import MAX_SERVED
 
 # The sections and keys by which rows are read and checked.
 _OF_ROWS = {"data", "reward", "sandbox", "evaluator", "max_failed_share"}
@@ -46,6 +47,8 @@ def roles_here(config: Config) -> list[str]:
 def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> dict[str, dict[str, str]]:
     """Check all that can be checked before a run is started on this machine. rows, weights: as `preflight.check` takes
     them. Returns environment variables of its actors, by their names. Raises UserError."""
+    if len(config.own_rewards) > MAX_SERVED:
+        raise UserError(f"reward.functions names more than {MAX_SERVED} rewards, the most of an actor: leave some out.")
     check_transport(config)
     check(config, weights=weights, rows=rows)
     roles = roles_here(config)
@@ -99,7 +102,6 @@ def first_waits(config: Config) -> list[str]:
         waits.append(
             "vLLM compiles for the GPU, for minutes at the first start (not with generator.enforce_eager=true)."
         )
-    engines = "The engines are loaded, which takes half a minute or more" + ", and the first time twice as long" * bool(
-        waits
-    )
-    return [*waits, f"{engines}. Logs: {config.folder / 'logs'}."]
+    more = ", and the first time twice as long" if waits else ""
+    logs = config.folder / "logs"
+    return [*waits, f"The engines are loaded, which takes half a minute or more{more}. Logs: {logs}."]

@@ -90,12 +90,12 @@ class WeightServer:
             first = numbers.stop
 
     async def _holding(self, version: Version) -> Holding:
-        def decided() -> Holding | bool:
+        def decide() -> Holding | bool:
             return self._holdings.get(version) or any(offered > version for offered in self._holdings)
 
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                holding = await self._progress.until(decided)
+                holding = await self._progress.until(decide)
         except TimeoutError:
             raise BusyError(f"this actor does not have version {version[1]} yet") from None
         if not isinstance(holding, Holding):

@@ -260,13 +260,11 @@ class Actor(HandlesRequests):
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run `work` concurrently with `main`. If it raises, the actor fails. Raises BusyError if the actor is ending:
         its handlers still answer then."""
-        try:
-            if self._tasks is None:
-                raise RuntimeError
-            return self._tasks.create_task(work, name=name)
-        except RuntimeError:  # also of a task group whose tasks are being cancelled
-            work.close()
-            raise BusyError("this actor is ending") from None
+        if self._tasks is not None:
+            with contextlib.suppress(RuntimeError):  # its tasks are being cancelled
+                return self._tasks.create_task(work, name=name)
+        work.close()
+        raise BusyError("this actor is ending")
 
     def working(
         self, what: str, kind: str = "", evidence: Evidence = lambda: 0.0
@@ -340,7 +338,7 @@ class Actor(HandlesRequests):
                 return self._stop.result()
             ending = await self._live()
             if not ending.fenced:
-                await self._leave(ending.reason)
+                await self._tell_master(ending.reason)
             return ending
         finally:
             try:
@@ -352,7 +350,7 @@ class Actor(HandlesRequests):
 
     def _serve(self) -> str:
         try:
-            return self.bus.serve(self.door.address, self.dispatch, self._crashed)
+            return self.bus.serve(self.door.address, self.dispatch, self._on_crash)
         except OSError as error:
             raise UserError(
                 f"The {self.role} cannot listen at {self.door.address} ({error.strerror}): change --bind, --host or "
@@ -382,7 +380,7 @@ class Actor(HandlesRequests):
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
         prometheus.serve(self.config.observe, self.role, self.index, lambda: self._numbers)
-        await self._believe(welcome.snapshot)
+        await self._take_snapshot(welcome.snapshot)
 
     async def _live(self) -> Ending:
         """Raises what the role's own code raised."""
@@ -391,7 +389,7 @@ class Actor(HandlesRequests):
                 self.spawn(self._heartbeat(), "heartbeat")
                 self.spawn(self._look_at_works(), "works")
                 self.spawn(self._drain_when_told(), "drain")
-                self.spawn(_result(self._crash), "crash")
+                self.spawn(_raise_from(self._crash), "crash")
                 self.spawn(self._work(), self.role)
                 raise _Stopped(await self._stop)  # the task group cancels everything else
         except BaseExceptionGroup as group:
@@ -403,7 +401,7 @@ class Actor(HandlesRequests):
                 case MasterLostError() as error:
                     return Ending(False, str(error))
                 case error:
-                    await self._leave(f"{type(error).__name__}: {error}")
+                    await self._tell_master(f"{type(error).__name__}: {error}")
                     raise error from None
         finally:
             self._tasks = None
@@ -414,11 +412,12 @@ class Actor(HandlesRequests):
             await self.setup()
         await self.main()
 
-    async def _leave(self, reason: str) -> None:
+    async def _tell_master(self, reason: str) -> None:
+        """The actor leaves, for this reason."""
         with contextlib.suppress(BusError):
             await self.ask(self.master, Leave(reason=text_of(reason)), Message, LEAVE_SECONDS)
 
-    def _crashed(self, error: BaseException) -> None:
+    def _on_crash(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
         if self._tasks is None:
             self.stop(Ending(False, f"a handler failed: {type(error).__name__}: {error}"))
@@ -460,7 +459,7 @@ class Actor(HandlesRequests):
         short = self._disk.shortage
         beat = Heartbeat(
             state=self.state, serves=self.serves(), activity=str(short or self.activity)[:512],
-            shortage=DiskShortage(**asdict(short)) if short else None,
+            shortage=DiskShortage(**asdict(short) | {"waits": short.waits[:512]}) if short else None,
             stats=self.stats() | delays.longest(), engagement=self.engagement(), works=self.works(),
             ended=self._works.take_ended(), spans=tuple(self._spans), clock=asyncio.get_running_loop().time(),
         )  # fmt: skip
@@ -473,7 +472,7 @@ class Actor(HandlesRequests):
             self.note_loads(answer.loads)
         if answer.sequence > self._sequence:
             # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in each case.
-            await self._believe(await self.ask_master(AskSnapshot(), Snapshot))
+            await self._take_snapshot(await self.ask_master(AskSnapshot(), Snapshot))
 
     # --- events
 
@@ -482,16 +481,16 @@ class Actor(HandlesRequests):
             return
         match event:
             case PolicyPublished():
-                self._follow(event.policy)
+                self._take_policy(event.policy)
             case MembersChanged():
-                self._know({m.identity: m for m in event.changed}, event.gone)
+                self._update_directory({m.identity: m for m in event.changed}, event.gone)
             case Shutdown():
                 self._run_ended(event)
         if sequence == self._sequence + 1:  # after a gap, only a snapshot has what was missed
             self._sequence = sequence
         self._changed.notify()
 
-    async def _believe(self, snapshot: Snapshot) -> None:
+    async def _take_snapshot(self, snapshot: Snapshot) -> None:
         events = reachable(snapshot.events, host_of(self.master))
         if self._events is None or self._events.address != events:
             if self._events is not None:
@@ -499,17 +498,17 @@ class Actor(HandlesRequests):
             self._events = self.bus.subscribe(events, self._on_event)
         if snapshot.sequence >= self._sequence:
             self._sequence = snapshot.sequence
-            self._follow(snapshot.policy)
+            self._take_policy(snapshot.policy)
             listed = {member.identity: member for member in snapshot.members}
-            self._know(listed, [identity for identity in self.directory if identity not in listed])
+            self._update_directory(listed, [identity for identity in self.directory if identity not in listed])
             self._changed.notify()
 
-    def _follow(self, policy: Policy) -> None:
+    def _take_policy(self, policy: Policy) -> None:
         # A late event must not bring back an older policy.
         if self.policy is None or policy.identity > self.policy.identity:
             self.policy = policy
 
-    def _know(self, changed: dict[str, Member], gone: Sequence[str]) -> None:
+    def _update_directory(self, changed: dict[str, Member], gone: Sequence[str]) -> None:
         self.directory |= changed
         for identity in gone:
             if member := self.directory.pop(identity, None):
@@ -558,7 +557,7 @@ async def ask_once(
         await bus.close()
 
 
-async def _result(future: asyncio.Future[Any]) -> None:
+async def _raise_from(future: asyncio.Future[Any]) -> None:
     await future
 
 

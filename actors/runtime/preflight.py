@@ -17,11 +17,11 @@ from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
-from areal.devices import host_memory, visible_devices
+from areal.devices import host_memory, threads_of_scorers, visible_devices
 from areal.models import (
     architectures_of,
     check_adapters,
-    check_heads,
+    check_trainable,
     context_of,
     find_model,
     hub_id,
@@ -33,6 +33,7 @@ from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.rewards import functions as rewards
 from areal.sandbox.outside import open_sandbox
+from areal.storage.claim import can_be_made
 from areal.tokens import load_tokenizer, missing_character, read_template
 from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow, texts_of
@@ -205,7 +206,8 @@ def check_parsers(config: Config, folder: Path) -> None:
 def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int]) -> None:
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
     there. rooms: of scorers. Raises UserError."""
-    check_heads(folder, config.trainer.sequence_parallel)
+    if config.steps:
+        check_trainable(folder, config.trainer.sequence_parallel)
     context = context_of(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
@@ -273,10 +275,10 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
             f"generator.count is {config.generator.count}, but this machine has {cores} cores and no GPU: lower it to "
             f"{max(1, cores - 1)}."
         )
-    if engines * config.generator.threads > cores:
+    if (threads := engines * config.generator.threads + threads_of_scorers(config)) > cores:
         print(
-            f"Note: {engines} engines with {config.generator.threads} threads each share the {cores} cores of this "
-            f"machine: one for each core, and one core for the trainer, are fastest.",
+            f"Note: the engines have {threads} threads together, but this machine has {cores} cores: one for each "
+            f"core, and one core for the trainer, are fastest.",
             file=sys.stderr,
         )
     halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]
@@ -360,8 +362,7 @@ def _bound(address: str) -> Iterator[int]:
 
 def check_folder(folder: Path) -> None:
     """Raises UserError if weights cannot be written to `folder`."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+    if not can_be_made(folder):
         raise UserError(
             f"Weights cannot be written to {folder}: set weights.folder to a writable folder, "
             f"or leave it out to write the weights into the run folder."

@@ -146,9 +146,8 @@ def _result(episode: Episode) -> list[str]:
     by = [f"{s.name} {s.result.score:g} of {_cut(s.completion, QUOTED)!r}" for s in episode.scores]
     parts = [f"{s.name}/{part} {value:g}" for s in episode.scores for part, value in s.result.parts.items()]
     of_calls = [f"call {turn.number} {turn.reward:g}" for turn in episode.turns if turn.reward is not None]
-    source = [f"scored: {', '.join([*by, *parts])}"] * bool(by) + [f"rewards of calls: {', '.join(of_calls)}"] * bool(
-        of_calls
-    )
+    source = [f"scored: {', '.join([*by, *parts])}"] if by else []
+    source += [f"rewards of calls: {', '.join(of_calls)}"] if of_calls else []
     lines = []
     if episode.reward is not None:
         lines.append(f"reward {episode.reward:g} ({'; '.join(source) or 'the workflow or its agent gave it'})")

@@ -1,4 +1,4 @@
-"""Rows in files: lines of JSON, a list in JSON, CSV, Parquet. All but Parquet may be compressed by gzip.
+"""Rows in files: lines of JSON, a list in JSON, CSV, Parquet. All but Parquet may be compressed by gzip or zstd.
 
 The order of the rows is that of the file. Values of CSV are texts.
 """
@@ -6,11 +6,9 @@ The order of the rows is that of the file. Values of CSV are texts.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,14 @@ from typing import Any
 from areal.config import UserError
 
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".tsv")
-KINDS = (*TEXT_KINDS, *(f"{kind}.gz" for kind in TEXT_KINDS), ".parquet")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+KINDS = (*TEXT_KINDS, *(kind + ending for kind in TEXT_KINDS for ending in COMPRESSED), ".parquet")
 ONE_A_LINE = "write one object a line"
 
 
 def kind_of(name: str) -> str | None:
-    """The ending of a file of rows, without .gz; None if `name` does not end like one."""
-    return next((kind.removesuffix(".gz") for kind in KINDS if name.lower().endswith(kind)), None)
+    """The ending of a file of rows, without that of its compression; None if `name` does not end like one."""
+    return next((f".{kind.split('.')[1]}" for kind in KINDS if name.lower().endswith(kind)), None)
 
 
 def unit_of(path: Path) -> str:
@@ -65,12 +64,14 @@ def read_text(path: Path, what: str) -> str:
     """The text of a file, which may be compressed. Raises UserError."""
     try:
         content = path.read_bytes()
-        if path.name.lower().endswith(".gz"):
-            content = gzip.decompress(content)
+        if codec := COMPRESSED.get(path.suffix.lower()):
+            import pyarrow  # takes time
+
+            content = pyarrow.input_stream(io.BytesIO(content), codec).read()
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{what}: {path.resolve()} cannot be read ({reason}): correct the path") from error
 
@@ -126,5 +127,5 @@ def _parsed(text: str, where: str, advice: str) -> Any:
 
 def _object(raw: Any, where: str, advice: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
-        raise UserError(f"{where} is a {type(raw).__name__}, not an object: {advice}")
+        raise UserError(f"{where} is of type {type(raw).__name__}, not an object: {advice}")
     return raw

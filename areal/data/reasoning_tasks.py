@@ -126,4 +126,4 @@ def _plain(value: Any) -> Any:
         return float(value)
     if hasattr(value, "item"):  # a NumPy number
         return value.item()
-    raise TypeError(f"an entry holds a {type(value).__name__}")
+    raise TypeError(f"an entry holds a value of type {type(value).__name__}")

@@ -171,7 +171,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
 def open_sampler(config: DataConfig, source: PromptSource) -> Choose:
     """Return the sampler that `config` names, after it has made a first choice. Raises UserError."""
     name, options = config.sampler, config.sampler_options
-    choose = _made(name, options)
+    choose = _make(name, options)
     if name in ("skip_solved", "easy_to_hard") and source.size is None:
         raise UserError(f"data.sampler={name} needs epochs, but the data has no end: set data.size, or another sampler")
     if name == "mixture" and len(source.shares) < 2:
@@ -196,7 +196,7 @@ def safe_choice(name: str, choose: Choose, history: History, prompt: int) -> int
     return index
 
 
-def _made(name: str, options: Mapping[str, Any]) -> Choose:
+def _make(name: str, options: Mapping[str, Any]) -> Choose:
     target: Any = BUILT_IN.get(name)
     if target is None:
         if ":" not in name:
@@ -208,7 +208,6 @@ def _made(name: str, options: Mapping[str, Any]) -> Choose:
             raise UserError(f"data.sampler {name!r} is a function, which has no data.sampler_options: make it a class")
         return target
     try:
-        inspect.signature(target).bind(**options)
         made: Any = target(**options)
     except (TypeError, ValueError) as error:
         raise UserError(f"data.sampler {name!r}: {error}: correct data.sampler_options, {dict(options)}") from None

@@ -376,6 +376,8 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
         fields["prompt"] = prompt
+    # A data set of the hub has dates where its files have texts of JSON that look like them.
+    fields = {name: value.isoformat() if isinstance(value, date) else value for name, value in fields.items()}
     try:
         msgpack.packb(fields)
         json.dumps(fields)  # bytes are no JSON, in which the rollouts keep the row
@@ -384,7 +386,7 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     return Row(
         index=0,
         prompt=with_system(prompt, config.system_prompt),
-        answer=answer if answer is None or isinstance(answer, str) else json.dumps(answer),
+        answer=answer if answer is None or isinstance(answer, str) else json.dumps(fields["answer"]),
         reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
     )
@@ -464,7 +466,7 @@ def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, 
         raw = addition.make_row(_derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
         return _make_row(raw, config, f"{what}, row {number},")
 
-    return _tried(draw, (TypeError, ValueError), what)
+    return _with_first_row(draw, (TypeError, ValueError), what)
 
 
 def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Draw:
@@ -481,10 +483,10 @@ def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, A
         raw = reasoning_tasks.row(task, options, entry)
         return _make_row(raw, config, f"{what}, row {number},")
 
-    return _tried(draw, (AssertionError, LookupError, TypeError, ValueError), what)
+    return _with_first_row(draw, (AssertionError, LookupError, TypeError, ValueError), what)
 
 
-def _tried(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
+def _with_first_row(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
     """Return the source if it can make its first row. Bad options are detected there and raise UserError."""
     try:
         draw("train", 0, 0)

@@ -37,6 +37,7 @@ from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
 from areal.models import shapes_in
 from areal.processes import importing
+from areal.tokens import tokenizer_in
 from areal.trajectory import Finish, TokenScores
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 
@@ -186,9 +187,9 @@ class GenerationEngine:
         config = config.on(cuda=bool(visible_devices()))
         shapes, tied = _read_model_folder(model)
         # In a thread: importing vLLM and waiting for its process take seconds; the actor has to send heartbeats then.
-        core, stop_tokens = await asyncio.to_thread(_start_core, model, config, seed, lora, sleeps, transfer)
+        core, stops = await asyncio.to_thread(_start_core, model, config, seed, lora, sleeps, transfer)
         limits = core.vllm_config.model_config
-        facts = _Model(model, shapes, tied, lora, stop_tokens, limits.get_vocab_size(), limits.max_model_len)
+        facts = _Model(model, shapes, tied, lora, stops, limits.get_vocab_size(), limits.max_model_len)
         engine = cls(core, config, facts, version)
         if lora:
             await engine._call(core.collective_rpc_async("start_adapter", args=(ADAPTER,)))
@@ -708,8 +709,14 @@ def _start_core(
             core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     except RuntimeError as error:
         raise EngineError(f"vLLM did not start on {model}; its own log, above, says why: {error}") from error
-    stop_tokens = vllm_config.model_config.try_get_generation_config().get("eos_token_id") or []
-    return core, [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
+    return core, stop_tokens(model, vllm_config.model_config.try_get_generation_config().get("eos_token_id"))
+
+
+def stop_tokens(model: Path, listed: int | Sequence[int] | None) -> list[int]:
+    """The tokens that end a sequence: those that the model's generation config lists and, as in vLLM's own front end,
+    its tokenizer's end of sequence, which fine-tuning has trained."""
+    own: Any = getattr(tokenizer_in(str(model)), "eos_token_id", None)
+    return sorted({*([listed] if isinstance(listed, int) else listed or ()), own} - {None})
 
 
 def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bool) -> VllmConfig:

@@ -101,7 +101,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
             raise UserError(f"The run in {folder} has no final held-out accuracy: leave it out, or let it finish.")
     settings = [run.settings for run in runs]
     keys = _dividing(settings, differing_settings(settings, (*LEFT_OUT, *SPEED_ONLY)))
-    numeric = [key for key in keys if all(_is_number(value_of(config, key)) for config in settings)]
+    numeric = [key for key in keys if all(type(value_of(config, key)) in (int, float) for config in settings)]
     axis = max(numeric, key=lambda key: len({value_of(config, key) for config in settings}), default="")
     groups: list[tuple[str, list[Run]]] = []
     for numbers in by_settings(settings, keys).values():
@@ -161,10 +161,10 @@ def _lines(places: Sequence[Place]) -> dict[str, list[Point]]:
     return {label: sorted(line) for label, line in lines.items()}
 
 
-def value_of(settings: Mapping[str, Any], key: str) -> Any:
+def value_of(settings: Mapping[str, Any], key: str, missing: Any = None) -> Any:
     value: Any = settings
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+        value = value.get(part, missing) if isinstance(value, dict) else missing
     return value
 
 
@@ -175,7 +175,7 @@ def differing_settings(settings: Sequence[dict[str, Any]], left_out: Sequence[st
 
 
 def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
-    """By the values of `keys`, as JSON: the numbers of the configurations that have them.
+    """By the values of `keys`, as JSON, or – for one that is missing: the numbers of the configurations that have them.
 
     The seeds of a group differ. A run that repeats the seed of another one is no further sample, so it is in a group of
     its own, with the number of the repetition behind the values.
@@ -183,7 +183,8 @@ def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict
     groups: dict[tuple[str, ...], list[int]] = {}
     earlier: Counter[tuple[str, ...]] = Counter()
     for n, config in enumerate(settings):
-        texts = tuple(json.dumps(value_of(config, key)) for key in keys)
+        # An earlier version of areal has written no null where it did not know the key.
+        texts = tuple("–" if (value := value_of(config, key, "–")) == "–" else json.dumps(value) for key in keys)
         seeded = (*texts, json.dumps(config.get("seed")))
         groups.setdefault((*texts, f"{earlier[seeded]}"), []).append(n)
         earlier[seeded] += 1
@@ -222,7 +223,7 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
             (f"{name}, last {LAST_STEPS} steps", ".3f", lambda run, key=key: _mean(run.series(key)[-LAST_STEPS:]))
             for name, key in rewards.items()
         ),
-        ("trained groups with signal", ".1%", lambda run: _mean(_finite(run.series("mixed_groups")))),
+        ("trained groups with signal", ".1%", lambda run: _mean([*filter(math.isfinite, run.series("mixed_groups"))])),
         ("tokens generated for each of them", ",.0f", _tokens_per_signal),
         (
             "rows of which a prompt was admitted",
@@ -260,10 +261,6 @@ def _dividing(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[s
 
 def _title(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}\n{len(names)} seeds"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text(key: str, value: Any) -> str:
@@ -305,10 +302,6 @@ def _at_tokens(runs: Sequence[Run]) -> list[Figure]:
 def _tokens_per_signal(run: Run) -> float:
     mixed = np.nansum(np.multiply(run.series("mixed_groups"), run.series("groups_trained")))
     return float(np.nansum(run.series("tokens_generated")) / mixed) if mixed else math.nan
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    return list(filter(math.isfinite, values))
 
 
 def _accuracy(run: Run, key: str, place: int) -> float:

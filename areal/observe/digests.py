@@ -94,11 +94,13 @@ def _rewards(config: Mapping[str, Any]) -> list[Any]:
 def digest(path: Path) -> list[Digest]:
     """The digests of the steps in a file. Raises OSError or pa.ArrowException if it cannot be read."""
     with pq.ParquetFile(path) as file:
-        all_rows = _trained(file.read(["step", "group", "prompt_index", "sample", "reward"]))
+        all_rows = _trained_rows(file.read(["step", "group", "prompt_index", "sample", "reward"]))
         numbers = range(file.num_row_groups)
         some = numbers[:: _every(file)]
-        rows_of_tokens = _trained(file.read_row_groups(some, ["step", "group", "sample", "tokens", "versions"]))
-        rows_of_texts = _trained(file.read_row_groups(some, ["step", "row", "completion", "reward", "reward_parts"]))
+        rows_of_tokens = _trained_rows(file.read_row_groups(some, ["step", "group", "sample", "tokens", "versions"]))
+        rows_of_texts = _trained_rows(
+            file.read_row_groups(some, ["step", "row", "completion", "reward", "reward_parts"])
+        )
     unanswered = _unanswered_by_step(rows_of_texts)
     about_tokens = _tokens_by_step(rows_of_tokens)
     digests = []
@@ -138,7 +140,7 @@ def _every(file: pq.ParquetFile) -> int:
     return max(1, math.ceil(sum(g.column(i).total_uncompressed_size for g in groups for i in columns) / TOKEN_BYTES))
 
 
-def _trained(table: pa.Table) -> pa.Table:
+def _trained_rows(table: pa.Table) -> pa.Table:
     """The rows with a step, in the order of the steps; the rows of a group stay together."""
     rows = table.filter(pc.is_valid(table["step"]))
     return rows.take(pa.array(np.argsort(rows["step"].to_numpy(), kind="stable")))
@@ -147,7 +149,7 @@ def _trained(table: pa.Table) -> pa.Table:
 def _tokens_by_step(rows: pa.Table) -> dict[int, tuple[dict[int, float], float | None]]:
     """By step: the most frequent tokens with their shares, and the share of copies (None without a pair)."""
     by_step = {}
-    places = zip(*(rows[name].to_pylist() for name in ("step", "group", "sample")), _sampled(rows), strict=True)
+    places = zip(*(rows[name].to_pylist() for name in ("step", "group", "sample")), _sampled_tokens(rows), strict=True)
     for step, of_step in groupby(places, key=itemgetter(0)):
         tokens, samples, distinct = [], 0, 0
         for _, of_group in groupby(of_step, key=itemgetter(1)):
@@ -163,7 +165,7 @@ def _tokens_by_step(rows: pa.Table) -> dict[int, tuple[dict[int, float], float |
     return by_step
 
 
-def _sampled(rows: pa.Table) -> Sequence[np.ndarray]:
+def _sampled_tokens(rows: pa.Table) -> Sequence[np.ndarray]:
     """The sampled tokens of each row."""
     lists = [rows[name].combine_chunks() for name in ("tokens", "versions")]
     tokens, versions = (column.flatten().to_numpy(zero_copy_only=False) for column in lists)

@@ -234,7 +234,7 @@ def _headlines_of_benchmarks(evaluations: Sequence[dict[str, Any]]) -> list[tupl
 
 def panels(run: Run) -> list[Panel]:
     """The figures of a run, in this order: learning, staleness, speed, stability."""
-    steps, derived = run.steps, _derived(run)
+    steps, derived = run.steps, _derived_series(run)
     bound = number_or_nan(run.summary.get("max_staleness"))
     rewards = {"trained groups": "reward_mean", "all groups": "reward_mean_all"}
     idle = {"waiting for data": "waiting_share", "waiting to publish": "publishing_share"}
@@ -283,7 +283,7 @@ def panels(run: Run) -> list[Panel]:
     ]
 
 
-def _derived(run: Run) -> dict[str, list[float]]:
+def _derived_series(run: Run) -> dict[str, list[float]]:
     """The series that are computed from metrics."""
     seconds = run.series("step_seconds")
     # The trainer measures the parts and the master the whole step, so the parts may exceed the step: they are cut.

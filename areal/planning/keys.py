@@ -43,7 +43,7 @@ def print_keys(options: Namespace) -> None:
         raise UserError(f"No key of the configuration has to do with {' '.join(words)}: leave out a word.")
     for column in table.columns[1:]:
         column.overflow = "fold"
-    output(160).print(table, markup=False)
+    output(160).print(table)
 
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

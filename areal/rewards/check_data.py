@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
@@ -37,7 +37,7 @@ MOST_SOLUTIONS = 5
 SHOWN = 20
 
 
-def check_file(config: ScoringConfig, file: Path, output: TextIO, console: Console) -> bool:
+def check_file(config: ScoringConfig, file: Path, output: Path | None, console: Console) -> bool:
     """Checks all rows of a .jsonl file with the reward in `config.reward`. True if all are good. Raises UserError."""
     names = list(config.reward.functions)
     if len(names) != 1 or names[0] not in {"code", *WITH_ANSWERS}:
@@ -74,10 +74,9 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     except RewardError as error:
         return {"status": "bad", "reason": str(error), "solution": None}
     reasons = [f"if {trivial}, the score is full"] if trivial else []
-    passed, reason = await _best(pool, name, prompt, solutions, row)
-    if solutions and not passed:
-        reasons.append(f"its own solution does not pass: {reason}")
-    solution = ("passed" if passed else "failed") if solutions else None
+    if failure := await _failure(pool, name, prompt, solutions, row):
+        reasons.append(f"its own solution does not pass: {failure}")
+    solution = ("failed" if failure else "passed") if solutions else None
     if reasons:
         return {"status": "bad", "reason": "; ".join(reasons), "solution": solution}
     return {"status": "ok", "solution": solution}
@@ -97,10 +96,8 @@ def _solutions(name: str, row: dict[str, Any]) -> list[str]:
     return [text for answer in answers if answer is not None for text in (str(answer), rf"\boxed{{{answer}}}")]
 
 
-async def _best(
-    pool: RewardPool, name: str, prompt: str, solutions: list[str], row: dict[str, Any]
-) -> tuple[bool, str]:
-    """Whether one of the solutions gets the full score, and else what the last one got."""
+async def _failure(pool: RewardPool, name: str, prompt: str, solutions: list[str], row: dict[str, Any]) -> str:
+    """What the last of the solutions got, if none gets the full score; else empty."""
     reason = ""
     for solution in solutions:
         try:
@@ -109,6 +106,6 @@ async def _best(
             reason = str(error)
             continue
         if result.score >= 1:
-            return True, ""
+            return ""
         reason = ", ".join(f"{part} {score:.3g}" for part, score in {"score": result.score, **result.parts}.items())
-    return False, reason
+    return reason

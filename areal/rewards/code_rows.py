@@ -9,7 +9,7 @@ The first of these fields that a row has determines its tests:
 | `verification_info` | PrimeIntellect | `{"language", "test_cases"}`: a list of cases |
 | `private_test_cases`, `public_test_cases` | LiveCodeBench | lists of cases, used together |
 | `private_tests`, `generated_tests`, `public_tests` | CodeContests | `{"input", "output"}`, lists, used together |
-| `test` | HumanEval(+), MBPP+, KodCode | Python code: `check(candidate)`, statements, or a pytest module |
+| `test` | HumanEval(+), MBPP+, KodCode, LeetCodeDataset | Python: `check(candidate)`, statements, a pytest module |
 | `test_list` | MBPP | a list of asserts |
 | `test_code` | KodCode, other versions | a pytest module |
 | `test_cases` | AceCode; own rows | as `tests` |
@@ -22,8 +22,8 @@ arguments, and the output the result.
 
 A field may be the text of its JSON, or of a Python literal. Before asserts, `test_imports` and `test_setup_code` are
 run, if the row has them. `entry_point` names the function under test, which the tests may call `candidate`. If `prompt`
-defines it, as in HumanEval, the program begins with the prompt. `language` is the language of the programs; default:
-python.
+defines it, as in HumanEval, the program begins with the prompt. If it is `Solution().f`, as in LeetCodeDataset, `test`
+is read, as calls of this method. `language` is the language of the programs; default: python.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from areal.rewards import static_checks
@@ -148,8 +149,11 @@ def _trivial_programs(functions: Iterable[str]) -> dict[str, str]:
 def read_tests(row: Row) -> Tests:
     """The tests of the row. Raises RewardError if it has none, if they are not understood, or if they evidently cannot
     fail."""
-    if (entry := row.get("entry_point")) and not str(entry).isidentifier():  # LeetCodeDataset: Solution().f
+    _, is_method, entry = str(row.get("entry_point") or "").rpartition("Solution().")
+    if entry and not entry.isidentifier():
         raise RewardError(f"the row's entry_point {entry!r} is not the name of a function, so its tests are not judged")
+    if is_method:
+        return _of_method(entry, str(row.get("test")), row)
     for name, read in FORMATS.items():
         if row.get(name):
             return read(row[name], row)
@@ -171,6 +175,21 @@ def solutions_of(row: Row) -> list[str]:
 
 
 # --- the formats
+
+
+def _of_method(method: str, test: str, row: Row) -> Tests:
+    """LeetCodeDataset: asserts of what a method returns for arguments by name, which stand in the order of its own."""
+    calls: list[tuple[list[Any], Any]] = []
+    for node in ast.walk(ast.parse(test if is_python(test) else "")):
+        match node:
+            case ast.Assert(ast.Compare(ast.Call(ast.Name("candidate"), [], keywords), [ast.Eq()], [result])):
+                values = [_parsed(ast.unparse(value)) for value in (*(part.value for part in keywords), result)]
+                calls.append((values[:-1], values[-1]))
+            case ast.Assert():
+                raise RewardError(f"the row's test does more than compare what {method} returns: {ast.unparse(node)}")
+    if not calls:
+        raise RewardError(f"the row has no test that compares what {method} returns")
+    return _calls(method, calls, row, in_lists=False)
 
 
 def _of_any(value: Any, row: Row) -> Tests:
@@ -215,18 +234,12 @@ def _of_cases(cases: list[Mapping[str, Any]], row: Row) -> Tests:
     return _calls(function, [_call(*pair, a_line_each=functional) for pair in pairs], row, in_lists=not functional)
 
 
-def _of_verification(value: Any, row: Row) -> Tests:
-    match _parsed(value):
-        case {"test_cases": tests, **more}:
-            return _of_any(tests, {**row, "language": more.get("language")})
-    raise RewardError("the row's verification_info has no test_cases")
-
-
-def _of_verl(value: Any, row: Row) -> Tests:
-    match _parsed(value):
-        case {"ground_truth": tests}:
-            return _of_any(tests, row)
-    raise RewardError("the row has no tests: its reward_model has no ground_truth")
+def _of_key(key: str, value: Any, row: Row) -> Tests:
+    """Tests in an object, which may have the language, too."""
+    inner = _parsed(value)
+    if not isinstance(inner, Mapping) or key not in inner:
+        raise RewardError(f"the row has no tests: the object that should have them has no {key}")
+    return _of_any(inner[key], {**row, "language": inner.get("language") or row.get("language")})
 
 
 def _of_live_code_bench(_: Any, row: Row) -> Tests:
@@ -237,7 +250,7 @@ def _of_live_code_bench(_: Any, row: Row) -> Tests:
             value = _unpacked(value)
         part = _parsed(value)
         if not isinstance(part, list):
-            raise RewardError(f"the row's {name} are a {type(part).__name__}, not a list")
+            raise RewardError(f"the row's {name} are of type {type(part).__name__}, not a list")
         cases += part
     return _of_any(cases, row)
 
@@ -282,7 +295,7 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
 FORMATS: Mapping[str, Callable[[Any, Row], Tests]] = {
     "tests": _of_any,
     "input_output": _of_any,
-    "verification_info": _of_verification,
+    "verification_info": partial(_of_key, "test_cases"),
     "private_test_cases": _of_live_code_bench,
     "public_test_cases": _of_live_code_bench,
     "private_tests": _of_code_contests,
@@ -292,7 +305,7 @@ FORMATS: Mapping[str, Callable[[Any, Row], Tests]] = {
     "test_list": _of_any,
     "test_code": _of_any,
     "test_cases": _of_any,
-    "reward_model": _of_verl,
+    "reward_model": partial(_of_key, "ground_truth"),
 }
 
 
@@ -328,7 +341,7 @@ def _call(arguments: Any, result: Any, a_line_each: bool) -> tuple[list[Any], An
         arguments = [_parsed(line) for line in lines] if a_line_each else _parsed(arguments)
         result = _parsed(result)
     if not isinstance(arguments, list):
-        raise RewardError(f"the row's tests call a function with a {type(arguments).__name__}, not a list of arguments")
+        raise RewardError(f"the arguments in the row's tests are of type {type(arguments).__name__}, not a list")
     return arguments, result
 
 
@@ -383,8 +396,8 @@ def _parsed(value: Any) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(value)
     with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return ast.literal_eval(value)
-    raise RewardError(f"the row's tests contain {value[:60]!r}, which is neither JSON nor a Python literal")
+        return json.loads(json.dumps(ast.literal_eval(value)))  # a tuple is a list
+    raise RewardError(f"the row's tests contain {value[:60]!r}, which is neither JSON nor a literal of plain data")
 
 
 def _unpacked(text: str) -> str:

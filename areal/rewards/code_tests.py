@@ -22,14 +22,14 @@ from decimal import Decimal
 from hashlib import sha256
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal.config import SandboxConfig
 from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests, solutions_of
 from areal.rewards.result import RewardError, passing
 from areal.sandbox.outside import open_sandbox
 
-_FENCE = re.compile(r"`{3,}")
+_FENCE = re.compile(r"`{3,}|^~{3,}", re.MULTILINE)
 _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
 # To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
 # parsed for it in all.
@@ -214,10 +214,10 @@ def program_in(completion: str, language: str = "python") -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The label and the content of each fenced block. A block of Python ends at the first fence before which it is
-    valid Python, because programs have fences in their texts. Any other block ends at the first fence on a line of its
-    own or, if there is none, at the first fence. What indents the opening fence, as in an item of a list, indents no
-    line of its block."""
+    """The label and the content of each fenced block, which begins and ends with ``` or ~~~. A block of Python ends at
+    the first fence before which it is valid Python, because programs have fences in their texts. Any other block ends
+    at the first fence on a line of its own or, if there is none, at the first fence. What indents the opening fence, as
+    in an item of a list, indents no line of its block."""
     fences = [(match.start(), match.end()) for match in _FENCE.finditer(text)]
     budget = _MOST_CHARACTERS
     position = 0
@@ -229,7 +229,8 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             continue
         match = _LABEL.match(text, fence_end)
         label = match[1].lower() if match else ""
-        ends = [fence for fence in fences[index + 1 : index + 1 + _MOST_ENDS] if fence[0] > line_end]
+        later = fences[index + 1 : index + 1 + _MOST_ENDS]
+        ends = [fence for fence in later if fence[0] > line_end and text[fence[0]] == text[fence_start]]
         indent = text[text.rfind("\n", 0, fence_start) + 1 : fence_start]
         closing = None
         if not label or label in LANGUAGES["python"]:
@@ -316,29 +317,20 @@ def _same_word(word: str, expected: str) -> bool:
     number, expected_number = _number(word), _number(expected)
     if number is None or expected_number is None:
         return False
-    decimals = -expected_number.exponent
+    decimals = -int(expected_number.as_tuple().exponent)
     if decimals <= 0 and "." not in expected:
         return False
-    difference = abs(number.value - expected_number.value)
-    allowed = abs(expected_number.value) * _RELATIVE_TOLERANCE
+    difference = abs(float(number) - float(expected_number))
+    allowed = abs(float(expected_number)) * _RELATIVE_TOLERANCE
     if decimals < _FEW_DECIMALS:
         allowed = min(allowed, 10**-decimals)
     return difference <= max(allowed, _ABSOLUTE_TOLERANCE)
 
 
-class _Number(NamedTuple):
-    value: float
-    exponent: int
-
-
-def _number(word: str) -> _Number | None:
-    """The finite number that a word is, and the exponent of its last digit."""
-    if not _NUMBER.fullmatch(word):
-        return None
-    digits = Decimal(word)
-    exponent = digits.as_tuple().exponent
-    value = float(digits)
-    return _Number(value, exponent) if isinstance(exponent, int) and math.isfinite(value) else None
+def _number(word: str) -> Decimal | None:
+    """The number that a word is, if a float can be so large."""
+    number = Decimal(word) if _NUMBER.fullmatch(word) else Decimal("nan")
+    return number if math.isfinite(float(number)) else None
 
 
 def _lines(text: str) -> list[str]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from argparse import Namespace
-from contextlib import nullcontext
 from pathlib import Path
 
 from areal.command_line import OVERRIDES, RoomTools
@@ -37,13 +35,7 @@ def score(options: Namespace) -> int:
     config = load_config(None, [*defaults, *options.overrides], ScoringConfig)
     for name in config.reward.functions:
         check(name, config.served_rewards.options.get(name, {}))
-    config, console = with_groups(config), Console(stderr=True)
-    try:
-        file = nullcontext(sys.stdout) if options.output is None else options.output.open("w")
-    except OSError as error:
-        raise UserError(f"{options.output} cannot be written ({error.strerror}): name another --output.") from None
-    with file as output:
-        if options.check_data:
-            return 0 if check_file(config, options.input, output, console) else 1
-        score_file(config, options.input, output, console)
-    return 0
+    if options.output and options.output.resolve() == options.input.resolve():
+        raise UserError(f"{options.output} is the --input, which would be lost: name another --output.")
+    judge = check_file if options.check_data else score_file
+    return 0 if judge(with_groups(config), options.input, options.output, Console(stderr=True)) else 1

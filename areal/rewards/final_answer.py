@@ -239,6 +239,8 @@ _LITERAL = re.compile(
     _FLAGS,
 )
 _NAME = re.compile(r"-?[A-Za-z][\w' ]*|[_']*")
+# A number times a variable, which in the row's answer is no unit.
+_MULTIPLE = re.compile(r"[\d}]\s*[A-Za-z](?![A-Za-z])")
 _LEFT_SIDE = re.compile(r"[^A-Za-z]*|\\?[A-Za-z|][\w\\|:' ]*")
 # Work that is left to the reader, unless the row's answer is written so too.
 _OPERATION = re.compile(
@@ -287,7 +289,7 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
     row's answer is."""
     if _bare(latex) == _bare(gold):
         return True
-    values, gold_values = numbers(latex), numbers(gold)
+    values, gold_values = numbers(latex), None if _MULTIPLE.search(_WORDS.sub("", gold)) else numbers(gold)
     unfinished = values is None or any(re.search("[/:^]", number) for number in values)
     sides = [part.rpartition("=")[2].strip(" ()") for part in re.split(r"≈|\\approx", latex)]
     if unfinished and any(_EXPRESSION.search(side) and stands_in(prompt, side) for side in sides):
@@ -298,6 +300,12 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
         # A decimal that stands for a root.
         return bool(_ROOT.fullmatch(latex.strip())) and _values(latex).isdisjoint(_values(prompt))
     return values is not None
+
+
+def is_solved(latex: str) -> bool:
+    """Whether inequalities say of a variable alone between what it is."""
+    sides = [re.sub(r"\\[a-z]+", "", side).strip() for side in _RELATION.split(_words(latex))]
+    return [len(side) for side in sides if re.search("[A-Za-z]", side)] == [1]
 
 
 def rounded(latex: str, gold: str) -> str:

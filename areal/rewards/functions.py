@@ -93,10 +93,7 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     target = check(name, options)
     if name in WARMING:
         WARMING[name]()
-    if not inspect.isclass(target):
-        return as_reward(target, target)
-    instance = _make(name, target, options)
-    return as_reward(instance, _method(instance))
+    return of_object(name, _make(name, target, options) if inspect.isclass(target) else target)
 
 
 def of_object(name: str, target: Any) -> RewardFunction:
@@ -105,7 +102,7 @@ def of_object(name: str, target: Any) -> RewardFunction:
     instance = _make(name, target, NO_OPTIONS) if inspect.isclass(target) else target
     function = instance if inspect.isroutine(instance) else _method(instance) or instance
     if not callable(function):
-        raise UserError(f"reward {name!r} is a {type(target).__name__}: give a function (prompt, completion, row)")
+        raise UserError(f"reward {name!r} is {target!r:.60}: give a function (prompt, completion, row)")
     _check_call(name, function)
     return as_reward(instance, function)
 
@@ -172,11 +169,11 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
 
 def find(name: str) -> Callable[..., Any]:
     """The function or class called `name`. Raises UserError if there is none, or if it is not called as rewards are."""
-    target = _named(name)
+    target = _find(name)
     is_class = inspect.isclass(target)
     if not callable(_method(target) if is_class else target):
-        kind = "class without a method score" if is_class else type(target).__name__
-        raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
+        kind = "a class without a method score" if is_class else f"of type {type(target).__name__}"
+        raise UserError(f"reward {name!r} is {kind}: name a function, or a class with score(prompt, completion, row)")
     _check_call(name, target)
     return target
 
@@ -195,7 +192,9 @@ def _check_call(name: str, target: Any) -> None:
             f"def reward(prompt, completion, row), or for a group, def group_score(prompt, completions, rows) "
             f"(docs/rewards.md)"
         )
-    bound = is_class and not isinstance(inspect.getattr_static(target, _called(target)), staticmethod | classmethod)
+    bound = is_class and not isinstance(
+        inspect.getattr_static(target, _method_name(target)), staticmethod | classmethod
+    )
     order: tuple[str, ...] = ("prompt", "completions", "rows") if groups else ("prompt", "completion", "row")
     called = f"it is called with {', '.join(order[:2])} and {order[2]}"
     values: tuple[Any, ...] = ("", "", {})
@@ -214,21 +213,21 @@ def _check_call(name: str, target: Any) -> None:
         raise UserError(f"reward {name!r}: {called}, in this order: write its parameters so")
 
 
-def _called(target: Any) -> str:
+def _method_name(target: Any) -> str:
     """The name of the method of a class or an object that is called."""
     return "group_score" if hasattr(target, "group_score") else "score"
 
 
 def _method(target: Any) -> Any:
     """What is called of a class or an object; None if it is no reward."""
-    return getattr(target, _called(target), None)
+    return getattr(target, _method_name(target), None)
 
 
 def _takes_groups(parameters: Mapping[str, Any]) -> bool:
     return {"completions", "rows"} <= parameters.keys()
 
 
-def _named(name: str) -> Any:
+def _find(name: str) -> Any:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" in name:

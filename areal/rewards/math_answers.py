@@ -44,6 +44,8 @@ _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z .,;'!?-]*")
 # Few enough digits for a float.
 _NUMBER = r"-?(?:0|[1-9][0-9]{0,8}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,2})(?:\.[0-9]{1,6})?"
 _PLAIN = re.compile(_NUMBER)
+# A mixed number, as in 1 1/2.
+_MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,9})\s(\d{1,9})/(\d{1,9})(?![\w.,])")
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,9})")
 
 
@@ -145,23 +147,25 @@ def _same(golds: Sequence[tuple[str, list[Any]]], latex: str, prompt: str = "") 
     """Only for texts of this file, or within `limited`."""
     for answer, gold in golds:
         text = final_answer.extract(_gold_text(answer)) or answer
-        if final_answer.is_answered(latex, text, prompt) and _equal(gold, _read(_boxed(rounded(latex, text)))):
+        expressions = _read(_boxed(rounded(latex, text)))
+        if final_answer.is_answered(latex, text, prompt) and _equal(gold, expressions, final_answer.is_solved(latex)):
             return True
     return False
 
 
-def _equal(golds: Sequence[Any], expressions: Sequence[Any]) -> bool:
-    """Whether one of the expressions equals one of those given."""
+def _equal(golds: Sequence[Any], expressions: Sequence[Any], solved: bool = False) -> bool:
+    """Whether one of the expressions equals one of those given. solved: also if it is an inequality for a set."""
     from math_verify import verify
 
-    return verify(golds, expressions, numeric_precision=DIGITS, timeout_seconds=None)
+    return verify(golds, expressions, numeric_precision=DIGITS, allow_set_relation_comp=solved, timeout_seconds=None)
 
 
 def _read(text: str) -> list[Any]:
     """The final answer in the text, as SymPy expressions; empty if there is none."""
     from math_verify import LatexExtractionConfig, parse
 
-    text = re.sub(r"\\mathrm\{(\w)\}", r"\1", text)
+    text = re.sub(r"\\mathrm\{(\w)\}", r"\1", text).replace("\\varnothing", "\\emptyset")
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     target = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor="\\boxed" not in text)
     expressions: list[Any] = parse(text, [target], fallback_mode="no_fallback", parsing_timeout=None)
     if expressions or "\\pm" not in text:

@@ -37,14 +37,14 @@ def as_result(value: Any) -> Result:
     number in it is not finite."""
     score, parts = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(parts, Mapping):
-        raise RewardError(f"the reward returned a {type(parts).__name__} beside the score, not a dict of its parts")
+        raise RewardError(f"the reward returned parts of type {type(parts).__name__} beside the score, not a dict")
     return Result(as_score(score), {str(name): as_score(part) for name, part in parts.items()})
 
 
 def as_results(value: Any, count: int) -> list[Result]:
     """Checks what a reward of groups returned for `count` completions. Raises RewardError."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise RewardError(f"the reward returned a {type(value).__name__}, not a list with a score for each completion")
+        raise RewardError(f"the reward returned a value of type {type(value).__name__}, not a list of scores")
     if len(value) != count:
         raise RewardError(f"the reward returned {len(value)} scores for {count} completions")
     return [as_result(result) for result in value]
@@ -53,7 +53,7 @@ def as_results(value: Any, count: int) -> list[Result]:
 def as_score(value: Any) -> float:
     """`value` as a float. Raises RewardError unless it is a finite number of magnitude LARGEST_REWARD at most."""
     if not hasattr(value, "__float__"):  # text has none; numbers and scalars of numpy, torch and the like do
-        raise RewardError(f"the reward returned a {type(value).__name__}, not a number")
+        raise RewardError(f"the reward returned a value of type {type(value).__name__}, not a number")
     try:
         score = float(value)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # also of arrays with several numbers

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,9 +36,10 @@ Line = tuple[int, dict[str, Any]]
 Judge = Callable[[RewardPool, ScoringConfig, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def score_file(config: ScoringConfig, file: Path, output: TextIO, console: Console) -> None:
+def score_file(config: ScoringConfig, file: Path, output: Path | None, console: Console) -> bool:
     """Score all rows of a .jsonl file with the weighted sum of the rewards in `config.reward`, and show progress and a
-    summary on the console. Raises UserError before anything is scored if a row is not usable."""
+    summary on the console. False if none could be scored. Raises UserError before anything is scored if a row is not
+    usable."""
     rows = _read(file)
     results, seconds = judge_rows(config, rows, output, console, "scoring", _score)
     scores = [result["score"] for result in results if result["status"] == "ok"]
@@ -46,17 +49,22 @@ def score_file(config: ScoringConfig, file: Path, output: TextIO, console: Conso
     console.print(summary, soft_wrap=True)
     for status, count in Counter(result["status"] for result in results if result["status"] != "ok").items():
         console.print(f"{status}: {count}")
+    return bool(scores)
 
 
 def judge_rows(
-    config: ScoringConfig, rows: Sequence[Line], output: TextIO, console: Console, what: str, judge: Judge
+    config: ScoringConfig, rows: Sequence[Line], output: Path | None, console: Console, what: str, judge: Judge
 ) -> tuple[list[dict[str, Any]], float]:
     """The result of `judge` for each row, with its line, and the seconds that all took. The results are written to
-    `output` in the order of the rows."""
+    `output`, or printed, in the order of the rows. Raises UserError if they cannot be written."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    try:
+        opened = nullcontext(sys.stdout) if output is None else output.open("w")
+    except OSError as error:
+        raise UserError(f"{output} cannot be written ({error.strerror}): name another --output.") from None
+    with opened as lines, Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(what, total=len(rows))
-        return asyncio.run(_judge_all(config, rows, output, judge, lambda: progress.advance(bar)))
+        return asyncio.run(_judge_all(config, rows, lines, judge, lambda: progress.advance(bar)))
 
 
 def read_rows(file: Path) -> list[Line]:

@@ -33,6 +33,7 @@ from areal.config import UserError
 from areal.processes import die_with_parent
 from areal.rewards.functions import RewardFunction, resolve
 from areal.rewards.result import Result, RewardError
+from areal.text import error_text
 
 LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
@@ -85,7 +86,7 @@ def _judged(score: Callable[[], Any], results: Callable[[Any], list[Result]]) ->
     except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything
         _print_first(error)
         kind = "memory" if isinstance(error, MemoryError) else "raised"
-        return [kind, f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]]
+        return [kind, error_text(error)[:MAX_REASON_CHARACTERS]]
     try:
         return ["score", results(value)]
     except RewardError as error:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.cpu.op_folder import cache_folder, extensions_folder
@@ -248,10 +249,8 @@ class SelfTest:
     def _table(self) -> Table:
         table = Table("model", "check", "result", "measured", "what to do", title="Self-test", title_justify="left")
         for model, finding in self._rows:
-            colour = COLOURS[finding.result]
-            texts = (shown(model), finding.name, finding.result, shown(finding.measured), shown(finding.advice))
-            cells = [text.replace("[", r"\[") for text in texts]
-            table.add_row(*cells[:2], f"[{colour}]{cells[2]}[/]", *cells[3:])
+            result = Text(finding.result, style=COLOURS[finding.result])
+            table.add_row(shown(model), finding.name, result, shown(finding.measured), shown(finding.advice))
         return table
 
     def _report(self, ok: bool, seconds: float) -> dict[str, Any]:

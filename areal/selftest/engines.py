@@ -41,7 +41,8 @@ class Orders(Protocol):
 
 
 class EngineTest:
-    """The checks of both engines on one model. config: of the run. start: starts a process, by its part.
+    """The checks of both engines on one model. config: of the run. start: starts a process, by its part. `trainer`: the
+    trainer's process, which runs from the beginning.
 
     With `colocate` the engines have the devices in turns, as in a run: first the generator, then the trainer."""
 
@@ -49,7 +50,7 @@ class EngineTest:
         self, test: Orders, name: str, config: Config, start: Callable[[str], CheckProcess], folder: Path
     ) -> None:
         self._test, self._name, self._config, self._start, self._folder = test, name, config, start, folder
-        self._trainer = start("trainer")
+        self.trainer = start("trainer")
         self._generator: CheckProcess | None = None
         self._direct = DIRECT if config.weights.backend else set()
         self._turns = TURNS if config.colocate else set()
@@ -58,11 +59,6 @@ class EngineTest:
         self._done: set[str] = set()  # orders that were followed
         self._facts: dict[str, Any] = {}  # of the turns
 
-    @property
-    def trainer(self) -> CheckProcess:
-        """The trainer's process, which runs from the beginning."""
-        return self._trainer
-
     def run(self) -> None:
         """All checks that need an engine."""
         if self._test.selects(self._compared | SPEED | self._turns | self._direct | {"generator"}):
@@ -70,7 +66,7 @@ class EngineTest:
         self._train()
         self._replace_trainer()
         self._load()
-        self._do(self._trainer, "longest", LONGEST, self._direct)  # its steps change the weights: others are sent
+        self._do(self.trainer, "longest", LONGEST, self._direct)  # its steps change the weights: others are sent
         self._transfer()
         self._compare()
 
@@ -95,7 +91,7 @@ class EngineTest:
         self._generator = self._start("generator")
         self._do(self._generator, "start", {"generator"}, later)
         self._do(self._generator, "sample", set(), self._compared | self._turns, file=self._path("sampled.npz"))
-        if (facts := self._do(self._trainer, "operations", set(), SPEED)) is not None:
+        if (facts := self._do(self.trainer, "operations", set(), SPEED)) is not None:
             self._do(self._generator, "speed", SPEED, **facts)
         if self._turns:
             self._note_memory("running")
@@ -105,15 +101,15 @@ class EngineTest:
 
     def _note_memory(self, when: str) -> None:
         if self._turns:
-            self._facts[when] = self._do(self._trainer, "free_memory", set(), self._turns)
+            self._facts[when] = self._do(self.trainer, "free_memory", set(), self._turns)
 
     def _train(self) -> None:
         later = self._compared | LONGEST | RESTART | self._turns | self._direct
-        self._do(self._trainer, "start", {"trainer"} | ({"ranks"} if self._config.trainer.ranks > 1 else set()), later)
+        self._do(self.trainer, "start", {"trainer"} | ({"ranks"} if self._config.trainer.ranks > 1 else set()), later)
         names = {"log-probs", "publish"}
         if self._follows(names, "sample", self._compared | self._turns):
             files = {"sampled": self._path("sampled.npz"), "published": self._path("published")}
-            self._do(self._trainer, "logprobs", names, self._compared | self._turns, **files)
+            self._do(self.trainer, "logprobs", names, self._compared | self._turns, **files)
 
     def _follows(self, names: set[str], order: str, needed_for: Collection[str] = ()) -> bool:
         """Whether to do what finds `names` or is `needed_for` more, which needs that `order` was followed."""
@@ -124,27 +120,27 @@ class EngineTest:
         later = LONGEST | self._direct
         if not self._test.selects(RESTART):
             return
-        room = self._do(self._trainer, "checkpoint_bytes", set(), RESTART)
+        room = self._do(self.trainer, "checkpoint_bytes", set(), RESTART)
         free = shutil.disk_usage(self._folder).free
         if room is None or (why := too_large(room["bytes"], free)):
             self._test.add(self._name, [Finding(name, "skipped", why if room else "not tried") for name in RESTART])
             return
         files = {"folder": self._path("checkpoint"), "file": self._path("values.npz")}
-        if (saved := self._do(self._trainer, "save", set(), RESTART, **files)) is None:
+        if (saved := self._do(self.trainer, "save", set(), RESTART, **files)) is None:
             return
-        self._trainer.kill()
-        self._trainer = self._start("trainer")
-        waited = self._do(self._trainer, "wait_for_memory", {"restart"}, {"checkpoint"}, needed=saved["free_at_start"])
+        self.trainer.kill()
+        self.trainer = self._start("trainer")
+        waited = self._do(self.trainer, "wait_for_memory", {"restart"}, {"checkpoint"}, needed=saved["free_at_start"])
         if waited is not None:
-            self._do(self._trainer, "start_again", set(), RESTART | later | self._turns)
-            self._do(self._trainer, "resume", {"checkpoint"}, (), seconds=saved["seconds"], **files)
+            self._do(self.trainer, "start_again", set(), RESTART | later | self._turns)
+            self._do(self.trainer, "resume", {"checkpoint"}, (), seconds=saved["seconds"], **files)
         shutil.rmtree(files["folder"], ignore_errors=True)
 
     def _load(self) -> None:
         """Have the generator load what the trainer has published, while it samples."""
         later = self._compared - {"log-probs", "publish", "load"}
         if self._turns:
-            facts = self._do(self._trainer, "offload", set(), self._turns | later | {"load"})
+            facts = self._do(self.trainer, "offload", set(), self._turns | later | {"load"})
             self._facts |= facts or {}
             woken = self._do(
                 self._generator, "wake", set(), self._turns | later | {"load"}, file=self._path("slept.npz")
@@ -158,18 +154,18 @@ class EngineTest:
         if self._turns:
             if "wake" in self._done:
                 self._do(self._generator, "sleep", set(), LONGEST, sequences=False)
-            self._do(self._trainer, "reload", set(), LONGEST)
+            self._do(self.trainer, "reload", set(), LONGEST)
 
     def _transfer(self) -> None:
         """Have the trainer send its weights into the generator's engine, and sample with them."""
         if not (self._direct and self._test.selects(self._direct)):
             return
         folder, workers = self._path("sent"), self._config.generator.devices
-        call = self._do(self._trainer, "send", DIRECT, folder=folder, workers=workers)
+        call = self._do(self.trainer, "send", DIRECT, folder=folder, workers=workers)
         while call and "call" in call:
             if self._do(self._generator, "receive", DIRECT, **call) != []:
                 return
-            call = self._do(self._trainer, "sent", DIRECT)
+            call = self._do(self.trainer, "sent", DIRECT)
         if (
             call is not None
             and self._do(self._generator, "sample", set(), DIRECT, file=self._path("received.npz")) == []
@@ -182,7 +178,7 @@ class EngineTest:
         if not self._test.selects(names | self._direct) or not {"interrupt", "transfer"} & self._done:
             self._follows(names, "interrupt")
             return
-        self._trainer.close()
+        self.trainer.close()
         self._do(self._generator, "close", set(), names | self._direct)
         if self._follows(names, "interrupt"):
             sampled = {name: self._path(f"{name}.npz") for name in ("sampled", "interrupted")}

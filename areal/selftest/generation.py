@@ -6,8 +6,9 @@ The reference runs when the engine is closed, since both may not fit into one de
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -47,23 +48,19 @@ GOING_ON = 0.9
 class GenerationChecks:
     """The generator of a self-test. config: of the run, with a folder as its model."""
 
+    _engine: GenerationEngine  # set by `start`
+
     def __init__(self, config: Config) -> None:
         self._config = config.on(cuda=bool(visible_devices()))
-        self._started: GenerationEngine | None = None
         self._receiving: Receiving | None = None
         self._asleep: list[asyncio.Task[Sampled]] = []
-
-    @property
-    def _engine(self) -> GenerationEngine:
-        assert self._started is not None
-        return self._started
 
     async def start(self) -> list[Finding]:
         """Start the engine as the run does. Its KV cache is recomputed on new weights until `keep`: only then are
         log-probs those of one version."""
         started = time.perf_counter()
         generator = self._config.generator.model_copy(update={"interrupt": True})
-        self._started = await GenerationEngine.start(
+        self._engine = await GenerationEngine.start(
             Path(self._config.model), generator, version=0, lora=self._config.trainer.lora,
             sleeps=self._config.colocate, transfer=self._config.weights.backend,
         )  # fmt: skip
@@ -213,13 +210,13 @@ async def begin(
 
     async def sample_one(number: int) -> Sampled:
         parts: list[Chunk] = []
-
-        def note() -> bool:
-            begun[number].set()
-            return enough(parts)
-
         try:
-            await _follow(engine, config, prompts[number], tokens, parts, note)
+            async with _continued(engine, config, prompts[number], tokens) as chunks:
+                async for chunk in chunks:
+                    parts.append(chunk)
+                    begun[number].set()
+                    if enough(parts):
+                        break
         finally:
             begun[number].set()
         return _joined(prompts[number], parts)
@@ -238,12 +235,10 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
     arrived = [0] * count
 
     async def keep_busy(number: int) -> None:
-        def note() -> bool:
-            arrived[number] += 1
-            return False
-
         while True:
-            await _follow(engine, config, prompts[number % SEQUENCES], None, [], note)
+            async with _continued(engine, config, prompts[number % SEQUENCES]) as chunks:
+                async for _ in chunks:
+                    arrived[number] += 1
 
     tasks = [asyncio.create_task(keep_busy(n)) for n in range(count)]
     load = None
@@ -284,20 +279,12 @@ async def _recovery(
     return time.perf_counter() - started, set()
 
 
-async def _follow(
-    engine: GenerationEngine, config: Config, prompt: np.ndarray, tokens: int | None, parts: list[Chunk],
-    enough: Callable[[], bool] = lambda: False,
-) -> None:  # fmt: skip
-    """Sample a continuation of at most `tokens` tokens into `parts`, until it is `enough`."""
-    room = engine.max_model_len - len(prompt)
-    stream = engine.generate(
-        "selftest", prompt.tolist(), config.sampling, max_new_tokens=room if tokens is None else min(tokens, room)
-    )
-    async with aclosing(stream):
-        async for chunk in stream:
-            parts.append(chunk)
-            if enough():
-                return
+def _continued(
+    engine: GenerationEngine, config: Config, prompt: np.ndarray, tokens: float = math.inf
+) -> aclosing[AsyncGenerator[Chunk, None]]:
+    """A continuation of the prompt, of at most `tokens` tokens."""
+    limit = int(min(tokens, engine.max_model_len - len(prompt)))
+    return aclosing(engine.generate("selftest", prompt.tolist(), config.sampling, max_new_tokens=limit))
 
 
 def _joined(prompt: np.ndarray, chunks: Sequence[Chunk]) -> Sampled:

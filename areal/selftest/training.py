@@ -51,6 +51,8 @@ GONE_SECONDS = 30.0
 class TrainingChecks:
     """The trainer of a self-test, on one rank. config: of the run, with a folder as its model."""
 
+    _engine: TrainingEngine  # set by `start`
+
     def __init__(self, config: Config) -> None:
         self._config = config.on(cuda=torch.cuda.is_available())
         self._sizes = sizes_of(config.model)
@@ -59,15 +61,9 @@ class TrainingChecks:
             self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         else:
             cpu.set_environment(self._config.trainer.dtype)
-        self._started: TrainingEngine | None = None
         self._sending: Sending | None = None
         self._resident_at_start = 0
         self._free_at_start: float | None = None
-
-    @property
-    def _engine(self) -> TrainingEngine:
-        assert self._started is not None
-        return self._started
 
     def devices(self) -> list[Finding]:
         """What torch sees of this machine."""
@@ -144,7 +140,7 @@ class TrainingChecks:
             "adam_eps": 1e-5,  # with which MOVE was measured
         }
         trainer, longest = config.model_copy(update=changes), self._config.generator.max_model_len
-        self._started = TrainingEngine(Path(self._config.model), trainer, seed=0, longest=longest)
+        self._engine = TrainingEngine(Path(self._config.model), trainer, seed=0, longest=longest)
         seconds = time.perf_counter() - started
         settle(CORES)
         ranks = self._engine.world_size

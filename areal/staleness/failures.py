@@ -91,8 +91,8 @@ class Failures:
         """True for the first failure of its cause in the run. It is kept in `firsts`. `actor`: who reports it."""
         if cause in self.firsts:
             return False
-        # The traceback is with the actor that scores, not with the one that reports.
-        log = f"{cause}-*" if cause in ("reward", "scorer") else actor.replace("/", "-") + ".jsonl"
+        # The traceback is with the actor that scores. That is the one that reports only where the policy is the judge.
+        log = f"{cause}-* or " * (cause in ("reward", "scorer")) + actor.replace("/", "-") + ".jsonl"
         because = " ".join(reason.split())[:SHOWN_CHARACTERS]
         self.firsts[cause] = f"first failure ({cause}), at {actor}: {because}. More is in {self._folder}/logs/{log}"
         return True

@@ -345,7 +345,7 @@ class Ledger:
     def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
         self.settings = settings
         self.journal = journal
-        self.choose: Callable[[int], int] = _prompt_itself
+        self.choose: Callable[[int], int] = lambda prompt: prompt
         self.version = 0
         self.counters = Counters()
         self._groups: dict[str, LedgerGroup] = {}  # in order of admission
@@ -926,10 +926,6 @@ class Ledger:
         if row.start_version is None:
             return in_progress
         return (row.resumed or self._min_version(row) <= row.start_version) and row.start_version <= self.version
-
-
-def _prompt_itself(prompt: int) -> int:
-    return prompt
 
 
 def _groups_of(event: Event) -> tuple[str, ...]:

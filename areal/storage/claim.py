@@ -6,6 +6,7 @@ cannot take the folder, and the roles that a user starts on this machine find th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
@@ -23,15 +24,26 @@ ROOM_BYTES = 2 * RESERVE_BYTES
 _ELSEWHERE = "choose another run_dir"
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+
+
+def can_be_made(folder: Path) -> bool:
+    """Whether the folder can be made, or files in it if it is there. It is tried: root has all rights in /proc."""
+    forbidden = errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS
+    return getattr(refusal(nearest_existing(folder)), "errno", None) not in forbidden
+
+
 def check_room(folder: Path, resume: bool) -> None:
     """Raises UserError if the disk of the run folder, which need not be there, has no room for the first files of a
     run."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    cause = shortage(refusal(nearest, ROOM_BYTES), nearest)
+    there = nearest_existing(folder)
+    cause = shortage(refusal(there, ROOM_BYTES), there)
     if cause is not None:
         raise UserError(
             f"The disk of {folder} does not take the {mebibytes(ROOM_BYTES)} that a run needs there to begin (it is "
-            f"{cause}, with {mebibytes(free_bytes(nearest))} free): free some room there, or "
+            f"{cause}, with {mebibytes(free_bytes(there))} free): free some room there, or "
             f"{'move the run to another disk' if resume else 'choose another run_dir'}."
         )
 
@@ -40,9 +52,9 @@ def check_free(folder: Path, resume: bool) -> None:
     """Raises UserError if `claim` would; says where it would move an earlier run. Nothing is changed."""
     if claimed_address(folder) is not None:
         raise _in_progress(folder)
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise UserError(f"The run folder {folder} cannot be used (no folder can be made in {nearest}): {_ELSEWHERE}.")
+    if not can_be_made(folder):
+        there = nearest_existing(folder)
+        raise UserError(f"The run folder {folder} cannot be used (no folder can be made in {there}): {_ELSEWHERE}.")
     if not resume and (folder / "metrics.jsonl").exists():
         print(f"Note: there is a run in {folder}; the start of this one moves it to {_aside(folder)}.", file=sys.stderr)
 

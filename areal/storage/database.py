@@ -12,7 +12,7 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TypeVar
@@ -63,15 +63,13 @@ def open_store(
         raise UserError(f"{name} cannot be used as a {noun} ({error}): {otherwise}") from error
 
 
-def prepare(
-    connection: sqlite3.Connection, mark: int, version: int, schema: str, upgrades: Mapping[int, str]
-) -> None:  # fmt: skip
-    """Make every transaction survive a crash of the machine, create the tables of `schema` in a new file, and bring an
-    earlier format to this one.
+def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str, upgrade: str) -> None:
+    """Make every transaction survive a crash of the machine, create the tables of `schema` in a new file, and bring the
+    format before to this one.
 
-    mark: the application id of this kind of file. version: its format version. upgrades: what leads from an earlier
-    version to the next one, in SQL. Raises sqlite3.DatabaseError, without changing the file, if the file is of another
-    kind, or of a format that cannot be read.
+    mark: the application id of this kind of file. version: its format version. upgrade: what leads from the version
+    before to this one, in SQL. Raises sqlite3.DatabaseError, without changing the file, if the file is of another kind,
+    or of a format that cannot be read.
     """
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # before the first access, which would create shared memory
     marks = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
@@ -79,14 +77,14 @@ def prepare(
     new = marks == [0, 0] and not tables
     if not new and marks[0] != mark:
         raise sqlite3.DatabaseError("it is a database of another program or purpose")
-    if not new and any(step not in upgrades for step in range(marks[1], version)) or marks[1] > version:
+    if not new and marks[1] not in (version - 1, version):
         program = fact(connection, "program") or "an earlier version"
         raise FormatError(f"{program} wrote it in format version {marks[1]}, this program reads {version}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    steps = [schema, FACTS, f"PRAGMA application_id = {mark};"] if new else map(upgrades.get, range(marks[1], version))
+    change = f"{schema} {FACTS} PRAGMA application_id = {mark};" if new else upgrade
     if new or marks[1] != version:
-        connection.executescript(f"BEGIN; {' '.join(map(str, steps))} PRAGMA user_version = {version}; COMMIT;")
+        connection.executescript(f"BEGIN; {change} PRAGMA user_version = {version}; COMMIT;")
 
 
 def fact(connection: sqlite3.Connection, name: str) -> str:

@@ -207,7 +207,7 @@ class Patience:
         waiting = list(self._waiting.values())  # another thread may change it
         if not waiting:
             return None
-        return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}"[:512])
+        return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}")
 
     async def write(self, write: Callable[[], Awaitable[T]], what: str, folder: Path | None = None) -> T:
         """Return what `write` returns. what: is written. folder: where. Raises what `write` raises for other
@@ -229,18 +229,11 @@ class Patience:
 
     def write_in_thread(self, write: Callable[[], T], what: str, folder: Path | None = None) -> T:
         """The same in a thread that has no event loop."""
-        mark = object()
-        while True:
-            try:
-                result = write()
-            except Exception as error:
-                if not self.must_wait(error, what, mark, folder):
-                    self._waiting.pop(mark, None)
-                    raise
-            else:
-                self.goes_on(mark)
-                return result
-            time.sleep(RETRY_SECONDS)
+
+        async def attempt() -> T:
+            return write()
+
+        return asyncio.run(self.write(attempt, what, folder))
 
     def must_wait(self, error: BaseException, what: str, mark: object = None, folder: Path | None = None) -> bool:
         """Whether a write that has failed is to be repeated. mark: tells it from others that wait at the same time."""

@@ -25,7 +25,7 @@ from typing import Any, Self
 from zlib import crc32
 
 from areal.config import UserError
-from areal.storage.database import FACTS, copy_store, fact, new_identity, note, note_program, open_store, prepare
+from areal.storage.database import copy_store, fact, new_identity, note, note_program, open_store, prepare
 from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience, Shortage
 from areal.storage.run_folder import ways_out
 
@@ -33,17 +33,12 @@ FORMAT_VERSION = 7
 # A disk that takes longer for a transaction does not answer. Who asks the master is told so before the request's end.
 SILENT_SECONDS = 3.0
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
-_STATES = "CREATE TABLE states (version INTEGER PRIMARY KEY, body TEXT NOT NULL, crc INTEGER NOT NULL);"
-_SCHEMA = f"""
-    {_STATES}
-    CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, crc INTEGER);
-    CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL, crc INTEGER);
+_SCHEMA = """
+    CREATE TABLE states (version INTEGER PRIMARY KEY, body TEXT NOT NULL, crc INTEGER NOT NULL);
+    CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, crc INTEGER NOT NULL);
+    CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL, crc INTEGER NOT NULL);
 """
-_UPGRADES = {
-    4: f"ALTER TABLE events ADD COLUMN crc INTEGER; ALTER TABLE snapshot ADD COLUMN crc INTEGER; {FACTS}",
-    5: _STATES,  # since then, a snapshot also says which groups are `resumed`
-    6: "",  # since then, an admitted group has the row that was chosen for it, and a snapshot the history of the rows
-}
+_UPGRADE = ""  # since format 7, an admitted group has the row that was chosen for it, and a snapshot the rows' history
 
 
 class JournalError(Exception):
@@ -62,7 +57,7 @@ class Journal:
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
-        prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA, _UPGRADES)
+        prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA, _UPGRADE)
         self._connection = connection
         self.run = fact(connection, "run")
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
@@ -227,14 +222,11 @@ def _checksum(kind: str, body: str) -> int:
     return crc32(body.encode(), crc32(kind.encode()))
 
 
-def _body(file: Path, name: str, kind: str, body: str, crc: int | None) -> Any:
-    """The body of an event. crc: None if an earlier version has written it."""
-    if crc not in (None, _checksum(kind, body)):
+def _body(file: Path, name: str, kind: str, body: str, crc: int) -> Any:
+    """The body of an event."""
+    if crc != _checksum(kind, body):
         raise _damaged(file, f"{name} ({kind}) does not have the checksum that it was written with")
-    try:
-        return json.loads(body)
-    except ValueError as error:
-        raise _damaged(file, f"{name} ({kind}) is no JSON, {error}") from error
+    return json.loads(body)
 
 
 def _damaged(file: Path, what: str) -> UserError:

@@ -286,8 +286,8 @@ def steps_trained(folder: Path) -> int:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of the run in `folder`, model folders, oldest first."""
-    return sorted(folder.glob("checkpoints/step_*"), key=lambda path: path.name)
+    """The checkpoints of the run in `folder`, model folders, oldest first. Others are copies that a user has made."""
+    return sorted(path for path in folder.glob("checkpoints/step_*") if path.name.removeprefix("step_").isdecimal())
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any] | None:
@@ -318,9 +318,8 @@ def ways_on(folder: Path, without: Path | None = None) -> str:
 
 
 def compare_record(folder: Path, run: str, version: int) -> None:
-    """Compare what else the run in `folder` has kept with its journal, which is of the run with the identity `run`
-    (empty: of an earlier version) and has trained `version`. Raises UserError if the journal is the older, or if they
-    are not of one run."""
+    """Compare what else the run in `folder` has kept with its journal, which is of the run with the identity `run` and
+    has trained `version`. Raises UserError if the journal is the older, or if they are not of one run."""
     journal, metrics, newest = folder / "journal.db", folder / "metrics.jsonl", last_checkpoint(folder)
     # The checkpoint of a step may be on disk before the step is in the journal.
     kept = {str(newest): version_of(newest) - 1} if newest else {}
@@ -334,7 +333,7 @@ def compare_record(folder: Path, run: str, version: int) -> None:
                 f"{journal} is not whole: it ends at step {version}, and {name} is of a later one. Put back the newer "
                 f"{journal.name} with its {journal.name}-wal, or {ways_out(folder)}"
             )
-    if run and runs - {run}:
+    if runs - {run}:
         raise UserError(f"{metrics} has records of another run than {journal}: {ways_out(folder)}")
 
 

@@ -1,14 +1,13 @@
 """The spool keeps scored samples on the trainer's disk, from their arrival until a checkpoint covers the step of their
 group, and what is sampled of those that are not finished.
 
-A group is in it as parts, of one sample each. Only in a spool of format 4 or earlier, a part has all samples."""
+A group is in it as parts, of one sample each."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -20,7 +19,7 @@ import numpy as np
 import safetensors.numpy
 
 from areal.config import UserError
-from areal.storage.database import FACTS, fact, note, note_program, open_store, prepare
+from areal.storage.database import fact, note, note_program, open_store, prepare
 from areal.storage.run_folder import ways_on
 from areal.trajectory import Group, Trajectory, columns, joined, trajectories
 
@@ -29,7 +28,7 @@ _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite 
 _PARTS = """
     CREATE TABLE parts (
         seq INTEGER PRIMARY KEY, id TEXT NOT NULL, place INTEGER NOT NULL, prompt_index INTEGER NOT NULL,
-        arrays BLOB NOT NULL, notes TEXT NOT NULL, crc INTEGER, UNIQUE (id, place)
+        arrays BLOB NOT NULL, notes TEXT NOT NULL, crc INTEGER NOT NULL, UNIQUE (id, place)
     );
     CREATE INDEX parts_of_prompts ON parts (prompt_index);
 """
@@ -40,12 +39,6 @@ _UNFINISHED = """
     );
     CREATE INDEX unfinished_of_prompts ON unfinished (prompt_index);
 """
-_UPGRADES = {
-    3: f"ALTER TABLE groups ADD COLUMN crc INTEGER; {FACTS}",
-    4: f"""{_PARTS}
-        INSERT INTO parts SELECT seq, id, 0, prompt_index, arrays, notes, crc FROM groups; DROP TABLE groups;""",
-    5: _UNFINISHED,
-}
 _PART = "place, prompt_index, arrays, notes, crc"
 _IF_ROOM = "WHERE (SELECT count(*) FROM parts WHERE id = ?) < ?"
 _PUT = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ? {_IF_ROOM}"
@@ -81,13 +74,13 @@ class Spool:
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
-        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED, _UPGRADES)
+        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED, upgrade=_UNFINISHED)
         self._connection = connection
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self._file = Path(file)
         self._file_lock = lock
         self._lock = threading.RLock()
-        self._waiting: deque[Changes] = deque()  # those that threads are about to make
+        self._waiting: dict[object, Changes] = {}  # those that threads are about to make
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -130,23 +123,24 @@ class Spool:
         row = (group_id, place, prompt_index, oldest, arrays, crc, group_id, place)
         self._store(((_PUT_CALLS, row),))
 
-    def _store(self, own: Changes) -> None:
+    def _store(self, changes: Changes) -> None:
         """Store what all threads wait to store: one commit, which takes as long as the disk needs, for all of it. If it
-        fails, the changes of the others wait for these, and `own` do not. A thread whose own changes do not wait any
-        more takes them for made, so the lock is held until they do again."""
-        taken: list[Changes] = []
-        self._waiting.append(own)
+        fails, `changes` are not stored, and those of the others go on waiting."""
+        mark = object()
+        self._waiting[mark] = changes
         with self._lock:
+            together = self._waiting.copy()  # other threads may add theirs meanwhile
+            if mark not in together:  # another thread has stored them
+                return
             try:
                 with self._transaction() as connection:
-                    while self._waiting:
-                        taken.append(self._waiting.popleft())
-                    for statement, values in chain(*taken):
+                    for statement, values in chain(*together.values()):
                         connection.execute(statement, values)
-            except BaseException as error:
-                self._waiting.extend(changes for changes in taken if changes is not own)
-                if any(changes is own for changes in taken) or not isinstance(error, SpoolError):
-                    raise
+            except BaseException:
+                del self._waiting[mark]
+                raise
+            for stored in together:
+                del self._waiting[stored]
 
     def complete(self, group_id: str, size: int) -> Group | None:
         """The group, if it has `size` parts."""
@@ -156,8 +150,7 @@ class Spool:
     def samples(self, prompt_index: int) -> dict[tuple[str, int], Trajectory]:
         """The stored samples of a prompt, by the id of their group and their place in it."""
         rows = self._select(f"SELECT id, {_PART} FROM parts WHERE prompt_index = ?", prompt_index)
-        parts = {(group_id, row[0]): self._unpacked(group_id, *row).trajectories for group_id, *row in rows}
-        return {key: samples[0] for key, samples in parts.items() if len(samples) == 1}
+        return {(group_id, row[0]): self._unpacked(group_id, *row).trajectories[0] for group_id, *row in rows}
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
         """Make samples of earlier groups, of the same prompt, those of this group at the same places, until it has
@@ -246,10 +239,8 @@ class Spool:
             except sqlite3.Error as error:
                 raise SpoolError(f"the spool cannot be used: {error}") from error
 
-    def _unpacked(
-        self, group_id: str, place: int, prompt_index: int, arrays: bytes, notes: str, crc: int | None
-    ) -> Group:
-        if crc not in (None, _checksum(group_id, place, prompt_index, arrays, notes)):  # None: of an earlier version
+    def _unpacked(self, group_id: str, place: int, prompt_index: int, arrays: bytes, notes: str, crc: int) -> Group:
+        if crc != _checksum(group_id, place, prompt_index, arrays, notes):
             raise SpoolDamage(
                 f"The spool {self._file} is damaged (group {group_id} does not have the checksum that it was stored "
                 f"with): {ways_on(self._file.parent)}"
@@ -258,4 +249,4 @@ class Spool:
 
 
 def _checksum(group_id: str, place: int, prompt_index: int, arrays: bytes, notes: str) -> int:
-    return crc32(f"{group_id} {prompt_index} {notes}".encode(), crc32(arrays, place))  # for place 0 as in format 4
+    return crc32(f"{group_id} {prompt_index} {notes}".encode(), crc32(arrays, place))

@@ -51,7 +51,7 @@ from areal.storage.run_folder import (
     replace,
 )
 from areal.storage.selection import read_rows
-from areal.tokens import tokenizer_in
+from areal.tokens import reads_as_kept, tokenizer_in
 from areal.training.replay import Replay, plan, run_variant
 from areal.trajectory import Group
 
@@ -272,9 +272,7 @@ class Audit:
         names = ["step", "group", "sample", "prompt", "completion", "tokens", "prompt_tokens"]
         for row in read_rows(self.folder / rollouts.FOLDER, names):
             number += 1
-            start = row["prompt_tokens"]
-            texts = [tokenizer.decode(part.tolist()) for part in (row["tokens"][:start], row["tokens"][start:])]
-            if texts != [row["prompt"], row["completion"]]:
+            if not reads_as_kept(tokenizer, row):
                 finding.faults.append(f"sample {row['sample']} of group {row['group']} of step {row['step']}")
         finding.about = f"{number} rows"
 

@@ -133,7 +133,7 @@ class TrainingState:
                 yield Fragment(name, start, stop)
             offset += parameter.numel()
 
-    def _held(self, part: Fragment, kind: str) -> Tensor:
+    def _elements(self, part: Fragment, kind: str) -> Tensor:
         """The elements of a part that this rank holds, [n], in place."""
         parameter, key = self._parameters[part.name], None if kind == MASTER else kind
         if self._stage == 0:
@@ -153,7 +153,7 @@ class TrainingState:
         tensors = {kind: torch.empty(sum(part.size for part in parts)) for kind in KINDS}
         for kind, flat in tensors.items():
             for part, elements in _cut(flat, parts):
-                elements.copy_(self._held(part, kind))
+                elements.copy_(self._elements(part, kind))
         random = {f"random.{kind}": state for kind, state in _random_states().items()}
         return Share(parts, tensors | random, self._facts() | {"run": run})
 
@@ -187,7 +187,7 @@ class TrainingState:
         for kind in KINDS:
             if self._stage:
                 for part in self._share():
-                    stored.read(part, kind, self._held(part, kind))
+                    stored.read(part, kind, self._elements(part, kind))
             else:
                 self._load_everything(stored, kind)
         self._update_weights()
@@ -205,7 +205,7 @@ class TrainingState:
                     stored.read(part, kind, elements)
             dist.broadcast(flat, rank, group=self._control)
             for part, elements in _cut(flat, parts):
-                self._held(part, kind).copy_(elements)
+                self._elements(part, kind).copy_(elements)
 
     def _update_weights(self) -> None:
         """Round the masters to the weights, as DeepSpeed does at the end of its own step (all ranks)."""

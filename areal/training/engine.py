@@ -26,12 +26,13 @@ import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from areal.config import Config, TrainerConfig, UserError
 from areal.cpu import training as cpu
 from areal.interfaces import choose_interface
-from areal.models import check_heads
+from areal.models import check_trainable
 from areal.processes import importing
 from areal.storage.disk import Patience
 from areal.training.advantages import advantages, gae
@@ -106,12 +107,27 @@ def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
         model._init_weights(rotary)
 
 
-def _disable_dropout(part: torch.nn.Module) -> None:
-    """Set a module's dropout to 0, because pi_theta of a token must be the same number in every pass."""
+def _choose_frequencies(rotary: torch.nn.Module, longest: int | None) -> None:
+    """Have all rows take LongRoPE's frequencies for long sequences if some sequence may be that long, as vLLM does.
+    transformers takes those of the longest sequence of a row for all of the row."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sizes: Any = rotary.config
+    limit = sizes.rope_parameters["original_max_position_embeddings"]
+    if (longest or getattr(sizes, "original_max_position_embeddings", sizes.max_position_embeddings)) > limit:
+        rotary.original_inv_freq = ROPE_INIT_FUNCTIONS["longrope"](sizes, rotary.inv_freq.device, seq_len=limit + 1)[0]
+
+
+def _disable_noise(part: torch.nn.Module) -> None:
+    """Set a module's dropout and jitter to 0, and have routers choose experts as they do outside training, because
+    pi_theta of a token must be the same number in every pass."""
     if isinstance(part, torch.nn.Dropout):
         part.p = 0.0
-    for name, value in vars(part).items():
-        if "drop" in name and isinstance(value, float):  # such as attention_dropout, applied by attention functions
+    if "Router" in type(part).__name__:  # its jitter may say which experts are near enough
+        part.eval()
+        return
+    for name, value in vars(part).items():  # such as attention_dropout, applied by attention functions
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(part, name, 0.0)
 
 
@@ -143,7 +159,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
         raise UserError(f"DeepSpeed does not take trainer.deepspeed_options: {reason}") from error
 
 
-def _given(batch: FlatBatch, name: str, key: str) -> np.ndarray:
+def _scorer_column(batch: FlatBatch, name: str, key: str) -> np.ndarray:
     """A column that scorers give, float32 [T]. Raises ValueError if the batch does not have it."""
     values: np.ndarray = getattr(batch, name)
     if len(values) != len(batch.tokens):
@@ -167,7 +183,7 @@ class TrainingEngine:
     ) -> None:  # fmt: skip
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
-        check_heads(model, config.sequence_parallel)
+        check_trainable(model, config.sequence_parallel)
         cuda = torch.cuda.is_available()
         self.config = config = config.on(cuda=cuda)
         deepspeed = _import_deepspeed(config, cuda)
@@ -210,7 +226,7 @@ class TrainingEngine:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
         config = self.config
         with self._spread_over_ranks():
-            self._module = self._read_model(self.source, config.dtype).train()
+            self._module = self._read_model(self.source, config.dtype)
         head = Head(self._module)
         self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
@@ -277,15 +293,21 @@ class TrainingEngine:
         # Where each rank has all weights, not first into host memory, where there would be a whole model for each rank.
         place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self._stage < 3 else None
         try:
-            module = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), attn_implementation=self._attention, device_map=place
-            )
-        except (OSError, ValueError) as error:
+            module, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), attn_implementation=self._attention, device_map=place,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        except (ImportError, KeyError, OSError, SafetensorError, ValueError) as error:
             raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
-        for part in module.modules():
-            _disable_dropout(part)
+        # transformers gives them random values.
+        if lacks := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+            raise UserError(f"The model {folder} has no {lacks[0]} of the shape that its config.json describes.")
+        for part in module.train().modules():
+            _disable_noise(part)
             if "RotaryEmbedding" in type(part).__name__:
                 _make_frequencies(module, part)
+                if getattr(part, "rope_type", None) == "longrope":
+                    _choose_frequencies(part, self._longest)
         return module
 
     def _start_reference(self) -> torch.nn.Module | None:
@@ -365,10 +387,7 @@ class TrainingEngine:
     def _check_divided(self, module: torch.nn.Module, head: Head) -> None:
         """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
         if not only_attention_mixes(
-            lambda row: self._compute(row, row, 1.0, module, muted=True),
-            head.embeddings,
-            self.vocab_size,
-            self.device,
+            lambda row: self._compute(row, row, 1.0, module, muted=True), head.embeddings, self.vocab_size, self.device
         ):
             raise UserError(
                 f"{head} cannot be trained with trainer.sequence_parallel={self._together.size}: not only attention "
@@ -402,7 +421,7 @@ class TrainingEngine:
         dist.broadcast(tensor, src=0, group=self._control)
         return tensor.numpy()
 
-    def _summed(self, tensor: Tensor) -> np.ndarray:
+    def _sum_over_groups(self, tensor: Tensor) -> np.ndarray:
         """The sum over the sequence groups' tensors, in host memory, on all ranks (all ranks)."""
         if not self._together.first:
             tensor.zero_()
@@ -455,12 +474,9 @@ class TrainingEngine:
         """What the model gives for `what`, which is `row` or this rank's part of it. inputs: in place of those of the
         row, or beside them."""
         return (module or self._deepspeed)(
-            **row_inputs(row, self._attention) | inputs,
-            predicts=what.predicts,
-            distribution=what.distribution,
-            targets=what.targets,
-            temperature=temperature,
-        )
+            **row_inputs(row, self._attention) | inputs, predicts=what.predicts, distribution=what.distribution,
+            targets=what.targets, temperature=temperature,
+        )  # fmt: skip
 
     def step(
         self, batch: Sequence[Group] | None, *, version: int, temperature: float, mask_older_than: int | None = None
@@ -491,20 +507,16 @@ class TrainingEngine:
         if self._keep_values:
             self.values = self._values(rows, flat)
         return tally.result(
-            self._control,
-            self.config,
-            tokens_trained=int(trained.sum()),
-            tokens_total=len(flat.tokens),
-            explained_variance=explained,
-            peak_tflops=self._peak_tflops,
-        )
+            self._control, self.config, tokens_trained=int(trained.sum()), tokens_total=len(flat.tokens),
+            explained_variance=explained, peak_tflops=self._peak_tflops,
+        )  # fmt: skip
 
     def _values(self, rows: list[PackedRow], flat: FlatBatch) -> TokenValues:
         """What the step has found for each token of the batch (all ranks)."""
         values = torch.zeros(2, len(flat.tokens))
         for row in rows:
             values[:, torch.from_numpy(row.places)] = torch.stack([row.proximal, row.advantages]).float().cpu()
-        return TokenValues(*self._summed(values)[:, flat.by_sample()])
+        return TokenValues(*self._sum_over_groups(values)[:, flat.by_sample()])
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
         """The mean of -log pi over the batch's sampled tokens, in nats; nothing is trained (all ranks)."""
@@ -536,7 +548,7 @@ class TrainingEngine:
                 found[:, torch.from_numpy(row.places)] = torch.stack([logp, *values]).cpu()
                 tally.operations += self._operations.of(row, backward=False) / self._together.size
                 self.work_done += 1
-        return self._summed(found)
+        return self._sum_over_groups(found)
 
     def _look(
         self, minibatches: Sequence[Sequence[PackedRow]], flat: FlatBatch, trained: np.ndarray, temperature: float,
@@ -565,7 +577,7 @@ class TrainingEngine:
         self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
     ) -> None:
         if self.config.reference_scorer:
-            reference = _given(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
+            reference = _scorer_column(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
         else:
             with self._module.disable_adapter() if self._reference is None else nullcontext():
                 reference = self._pass(flat, trained, None, temperature, tally, self._reference)[0]
@@ -575,12 +587,12 @@ class TrainingEngine:
     def _set_teacher(self, rows: list[PackedRow], flat: FlatBatch) -> None:
         """Set the teacher's log-probs, and its likeliest tokens if they are trained on. Those that the policy lacks
         become unlikely."""
-        teacher = _given(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
+        teacher = _scorer_column(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
         for row in rows:
             row.teacher = row.pick(teacher)
         if not (top_k := self.config.teacher_top_k):
             return
-        of_batch = [_given(flat, name, f"trainer.teacher_top_k={top_k}") for name in TOP]
+        of_batch = [_scorer_column(flat, name, f"trainer.teacher_top_k={top_k}") for name in TOP]
         for row in rows:
             tokens, logprobs = map(row.pick, of_batch)
             in_vocabulary = tokens < self.vocab_size
@@ -641,7 +653,7 @@ class TrainingEngine:
         for row in rows:
             cost = self.config.kl_coef * kl(row.behaviour, row.reference, self.config.kl_estimator)
             penalties[torch.from_numpy(row.places)] = cost.double().cpu()
-        return self._summed(penalties)
+        return self._sum_over_groups(penalties)
 
     def _train_minibatch(
         self, rows: list[PackedRow], version: int, temperature: float, tally: Tally, *, first: bool

@@ -38,14 +38,16 @@ class Operations:
 
     def __init__(self, module: Any) -> None:
         sizes = module.config.get_text_config()
+        sizes.allow_global_per_layer_attribute_access = True  # Gemma 4 has a head_dim of most layers
+        experts = getattr(sizes, "num_experts", None) or getattr(sizes, "num_local_experts", None)
+        taken = getattr(sizes, "num_experts_per_tok", None) or getattr(sizes, "top_k_experts", None)
         head, embeddings = module.get_output_embeddings().weight, module.get_input_embeddings().weight
         self._weights = self._trained = 0.0
         for parameter in module.parameters():
             shape = getattr(parameter, "ds_shape", parameter.shape)
             if parameter is head or parameter is embeddings or len(shape) < 2:
                 continue
-            experts = len(shape) == 3 and shape[0] == _experts(sizes)
-            active = shape.numel() * (sizes.num_experts_per_tok / shape[0] if experts else 1)
+            active = shape.numel() * (taken / experts if len(shape) == 3 and shape[0] == experts else 1)
             self._weights += active
             self._trained += active * parameter.requires_grad
         self._head = float(getattr(head, "ds_shape", head.shape).numel())
@@ -64,12 +66,9 @@ class Operations:
             for window, layers in self._layers.items()
             for added, length in zip(row.added, row.lengths, strict=True)
         )
-        weights, head, pair = 2 * self._weights, 2 * self._head, self._pair
-        if backward:
-            weights += 2 * self._weights + 2 * self._trained
-            head += 2 * self._head + 2 * self._head_trained
-            pair *= 3
-        return tokens * weights + predicted * head + pairs * pair
+        forward = 2 * tokens * self._weights + 2 * predicted * self._head + pairs * self._pair
+        gradients = forward + 2 * tokens * self._trained + 2 * predicted * self._head_trained + pairs * self._pair
+        return forward + backward * gradients
 
 
 def layers_by_window(sizes: Any) -> Counter[int | None]:
@@ -85,10 +84,6 @@ def _pairs(length: int, window: int | None) -> float:
     """The pairs of a token and one that it attends to, in a sequence by itself."""
     outside = max(0, length - (window or length))
     return (length * (length + 1) - outside * (outside + 1)) / 2
-
-
-def _experts(sizes: Any) -> int | None:
-    return getattr(sizes, "num_experts", None) or getattr(sizes, "num_local_experts", None)
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:

@@ -27,6 +27,12 @@ LIMITS = {"engine_gap": "logprob_gap"}
 """The key of the limit, where it is not that of the metric."""
 
 
+def not_finite(metrics: Mapping[str, float | None]) -> str | None:
+    """Which of FINITE is not finite, and what it is; None: all are, or are missing."""
+    values = {name: value for name in FINITE if (value := metrics.get(name)) is not None}
+    return next((f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)), None)
+
+
 class Guard:
     """Checks the metrics of every step, including redone steps. objective: `trainer.objective`."""
 
@@ -46,10 +52,8 @@ class Guard:
         Returns None if the run may go on. Otherwise the run has to stop, and the returned sentence says why and what
         to try.
         """
-        for name in FINITE:
-            value = metrics.get(name)
-            if value is not None and not math.isfinite(value):
-                return f"{name} is {value}: {self._advice(metrics)}."
+        if wrong := not_finite(metrics):
+            return f"{wrong}: {self._advice(metrics)}."
         if metrics.get("tokens_trained") == 0:  # all were masked, so there is nothing that could be beyond a limit
             return None
         verdicts = [self._check_limit(name, value) for name in ADVICE if (value := metrics.get(name)) is not None]

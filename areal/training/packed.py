@@ -110,9 +110,9 @@ class FlatBatch:
             logprobs=np.concatenate([t.logprobs for t in sequences]).astype(np.float32),
             versions=versions,
             returns=np.concatenate([t.filled("returns") for t in sequences]) if differ else np.zeros(0),
-            **{name: _scored(name, sequences) for name in (*SCORED, *TOP)},
+            **{name: _scorer_column(name, sequences) for name in (*SCORED, *TOP)},
             lengths=lengths,
-            shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
+            shared=_shared_prefixes(members) if prefix_tree else np.zeros_like(lengths),
             samples=np.array([member.sample for member in members], dtype=np.int32),
             branches=np.array([member.branch for member in members], dtype=np.int32),
             minibatch=np.array([member.group for member in members], dtype=np.int32) % minibatches,
@@ -155,7 +155,7 @@ class FlatBatch:
         return np.repeat(share[self.samples], self.lengths)
 
 
-def _scored(name: str, sequences: Sequence[Trajectory]) -> np.ndarray:
+def _scorer_column(name: str, sequences: Sequence[Trajectory]) -> np.ndarray:
     """A column of SCORED or TOP of all sequences; empty if none has it. Raises ValueError if only some do."""
     arrays = [array for sequence in sequences if (array := getattr(sequence, name)) is not None]
     if len(arrays) not in (0, len(sequences)):
@@ -172,7 +172,7 @@ class _Member(NamedTuple):
     sequence: Trajectory
 
 
-def _shared(members: Sequence[_Member]) -> np.ndarray:
+def _shared_prefixes(members: Sequence[_Member]) -> np.ndarray:
     """`FlatBatch.shared`."""
     counts = (
         common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
@@ -430,12 +430,12 @@ def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
         some &= highest.amax(1) > lowest.amin(1)[:, None] - window
     partly = (some | (starts == starts.T)) & ~full
     return BlockMask.from_kv_blocks(
-        *_listed(partly), *_listed(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees if window is None else sees_within,
+        *_as_lists(partly), *_as_lists(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees if window is None else sees_within,
         seq_lengths=(T, T),
     )  # fmt: skip
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _as_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of keys each block of queries has, and their numbers first, as `BlockMask` stores them."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]

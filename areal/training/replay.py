@@ -422,11 +422,11 @@ class Training:
             "staleness_mean": float(np.mean(ages)),
             "staleness_max": max(ages),
             **asdict(result),
-            **weighted(batch, logp, mask, mask_cut=trainer.mask_cut),
+            **weight_metrics(batch, logp, mask, mask_cut=trainer.mask_cut),
         }
 
 
-def weighted(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask_cut: bool) -> dict[str, float]:
+def weight_metrics(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask_cut: bool) -> dict[str, float]:
     """logp: [T], of all tokens of the batch, as in `TokenValues`."""
     from areal.training.packed import FlatBatch
 
@@ -460,7 +460,7 @@ def _summary(
 ) -> dict[str, Any]:
     stamp = manifest and manifest.stamp
     last = records[-1]["step"] if records else variant.first
-    recorded = None if variant.off_policy or reason else _recorded(variant, last)
+    recorded = None if variant.off_policy or reason else _recorded_stamp(variant, last)
     return {
         "ok": not reason,
         "reason": reason,
@@ -478,7 +478,7 @@ def _summary(
     }
 
 
-def _recorded(variant: Replay, step: int) -> str | None:
+def _recorded_stamp(variant: Replay, step: int) -> str | None:
     """The stamp of the run's weights after a step; None if it is not known."""
     weights = (read_summary(variant.run) or {}).get("weights", {})
     if weights.get("version") == step:

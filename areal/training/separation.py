@@ -76,11 +76,9 @@ def keeps_apart(
 
 
 def only_attention_mixes(
-    forward: Callable[[PackedRow], tuple[Tensor, ...]],
-    embeddings: torch.nn.Module,
-    vocabulary: int,
+    forward: Callable[[PackedRow], tuple[Tensor, ...]], embeddings: torch.nn.Module, vocabulary: int,
     device: torch.device,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether a model without its attention takes each token by itself, so that ranks can divide a row (all ranks).
 
     The gradient of a log-prob with respect to the embeddings of all tokens but the one that predicts it must be exactly

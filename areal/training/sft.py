@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,10 @@ from areal.config import RowsConfig, Section, TrainerConfig, UserError, load_con
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.devices import set_allocator
-from areal.models import find_model
+from areal.models import context_of, find_model
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
-from areal.tokens import load_tokenizer
+from areal.tokens import load_tokenizer, reads_as_kept
+from areal.training.guard import not_finite
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 from areal.workflows.conversation import begin
 
@@ -57,7 +58,7 @@ class SftConfig(Section):
     data: SftData
     epochs: int = Field(1, ge=1, description="passes over the rows")
     batch_size: int = Field(32, ge=1, description="rows per optimizer step")
-    max_length: int = Field(2048, ge=2, description="tokens of prompt and completion; longer rows are left out")
+    max_length: int = Field(2048, ge=2, description="tokens of a row, at most the model's limit; longer are left out")
     seed: int = Field(0, description="seed of the order of rows")
     trainer: TrainerConfig = TrainerConfig()
 
@@ -79,6 +80,7 @@ def fine_tune(config: SftConfig, console: Console) -> None:
     if config.output.exists():
         raise UserError(f"{config.output} already exists: name another folder for the trained model.")
     model = find_model(config.model, "model")
+    config = config.model_copy(update={"max_length": min(config.max_length, context_of(model) or config.max_length)})
     rows, held_out, too_long = _read_rows(config, model)
     steps = math.ceil(len(rows) / config.batch_size)
 
@@ -99,11 +101,12 @@ def fine_tune(config: SftConfig, console: Console) -> None:
         for step in range(1, steps + 1):
             batch = shuffled[(step - 1) * config.batch_size : step * config.batch_size]
             result = engine.step(batch if engine.rank == 0 else None, version=0, temperature=1.0)
-            _check_finite(f"in step {step} of epoch {epoch + 1}", loss=result.loss, grad_norm=result.grad_norm)
+            numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
+            _check_finite(numbers, f"in step {step} of epoch {epoch + 1}")
             if step == steps or step % math.ceil(steps / LINES_AN_EPOCH) == 0:
                 console.print(f"epoch {epoch + 1}/{config.epochs}, step {step}/{steps}: loss {result.loss:.4f}")
         loss = _loss(engine, held_out)
-        _check_finite(f"of held-out rows after epoch {epoch + 1}", loss=loss)
+        _check_finite({"loss": loss}, f"of held-out rows after epoch {epoch + 1}")
         console.print(f"epoch {epoch + 1}/{config.epochs}: held-out loss {loss:.4f}")
     engine.export(config.output)
     engine.close()
@@ -135,10 +138,9 @@ def _loss(engine: TrainingEngine, rows: Sequence[Group]) -> float:
     return engine.loss(rows if engine.rank == 0 else None, temperature=1.0)
 
 
-def _check_finite(place: str, **values: float) -> None:
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise UserError(f"{name} is {value} {place}: set a lower trainer.lr. No model is written.")
+def _check_finite(numbers: Mapping[str, float], where: str) -> None:
+    if wrong := not_finite(numbers):
+        raise UserError(f"{wrong} {where}: set a lower trainer.lr. No model is written.")
 
 
 def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group], int]:
@@ -185,10 +187,15 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
         case _:
             text = row.answer
     completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    versions = np.array([NOT_SAMPLED] * len(prompt) + [0] * len(completion), np.int32)
-    tokens = np.array([*prompt, *completion], np.int32)
-    trajectory = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
-    return Group(str(row.index), row.index, (trajectory,))
+    is_sampled = np.repeat([False, True], [len(prompt), len(completion)])
+    return _alone(row.index, np.array([*prompt, *completion], np.int32), is_sampled)
+
+
+def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray) -> Group:
+    """A group of one sequence. is_sampled: bool [T], of the tokens in the loss."""
+    versions = np.where(is_sampled, 0, NOT_SAMPLED).astype(np.int32)
+    sequence = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
+    return Group(f"{number}", number, (sequence,))
 
 
 def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> list[list[Group]]:
@@ -197,15 +204,20 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
     Raises UserError if there are too few, or if `tokenizer`, that of `model`, does not read them as the run's did.
     """
     data, by_prompt, highest, n = config.data, dict[str, list[Group]](), -math.inf, 0
-    for group in groups_of(read_rows(rollouts, [*COLUMNS, "prompt", "completion", "tokens", "versions"])):
+    for group in groups_of(
+        read_rows(rollouts, [*COLUMNS, "prompt", "completion", "prompt_tokens", "tokens", "versions"])
+    ):
         highest = max([highest, *(sample.reward for sample in group)])
         for sample in chosen(group, best=data.best_of_group, least=data.min_reward):
             for row in sample.rows:
-                _check_tokenizer(tokenizer, model, row)
-                versions = np.where(row["versions"] == NOT_SAMPLED, NOT_SAMPLED, 0).astype(np.int32)
+                if not reads_as_kept(tokenizer, row):
+                    raise UserError(
+                        f"The model {model} has another tokenizer than the run of these rollouts: write their texts to "
+                        f"a file with areal export RUN --output rows.jsonl, and train on that."
+                    )
                 tokens = np.array(row["tokens"], np.int32)  # a copy: the row is part of a larger block of memory
-                trajectory = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
-                by_prompt.setdefault(sample.rows[0]["prompt"], []).append(Group(str(n), n, (trajectory,)))
+                sequence = _alone(n, tokens, row["versions"] != NOT_SAMPLED)
+                by_prompt.setdefault(sample.rows[0]["prompt"], []).append(sequence)
                 n += 1
     if len(by_prompt) < 2:
         least = "above 0" if data.min_reward is None else f"of at least {data.min_reward:g}"
@@ -219,13 +231,3 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
             break
         held_out += by_prompt.pop(prompt)
     return [[row for rows in by_prompt.values() for row in rows], held_out]
-
-
-def _check_tokenizer(tokenizer: Any, model: Path, row: dict[str, Any]) -> None:
-    start = int((row["versions"] != NOT_SAMPLED).argmax())
-    texts = [tokenizer.decode(part.tolist()) for part in (row["tokens"][:start], row["tokens"][start:])]
-    if texts != [row["prompt"], row["completion"]]:
-        raise UserError(
-            f"The model {model} has another tokenizer than the run of these rollouts: write their texts to a file with "
-            f"areal export RUN --output rows.jsonl, and train on that."
-        )

@@ -605,7 +605,8 @@ async def test_the_status_has_the_first_failure_of_each_cause(config):
     assert [*alerts] == [
         f"first failure (workflow), at rollout_manager/0: the workflow raised KeyError: 'b'. More is in "
         f"{logs}/rollout_manager-0.jsonl",
-        f"first failure (reward), at evaluator/0: reward 'own:short': no score. More is in {logs}/reward-*",
+        f"first failure (reward), at evaluator/0: reward 'own:short': no score. More is in {logs}/reward-* or "
+        f"evaluator-0.jsonl",
         f"first failure (row), at rollout_manager/0: row 0 of the data cannot be used. More is in "
         f"{logs}/rollout_manager-0.jsonl",
     ]

@@ -191,8 +191,8 @@ def test_a_group_of_which_too_few_are_left_fails(names, oversample):
 
 
 def test_a_start_version_is_known_once_all_that_may_count_have_begun():
-    start, told = _GroupStart(4), []
-    start.report = told.append
+    told: list[int] = []
+    start = _GroupStart(4, None, told.append)
     start.count(5)
     start.count()
     start.count(4)

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 
 import areal.devices
-from areal.config import Config, UserError, WeightsConfig
+from areal.config import Config, ScorerConfig, UserError, WeightsConfig
 from areal.devices import (
     CORES,
     ENGINE_CORES,
@@ -219,6 +219,10 @@ def test_where_every_core_is_somebodys_each_engine_keeps_its_own():
     assert engine_cores(run_of(threads=2), two, {9, 4, 5, 6, 7}) == {"generator/0": [4, 5], "generator/1": [6, 7]}
     assert engine_cores(run_of(ranks=2, each=2), ALL, range(4)) == {"generator/0": [0, 1]}
     assert engine_cores(run_of(ranks=2), ["generator", "reward"], range(2)) == {"generator/0": [0]}
+    teacher = {"scorers": {"wise": ScorerConfig(model="m", threads=2)}}
+    taught = run_of().model_copy(update=teacher | {"trainer": run_of().trainer.model_copy(update={"teacher": "wise"})})
+    assert engine_cores(taught, ["scorer", *ALL], range(4)) == {"generator/0": [0]}
+    assert engine_cores(taught, ["scorer", *ALL], range(2)) == {}
 
 
 @pytest.mark.parametrize("cores", [set(), {0}, {0, 1, 2}])

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from areal.config import LoraConfig, UserError
-from areal.models import check_adapters, context_of, weight_sizes
+from areal.models import check_adapters, check_trainable, context_of, weight_sizes
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": bytes(30_000_000), "notes.md": b"#"}
@@ -93,7 +93,8 @@ def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
     [
         ({"max_position_embeddings": 512}, 512),
         ({"text_config": {"n_positions": 1024}}, 1024),
-        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2048),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2048),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
         ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 512),
         ({}, None),
     ],
@@ -101,6 +102,12 @@ def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
 def test_a_model_says_how_long_its_sequences_may_be(tmp_path, sizes, context):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     assert context_of(tmp_path) == context
+
+
+def test_a_model_with_quantized_weights_cannot_be_trained(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq", "bits": 4}}))
+    with pytest.raises(UserError, match="has quantized weights, which cannot be trained: name"):
+        check_trainable(tmp_path, 1)
 
 
 def test_a_damaged_model_is_told(tmp_path, tiny_model):

@@ -48,7 +48,7 @@ READERS = {
     "shown": shown,
 }
 PARTS = (
-    "```", "`", "```python", "```python\n", "```python ", "\n", " ", "\n ", "\t\r\n", "<tool>", "</tool>",
+    "```", "\n~~~", "`", "```python", "```python\n", "```python ", "\n", " ", "\n ", "\t\r\n", "<tool>", "</tool>",
     "<tool_call>", "<tool_call>{", "<tool_call>[", "\\boxed{", "\\boxed{1", "\\boxed{1}", "$", "\\$", "$$", "\\[",
     "\\]", "\\)", "#", "####",
     "1", "1,", ",111", "-", ".", "1.", "a1111", "hope", "pct", " pct", "a", "a ", "def f", "\x1b",

@@ -85,6 +85,13 @@ def test_a_template_that_cannot_be_used_is_one_sentence(model, tmp_path, monkeyp
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("content", ["{}", "{", '{"model": {}, "added_tokens": []}'])
+def test_a_damaged_tokenizer_is_one_sentence(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match="has no tokenizer that can be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_what_every_template_gets_is_no_variable():
     with pytest.raises(UserError, match=r"data.chat_template_kwargs.tools cannot be set"):
         load_config(None, ["source=addition", "chat_template_kwargs={tools: []}"], RowsConfig)

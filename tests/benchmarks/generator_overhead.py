@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from results import ratio, show, write
-from runs import QUICKSTART, ROOT, free_port
+from runs import QUICKSTART, ROOT, find_free_port
 
 from areal.config import Config, load_config
 from areal.data import quickstart
@@ -244,7 +244,7 @@ def settings(options: argparse.Namespace, model: Path, folder: Path) -> Config:
         [
             f"run_dir={folder}",
             f"model={model.resolve()}",
-            f"master.address=tcp://127.0.0.1:{free_port()}",
+            f"master.address=tcp://127.0.0.1:{find_free_port()}",
             f"batch_size={options.groups}",
             "steps=1",
             "max_staleness=0",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,9 @@ import psutil
 from areal.config import Config
 from areal.data.rows import Prompt, prompt_text
 from areal.rewards.functions import resolve
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import find_free_port
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -61,7 +63,7 @@ def run(model: Path, folder: Path, name: str, overrides: Sequence[str], *, keep:
     them. Its own folder is removed unless `keep`. A run that fails ends the benchmark."""
     command = [
         sys.executable, str(ROOT / "run.py"), f"run_dir={folder}", f"name={name}", f"model={model.resolve()}",
-        f"master.address=tcp://127.0.0.1:{free_port()}", *overrides,
+        f"master.address=tcp://127.0.0.1:{find_free_port()}", *overrides,
     ]  # fmt: skip
     memory = finish(command, os.environ | {"HF_HUB_OFFLINE": "1"})
     found = replace(read(folder / name), memory=memory)
@@ -123,9 +125,3 @@ def read(folder: Path) -> Run:
     summary = json.loads((folder / "summary.json").read_text())
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Run(summary, steps)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

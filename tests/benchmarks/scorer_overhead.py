@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import psutil
 import uvloop
-from runs import QUICKSTART, ROOT, free_port, read
+from runs import QUICKSTART, ROOT, find_free_port, read
 
 from areal.trajectory import TokenScores
 
@@ -81,7 +81,7 @@ def measure(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> d
     """Samples/s, and CPU milliseconds of a sample by role."""
     command = [
         sys.executable, str(ROOT / "run.py"), "--config", str(QUICKSTART), f"run_dir={folder}", f"name={name}",
-        f"model={model.resolve()}", f"master.address=tcp://127.0.0.1:{free_port()}", f"steps={STEPS}",
+        f"model={model.resolve()}", f"master.address=tcp://127.0.0.1:{find_free_port()}", f"steps={STEPS}",
         "data.eval_size=0", "observe.tensorboard=false", *overrides,
     ]  # fmt: skip
     records, looks = folder / name / "metrics.jsonl", {}

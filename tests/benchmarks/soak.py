@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 from results import show, write
-from runs import QUICKSTART, free_port
+from runs import QUICKSTART, find_free_port
 from soak_run import TARGETS, SoakRun, children, small_disk
 
 from areal.data import quickstart
@@ -107,7 +107,7 @@ def live(folder: Path, model: Path, seconds: float, every: float, seed: int) -> 
         kinds = [kind for kind in TARGETS if mounted or kind != "full disk"]
         overrides = [
             "--config", str(QUICKSTART), f"run_dir={folder / 'disk'}", "name=run", f"model={model}",
-            f"master.address=tcp://127.0.0.1:{free_port()}", *SETTING,
+            f"master.address=tcp://127.0.0.1:{find_free_port()}", *SETTING,
         ]  # fmt: skip
         run = SoakRun(folder, overrides, kinds, seed)
         try:

@@ -37,7 +37,7 @@ from statistics import median
 from typing import Any
 
 from results import kept_runs, ratio, show, write
-from runs import FILLING, ROOT, Run, finish, free_port, run
+from runs import FILLING, ROOT, Run, find_free_port, finish, run
 
 from areal.data import quickstart
 
@@ -65,7 +65,7 @@ def start(mode: str, seed: int, out: Path, model: Path, *arguments: Any) -> floa
     """A run of TRL in a new folder `out`. Returns its memory, as `finish` does. One that fails ends the benchmark."""
     out.mkdir()
     script = Path(__file__).with_name("trl_runs.py")
-    own = [script, mode, "--seed", seed, "--port", free_port(), "--out", out, "--model", model.resolve()]
+    own = [script, mode, "--seed", seed, "--port", find_free_port(), "--out", out, "--model", model.resolve()]
     command = [sys.executable, *map(str, (*own, *arguments))]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     return finish(command, environment, RUN_SECONDS)

@@ -162,7 +162,8 @@ def only_the_last_checkpoint() -> AbstractContextManager[None]:
     """A trainer whose last checkpoint is damaged does not take the one before."""
 
     async def load(trainer: Trainer, recovery: Recovery) -> int:
-        return await trainer._load(recovery.checkpoint_version, recovery.run)
+        await trainer._load(recovery.checkpoint_version, recovery.run)
+        return recovery.checkpoint_version
 
     return patch.multiple(Trainer, _load_checkpoint=load)
 
@@ -218,7 +219,7 @@ def answers_before_the_commit() -> AbstractContextManager[None]:
 
 def no_fencing() -> AbstractContextManager[None]:
     """The master accepts all reports of trainers, even those of an old lineage."""
-    return patch.multiple(Master, _trainer=lambda master, request, lineage=None: None)
+    return patch.multiple(Master, _check_trainer=lambda master, request, lineage=None: None)
 
 
 def no_filter() -> AbstractContextManager[None]:
@@ -278,7 +279,7 @@ def branches_lost_on_the_way() -> AbstractContextManager[None]:
 
 def hold_ignored() -> AbstractContextManager[None]:
     """A generator loads the newest version even while it holds another one."""
-    return patch.multiple(Generator, _wanted=lambda generator: generator.policy)
+    return patch.multiple(Generator, _wanted_policy=lambda generator: generator.policy)
 
 
 def published_before_it_is_written() -> AbstractContextManager[None]:
@@ -387,7 +388,7 @@ def spool_never_emptied() -> AbstractContextManager[None]:
 def lineages_ignored() -> AbstractContextManager[None]:
     """A generator loads only newer versions, not the same version of a new lineage."""
     return patch.multiple(
-        Generator, _is_behind=lambda generator: generator._wanted().version > generator._engine.version
+        Generator, _is_behind=lambda generator: generator._wanted_policy().version > generator._engine.version
     )
 
 
@@ -503,12 +504,12 @@ def stored_samples_sampled_again() -> AbstractContextManager[None]:
     async def nothing(manager: RolloutManager, *_: Any) -> StoredSamples:
         return StoredSamples(places=(), start_version=None)
 
-    return patch.multiple(RolloutManager, _stored=nothing)
+    return patch.multiple(RolloutManager, _ask_stored=nothing)
 
 
 def scored_groups_stored_in_parts() -> AbstractContextManager[None]:
     """The samples of a group whose scores depend on each other are stored, and used again, one by one."""
-    stored, store = RolloutManager._stored, RolloutManager._store
+    stored, store = RolloutManager._ask_stored, RolloutManager._store
 
     async def stored_of_any(manager: RolloutManager, permit: Permit, whole: bool) -> StoredSamples:
         return await stored(manager, permit, False)
@@ -517,7 +518,7 @@ def scored_groups_stored_in_parts() -> AbstractContextManager[None]:
         refusals = [await store(manager, permit, row, [one]) for one in scored]
         return next(filter(None, refusals), None)
 
-    return patch.multiple(RolloutManager, _stored=stored_of_any, _store=one_by_one)
+    return patch.multiple(RolloutManager, _ask_stored=stored_of_any, _store=one_by_one)
 
 
 def groups_in_order_of_arrival() -> AbstractContextManager[None]:
@@ -619,7 +620,7 @@ def started_with_the_newest_version() -> AbstractContextManager[None]:
         start._versions += [] if version is None else [version]
         start._missing -= 1
         if not start._missing and start._versions:
-            start.report(max(start._versions))
+            start._report(max(start._versions))
 
     return patch.multiple(_GroupStart, count=count)
 

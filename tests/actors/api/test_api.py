@@ -246,8 +246,8 @@ def test_a_call_gives_the_configuration_of_a_run(tmp_path, monkeypatch):
         ([], "data has no rows"),
         ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "line 2, has no 'answer'"),
         ([{"prompt": ""}], "has an empty 'prompt'"),
-        (["text"], "Row 0 of data is a str"),
-        ({"prompt": ["a"]}, "data is a dict: give a list of dicts"),
+        (["text"], "Row 0 of data is of type str"),
+        ({"prompt": ["a"]}, "data is of type dict: give a list of dicts"),
         ([{"prompt": "a", "at": object()}], r"Row 0 of data cannot be written as JSON \(object is no value of JSON"),
     ],
 )

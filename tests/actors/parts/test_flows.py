@@ -278,7 +278,7 @@ async def test_a_sender_has_a_limit_of_flows_and_of_jobs_on_each(pair, monkeypat
 async def test_a_server_knows_when_everything_is_sent(pair):
     job = pair.do("wait")
     await pair.until(lambda: pair.server.running)
-    emptied = asyncio.create_task(pair.server.flows.emptied())
+    emptied = asyncio.create_task(pair.server.flows.wait_until_empty())
     await asyncio.sleep(0.05)
     assert not emptied.done()
     pair.server.goes_on.set()

@@ -418,7 +418,7 @@ async def test_a_turn_may_have_a_limit_of_its_own():
         (lambda session: session.generate([[1, 2]]), r"in the shape \(1, 2\): give one row"),
         (lambda session: session.generate([1], 2.5), "cannot be interpreted as an integer"),
         (lambda session: session.score("done", np.array([[5, 6]])), "give one row"),
-        (lambda session: session.score(["done"]), "takes a completion as text, not as a list"),
+        (lambda session: session.score(["done"]), "takes a completion as text, not of type list"),
     ],
 )
 async def test_what_a_workflow_must_not_give_is_an_error_of_the_workflow(ask, sentence):

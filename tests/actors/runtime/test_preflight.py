@@ -221,8 +221,10 @@ def test_more_threads_of_engines_than_cores_are_told(monkeypatch, capsys):
     monkeypatch.setattr("areal.cpu.processor._cpu_flags", lambda: "avx512_bf16")
     preflight.check_machine(config_of("rows.jsonl", generator={"count": 2}), {}, {})
     assert capsys.readouterr().err == ""
-    preflight.check_machine(config_of("rows.jsonl", generator={"count": 3}), {}, {})
-    assert "Note: 3 engines with 1 threads each share the 2 cores" in capsys.readouterr().err
+    teacher = {"scorers": {"wise": {"model": "m"}}, "trainer": {"teacher": "wise", "minibatches": 1}}
+    for more in {"generator": {"count": 3}}, {"generator": {"count": 2}, **teacher}:
+        preflight.check_machine(config_of("rows.jsonl", **more), {}, {})
+        assert "Note: the engines have 3 threads together, but this machine has 2 cores" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "notes"), [("avx2 fma", 1), ("avx512_bf16 avx2", 0), ("bf16 sve", 0)])

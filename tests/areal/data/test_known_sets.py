@@ -60,6 +60,14 @@ ROWS = {
         },
         "Add.", None,
     ),
+    "leetcode": (
+        {
+            "prompt": "import math\n", "problem_description": "Add.", "entry_point": "Solution().add",
+            "starter_code": "class Solution:\n    def add(self, a: int, b: int) -> int:\n        ",
+            "test": "def check(candidate):\n    assert candidate(a = 1,b = 2) == 3\n",
+        },
+        "class Solution:", None,
+    ),
     "humaneval": (
         {
             "task_id": "HumanEval/0", "prompt": 'def add(a, b):\n    """Add."""\n', "entry_point": "add",

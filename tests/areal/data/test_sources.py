@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -98,7 +99,7 @@ def test_a_system_prompt_makes_chat_messages(tmp_path):
     ("line", "message"),
     [
         ("{oops", "line 2, is not JSON .*write one object a line"),
-        ("[1]", "line 2, is a list, not an object"),
+        ("[1]", "line 2, is of type list, not an object"),
         ('{"answer": "1"}', "line 2, has no 'prompt', only answer: add it or set data.prompt_key"),
         ('{"prompt": "1"}', "line 2, has no 'answer', only prompt: add it or set data.answer_key"),
         ('{"prompt": 5, "answer": "1"}', "line 2, has a 'prompt' that is neither text nor a list of messages"),
@@ -133,11 +134,12 @@ def write_as(kind, path, rows):
     elif kind == ".json":
         path.write_text(json.dumps(rows, indent=1))
     else:
-        path.write_bytes(gzip.compress(text.encode()) if kind == ".jsonl.gz" else text.encode())
+        packed = {".jsonl.gz": gzip.compress, ".jsonl.zst": partial(pa.Codec("zstd").compress, asbytes=True)}
+        path.write_bytes(packed.get(kind, bytes)(text.encode()))
     return path
 
 
-@pytest.mark.parametrize("kind", [".parquet", ".csv", ".json", ".jsonl.gz", "", "lines.json"])
+@pytest.mark.parametrize("kind", [".parquet", ".csv", ".json", ".jsonl.gz", ".jsonl.zst", "", "lines.json"])
 def test_rows_are_the_same_and_in_the_same_order_whatever_file_they_are_in(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("HOME", str(tmp_path))
     rows = [{"prompt": f'question {i}, "quoted"\nand more', "answer": str(i)} for i in range(12)]
@@ -150,14 +152,21 @@ def test_rows_are_the_same_and_in_the_same_order_whatever_file_they_are_in(tmp_p
         assert len(open_source(DataConfig(source=str(file), eval_source=f"{file}:test", eval_size=3), seed=0)) == 9
 
 
+def test_days_in_a_data_set_are_texts(tmp_path):
+    jsonl(tmp_path, [{"prompt": "1", "answer": "2", "day": "2024-08-11"}], "train.jsonl")
+    row = open_source(DataConfig(source=str(tmp_path), eval_size=0), seed=0).row(0)
+    assert row.fields["day"] == "2024-08-11T00:00:00"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", b"prompt,answer\nWhat, then?,1\n", "a.csv, line 2, has 3 fields, but the first line names 2: quote"),
         ("a.csv", b"prompt;answer\nWhat;1\n", "a.csv, line 1, separates its fields by ';': separate them by commas"),
         ("a.json", b'{"prompt": "a",\n "answer": 1}', "a.json, line 1, is not JSON"),
-        ("a.json", b"[1]", "a.json, row 1, is a int, not an object: write a list of objects"),
-        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .Not a gzipped file"),
+        ("a.json", b"[1]", "a.json, row 1, is of type int, not an object: write a list of objects"),
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .zlib inflate failed"),
+        ("a.csv.zst", b"no zstd", "a.csv.zst cannot be read .ZSTD decompress failed"),
         ("a.parquet", b"no Parquet", "cannot be read as Parquet"),
         ("a.jsonl", b'{"prompt": "", "answer": 1}', "line 1, has an empty 'prompt': write one, or remove the row"),
         (
@@ -352,5 +361,5 @@ def test_a_row_is_read_from_its_place_in_a_file_or_from_a_file_of_its_own(tmp_pa
     (one := tmp_path / "one.json").write_text(json.dumps({"question": "?", "answer": 1}, indent=2))
     assert read_row(one, config).fields == {"prompt": "?", "question": "?", "answer": 1}
     one.write_text("[]")
-    with pytest.raises(UserError, match="one.json is a list, not an object: correct it"):
+    with pytest.raises(UserError, match="one.json is of type list, not an object: correct it"):
         read_row(one, config)

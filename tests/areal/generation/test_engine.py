@@ -39,8 +39,9 @@ import areal.generation.engine
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.cpu.generation import BLOCK_SIZE
 from areal.devices import SHARES
-from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
+from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError, stop_tokens
 from areal.selftest.transport import Receiving, Sending
+from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores
 from areal.weights.folders import published_shapes
 from areal.weights.lora import add_adapters, write_adapter
@@ -395,6 +396,14 @@ async def test_defaults_of_the_model_folder_do_not_change_what_is_sampled(
     assert len({sample.tokens.tobytes() for sample in group}) == 4  # not with top_k of 1
     for sample in group:
         assert np.abs(reference(models[0], PROMPT, sample.tokens) - sample.logprobs).max() < 1e-4
+
+
+async def test_the_end_of_sequence_of_the_tokenizer_stops_as_what_the_generation_config_lists_does(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    own = load_tokenizer(str(tiny_model)).eos_token_id
+    assert [stop_tokens(tiny_model, listed) for listed in (None, own, [own + 1])] == [[own], [own], [own, own + 1]]
+    assert [stop_tokens(tmp_path, listed) for listed in (None, [7, 5])] == [[], [5, 7]]
 
 
 async def test_no_stop_token_comes_before_the_minimum_whatever_is_loaded_meanwhile(

@@ -384,7 +384,7 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
     ("name", "text", "message"),
     [
         ("summary.json", "{", r"summary\.json is not JSON"),
-        ("summary.json", "[1]", r"summary\.json is a list"),
+        ("summary.json", "[1]", r"summary\.json is of type list"),
         ("config.yaml", "a: [", r"config\.yaml is not YAML"),
         ("config.yaml", "- a", r"config\.yaml must contain keys"),
     ],

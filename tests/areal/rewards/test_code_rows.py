@@ -26,8 +26,8 @@ def test_lines_of_a_text_may_be_a_list():
     assert read_tests(SETS["APPS"][0]) == Outputs([("1\n2", "3\n")])
 
 
-@pytest.mark.parametrize("name", ["DeepCoder, lcbv5, calls", "LiveCodeBench, calls"])
-def test_arguments_of_live_code_bench_are_one_a_line(name):
+@pytest.mark.parametrize("name", ["DeepCoder, lcbv5, calls", "LiveCodeBench, calls", "LeetCodeDataset"])
+def test_arguments_are_one_a_line_or_those_of_asserts(name):
     assert read_tests(SETS[name][0]) == Calls("countAtLeast", [[[5, 3, 10], 5], [[], 1]], [[2], [0]])
 
 
@@ -108,7 +108,7 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({}, "the row has no tests: it needs one of tests, input_output"),
         ({"tests": None, "input_output": ""}, "the row has no tests"),
         ({"tests": "[]"}, "list of tests is empty"),
-        ({"tests": "[1"}, "'\\[1', which is neither JSON nor a Python literal"),
+        ({"tests": "[1"}, "'\\[1', which is neither JSON nor a literal"),
         ({"tests": [1]}, "are not understood"),
         ({"tests": {"in": "1", "out": "2"}}, "are not understood"),
         ({"tests": [{"input": "1"}]}, "are not understood"),
@@ -116,7 +116,7 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"tests": [{"input": "1", "output": "2", "testtype": "functional"}]}, "no fn_name or metadata.func_name"),
         ({"tests": [*STDIN_CASES, *FUNCTIONAL]}, r"of several kinds \(countAtLeast, stdin\)"),
         ({"tests": [FUNCTIONAL[0] | {"output": "yes"}]}, "contain 'yes', which is neither JSON nor"),
-        ({"tests": {"fn_name": "f", "inputs": [3], "outputs": [3]}}, "with a int, not a list of arguments"),
+        ({"tests": {"fn_name": "f", "inputs": [3], "outputs": [3]}}, "are of type int, not a list"),
         ({"input_output": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
         ({"verification_info": {"language": "python"}}, "has no test_cases"),
         ({"public_test_cases": "[]", "private_test_cases": "x"}, "neither JSON nor compressed JSON"),
@@ -135,8 +135,11 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"tests": "def verify():\n    assert f(1) == 2"}, CANNOT_FAIL),
         ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, CANNOT_FAIL),  # it has no entry_point
         ({"test": "def test_f():\n    f(1)"}, CANNOT_FAIL),
-        ({"input_output": STDIN_CASES, "entry_point": "Solution().f"}, r"entry_point 'Solution\(\).f' is not the name"),
-        ({"reward_model": {"style": "rule"}}, "its reward_model has no ground_truth"),
+        ({"input_output": STDIN_CASES, "entry_point": "Solution().f"}, "no test that compares what f returns"),
+        ({"test": "assert candidate(a=1) != 2", "entry_point": "Solution().f"}, "more than compare what f returns"),
+        ({"test": "assert candidate(a=g()) == 2", "entry_point": "Solution().f"}, r"contain 'g\(\)', which is neither"),
+        ({"test_list": ["assert 1"], "entry_point": "a.b"}, "entry_point 'a.b' is not the name of a function"),
+        ({"reward_model": {"style": "rule"}}, "that should have them has no ground_truth"),
         ({"tests": "assert eval(f(1)) == 2"}, "use eval, which is not judged"),
         ({"tests": "import pickle\nassert pickle.loads(f(1)) == 2"}, "use the module pickle"),
         ({"tests": "assert f(1).left == 2"}, "use .left of what f returns"),

@@ -167,7 +167,7 @@ def test_a_reward_of_groups_is_known_by_its_parameters_and_gets_all_completions(
     assert longest.groups and ranks.groups and ranks.concurrent and not resolve("own_reward_module:short").groups
     assert longest.results(longest.call("p", ["a", "bcd"], {"scale": 2}), "ab") == [Result(0.5, {}), Result(1.5, {})]
     assert asyncio.run(ranks.call("p", ["a", "b"], {})) == ["a", "b"]
-    bad = [("ab", "returned a str"), (1.0, "a float, not a list"), ([1.0], "1 scores for 2"), ([1, math.inf], "inf")]
+    bad = [("ab", "of type str"), (1.0, "of type float, not a list"), ([1.0], "1 scores for 2"), ([1, math.inf], "inf")]
     for value, why in bad:
         with pytest.raises(RewardError, match=why):
             longest.results(value, ["a", "b"])
@@ -192,7 +192,7 @@ def test_a_start_knows_which_of_its_rewards_score_groups(own):
     [
         ("maths", {}, "there is no reward 'maths': name one of math, code, exact_match, addition"),
         ("own_reward_module:shrt", {}, "has no shrt: did you mean short"),
-        ("own_reward_module:value", {}, "is a int: name a function, or a class"),
+        ("own_reward_module:value", {}, "is of type int: name a function, or a class"),
         ("own_reward_module:NoJudge", {}, "is a class without a method score: name"),
         ("own_reward_module:hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
         ("own_reward_module:Hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),

@@ -60,6 +60,9 @@ Paris ~ \boxed{\text{Paris.}}
 -\frac{1}{2} ~ \boxed{\frac{-1}{2}}
 -\frac{1}{2} ~ \boxed{-\frac{1}{2}}
 \frac{3}{2} ~ \boxed{1\frac{1}{2}}
+\frac{3}{2} ~ \boxed{1 1/2}
+1.5 ~ The answer is 1 1/2.
+-3 1/2 ~ \boxed{-3.5}
 1\frac{1}{2} ~ \boxed{1.5}
 -\frac{7}{2} ~ \boxed{-3\frac{1}{2}}
 1/3 ~ \boxed{0.333333}
@@ -120,6 +123,12 @@ x \ge 2 ~ \boxed{x\geq 2}
 (3, \frac{\pi}{2}) ~ \boxed{\left(3,\frac{\pi}{2}\right)}
 [0, 1) ~ \boxed{[0,1)}
 [-2, 7] ~ \boxed{x \in [-2,7]}
+[-2,7] ~ \boxed{-2\le x\le 7}
+(5, \infty) ~ \boxed{x > 5}
+[-\sqrt{2},\sqrt{2}] ~ \boxed{-\sqrt{2} \le x \le \sqrt{2}}
+\varnothing ~ \boxed{\emptyset}
+\frac{1}{2}x ~ \boxed{x/2}
+2 x ~ \boxed{x \cdot 2}
 (-\infty, 5] ~ \boxed{\left(-\infty,5\right]}
 (-\infty,0)\cup(0,\infty) ~ \boxed{(0,+\infty) \cup (-\infty,0)}
 0 < x < 1 ~ \boxed{(0,1)}
@@ -226,6 +235,10 @@ WRONG = r"""
 \frac{1}{2} ~ \boxed{2}
 \frac{1}{2} ~ \boxed{-\frac12}
 1/3 ~ \boxed{0.34}
+1/2 ~ \boxed{1 1/2}
+1 1/2 ~ \boxed{1 1/3}
+[-2,7] ~ \boxed{-2 < x < 7}
+[-\sqrt{2},\sqrt{2}] ~ \boxed{x^2 \le 2}
 100/3 ~ \boxed{33.3}
 33.3 ~ \boxed{\frac{100}{3}}
 \frac{3}{2} ~ \boxed{1\frac{1}{3}}

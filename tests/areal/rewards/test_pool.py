@@ -61,6 +61,13 @@ OWN = textwrap.dedent(
     def raises(prompt, completion, row):
         raise KeyError("no such thing")
 
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise TypeError
+
+    def raises_this(prompt, completion, row):
+        raise Unspeakable
+
     def hangs(prompt, completion, row):
         child = subprocess.Popen(["sleep", "300"])
         open(row["pids"], "w").write(f"{os.getpid()} {child.pid}")
@@ -231,9 +238,10 @@ async def test_an_async_call_that_costs_the_process_is_found_and_the_others_are_
 
 
 async def test_a_failure_is_told_by_kind_and_never_a_score(capfd):
-    async with pool_of("raises", "exits", "nan", "text", "gives_up", "echo") as pool:
+    async with pool_of("raises", "raises_this", "exits", "nan", "text", "gives_up", "echo") as pool:
         for _ in range(2):
             assert await failure(pool, "own:raises") == ("raised", "KeyError: 'no such thing'")
+        assert (await failure(pool, "own:raises_this"))[0] == "raised"
         assert await failure(pool, "own:exits") == ("raised", "SystemExit: bye")
         assert await failure(pool, "own:gives_up") == ("raised", "it was cancelled")
         assert (await failure(pool, "own:nan"))[0] == "not_finite"

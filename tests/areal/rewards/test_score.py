@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 from helpers import needs_namespaces, read_jsonl
@@ -50,7 +52,7 @@ def test_every_line_gets_a_score_or_the_reason_why_there_is_none(score):
 
 def test_a_reward_that_scores_nothing_leaves_the_reasons(score):
     code, scores, said = score({"prompt": "?", "completion": "2"}, reward=("exact_match",))
-    assert code == 0
+    assert code == 1
     assert scores[0]["reason"] == "the row has no answer to compare with"
     assert "0 of 1 completions scored" in said
     assert "raised: 1" in said
@@ -181,3 +183,24 @@ def test_a_mistake_is_one_sentence(score, row, reward, overrides, sentence):
     code, scores, said = score(row, reward=(reward,), overrides=overrides)
     assert (code, scores, len(said.splitlines())) == (2, [], 1)
     assert sentence in said
+
+
+def test_what_is_there_is_kept_if_nothing_can_be_written_in_its_place(tmp_path, capsys):
+    rows, scores = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    rows.write_text('{"prompt": "1", "answer": "2"}')
+    scores.write_text("those of before")
+    for output, sentence in (rows, "rows.jsonl is the --input, which would be lost"), (scores, "has no 'completion'"):
+        assert main(["score", "--reward", "exact_match", "--input", str(rows), "--output", str(output)]) == 2
+        assert sentence in capsys.readouterr().err
+    assert rows.read_text() and scores.read_text() == "those of before"
+    rows.write_text('{"prompt": "1", "answer": "2", "completion": "2"}')
+    assert main(["score", "--reward", "exact_match", "--input", str(rows), "--output", str(rows / "x.jsonl")]) == 2
+    assert "x.jsonl cannot be written (Not a directory): name another" in capsys.readouterr().err
+
+
+def test_scores_that_nobody_reads_any_more_end_nothing(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2", "completion": "2"}')
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    assert main(["score", "--reward", "exact_match", "--input", str(tmp_path / "rows.jsonl"), "reward.workers=1"]) == 0

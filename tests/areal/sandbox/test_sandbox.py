@@ -620,6 +620,8 @@ def test_programs_are_taken_from_the_last_block_of_their_language():
     assert program_in("```c++\nx\n```\n```python\ny\n```", "cpp") == "x\n"
     assert program_in("So: ```python\nx = 1```, and\n```\ntext\n```") == "x = 1"
     assert program_in("``` python title=a\nx = 1\n``` \n") == "x = 1\n"
+    assert program_in("~~~python\nx = '```'\n~~~\nIt is 1 ~~~ 2") == "x = '```'\n"
+    assert program_in("```python\n# ~~~\nx = 1\n~~~\n```\n~~~\ny\n~~~") == "# ~~~\nx = 1\n~~~\n"
     assert program_in("1. So:\n   ```python\n   if x:\n     y\n\n   ```\n2. Done") == "if x:\n  y\n\n"
 
 

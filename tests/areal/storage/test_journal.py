@@ -17,7 +17,7 @@ import areal.storage.database
 import areal.storage.journal
 from areal.config import UserError
 from areal.storage.database import copy_store
-from areal.storage.journal import Journal, JournalError
+from areal.storage.journal import FORMAT_VERSION, Journal, JournalError
 from areal.storage.spool import Spool
 
 
@@ -360,7 +360,6 @@ def change(path: Path, sql: str) -> None:
         ),
         ("UPDATE events SET body = substr(body, 2) WHERE seq = 2", "event 2 (ready) does not have the checksum"),
         ("UPDATE events SET kind = 'readz' WHERE seq = 1", "event 1 (readz) does not have the checksum"),
-        ("UPDATE events SET body = substr(body, 2), crc = NULL WHERE seq = 2", "event 2 (ready) is no JSON"),
         ("DELETE FROM events WHERE seq = 3", "event 3 is missing"),
         ("INSERT INTO snapshot VALUES (1, '{}', 7)", "the snapshot (snapshot) does not have the checksum"),
     ],
@@ -394,19 +393,19 @@ def test_a_journal_keeps_the_identity_of_its_run_and_no_two_have_the_same(path: 
     journal.close()
 
 
-def test_a_journal_of_the_format_before_is_read_and_gets_an_identity(path: Path):
-    change(
-        path,
-        """
-        PRAGMA application_id = 0x4A524E4C; PRAGMA user_version = 4;
-        CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL);
-        CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL);
-        INSERT INTO events (kind, body) VALUES ('finished', '{"version": 3}');
-        """,
-    )
-    journal = Journal.open(path)
-    assert journal.run and journal.read() == (None, [("finished", {"version": 3})])
-    journal.close()
+@pytest.mark.parametrize(("version", "is_read"), [(FORMAT_VERSION - 1, True), (FORMAT_VERSION - 2, False)])
+def test_a_journal_of_the_format_before_is_read_and_an_older_one_names_the_version_that_wrote_it(
+    path: Path, version: int, is_read: bool
+):
+    run = filled(path)
+    change(path, f"PRAGMA user_version = {version}; UPDATE facts SET value = 'version 0.0.1' WHERE name = 'program'")
+    if is_read:
+        journal = Journal.open(path)
+        assert journal.run == run and journal.read()[1]
+        journal.close()
+    else:
+        with pytest.raises(UserError, match=rf"version 0\.0\.1 wrote it in format version {version}"):
+            Journal.open(path)
 
 
 def test_a_journal_of_a_later_format_names_the_version_that_wrote_it(path: Path):

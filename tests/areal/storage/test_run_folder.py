@@ -24,6 +24,7 @@ from areal.storage.run_folder import (
     config_of_run,
     configuration_to_resume,
     keep_changes,
+    known_versions,
     read_metrics,
     read_summary,
     store_configuration,
@@ -474,7 +475,7 @@ def test_a_journal_that_is_older_than_the_rest_of_the_record_is_refused_with_the
     ):
         compare_record(folder.path, "a", 8)
     with pytest.raises(UserError, match=r"with its journal.db-wal, or put back a backup of"):
-        compare_record(folder.path, "", 0)
+        compare_record(folder.path, "a", 0)
     (folder.path / "checkpoints" / "step_000010").mkdir(parents=True)
     compare_record(folder.path, "a", 9)  # killed before its step was in the journal
     (folder.path / "checkpoints" / "step_000011").mkdir()
@@ -482,9 +483,14 @@ def test_a_journal_that_is_older_than_the_rest_of_the_record_is_refused_with_the
         compare_record(folder.path, "a", 9)
 
 
+def test_a_copy_that_a_user_has_put_beside_the_checkpoints_is_none(tmp_path):
+    for name in ("step_000009", "step_000010", "step_000010.bak", "step_000010 (copy)"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert known_versions(tmp_path) == [0, 9, 10]
+
+
 def test_a_journal_of_another_run_is_refused(config):
     folder = RunFolder(config, "a")
     folder.append_metrics(record(1))
     with pytest.raises(UserError, match="has records of another run"):
         compare_record(folder.path, "b", 7)
-    compare_record(folder.path, "", 7)  # a journal of an earlier version

@@ -10,19 +10,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from helpers import put
 
 import areal.storage.database
 from areal.config import UserError
-from areal.storage.database import FACTS
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, packed
 from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import Branch, Group, Trajectory, columns, notes_of
+from areal.trajectory import Branch, Group, Trajectory, notes_of
 
 
 @pytest.fixture
@@ -201,29 +198,18 @@ def test_damaged_calls_are_none(change):
     assert versions_of(spool, "g1.0", 0) == versions_of(spool, "g1.0", 1) == []
 
 
-def test_a_spool_of_format_4_is_brought_to_this_one(path: Path):
+def test_a_spool_of_the_format_before_is_brought_to_this_one(path: Path):
     group = make_group(1)
-    row = (group.id, group.prompt_index, safetensors.numpy.save(columns(group.trajectories)), "")
-    crc = crc32(f"{group.id} {group.prompt_index} ".encode(), crc32(row[2]))
+    spool = Spool.open(path)
+    put(spool, group)
+    spool.close()
     connection = sqlite3.connect(path)
-    connection.executescript(f"""
-        CREATE TABLE groups (
-            seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, prompt_index INTEGER NOT NULL, arrays BLOB NOT NULL,
-            notes TEXT NOT NULL, crc INTEGER
-        );
-        {FACTS} PRAGMA application_id = 0x53504F4C; PRAGMA user_version = 4;
-    """)
-    with connection:
-        connection.execute(
-            "INSERT INTO groups (id, prompt_index, arrays, notes, crc) VALUES (?, ?, ?, ?, ?)", (*row, crc)
-        )
-        connection.execute("INSERT INTO facts VALUES ('run', 'a')")
+    connection.executescript("DROP TABLE unfinished; PRAGMA user_version = 5;")
     connection.close()
     spool = Spool.open(path)
-    spool.assign("a")
-    assert spool.ids() == [group.id] and bits(spool.get([group.id])[0]) == bits(group)
-    assert spool.unfinished(1) == {}
-    assert spool.samples(1) == {}, "its samples are one part, of which a later attempt can take none"
+    assert bits(spool.get([group.id])[0]) == bits(group) and spool.unfinished(1) == {}
+    spool.put_calls("g2.0", 0, 2, calls_of(5, 6))
+    assert spool.unfinished(2) == {("g2.0", 0): 5}
     spool._connection.execute("UPDATE parts SET crc = crc + 1")
     with pytest.raises(UserError, match="is damaged"):
         spool.get([group.id])

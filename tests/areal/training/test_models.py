@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_training import (
     KINDS,
     MIXES,
+    TEMPERATURE,
+    VOCAB,
     WINDOWS,
     assert_same_gradients,
+    eager,
     exact_gradients,
     make_batch,
     make_forest,
@@ -23,14 +27,18 @@ from tiny_training import (
     settings,
     step_and_gradients,
 )
+from torch.nn.functional import pad
 
 from areal.config import UserError
+from areal.selftest import references
 from areal.training.engine import TrainingEngine
 from areal.training.separation import what_is_missing
+from areal.trajectory import random_groups
 from areal.weights.folders import published_shapes
 
 PARTITIONED = {"Qwen3Moe", "Qwen3Next", "Gemma3"}
 """What ZeRO 3 has to gather differs in them: experts, layers of other sorts. There the other kinds are slow."""
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
 
 @pytest.mark.parametrize(
@@ -98,11 +106,25 @@ def test_two_ranks_have_the_gradients_of_one_with_a_mixture_of_experts(tmp_path)
             "not all of its layers tell the attention function their window of 7 tokens, so set",
         ),
         ("Llama4", {"attention_chunk_size": 16}, "attention within chunks of 16 tokens is not implemented, so set"),
+        ("Falcon", {}, "does not hold a model that transformers can load"),
     ],
 )
 def test_a_model_that_the_trainer_cannot_compute_is_refused_at_its_start(tmp_path, kind, changes, sentence):
     with pytest.raises(UserError, match=sentence):
         TrainingEngine(make_kind(kind, tmp_path / "model", **changes), settings(), seed=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_without_all_weights_of_its_config_json_is_refused(tmp_path, stage):
+    """transformers makes up those that are missing, and at stage 3 has an error of its own for a wrong shape."""
+    folder = make_kind("Llama", tmp_path / "model")
+    whole = load_file(folder / "model.safetensors")
+    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+        without = {other: tensor for other, tensor in whole.items() if other != name}
+        for tensors in [without] + [without | {name: torch.ones(3, 4)}] * (stage == 0):
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            with pytest.raises(UserError, match=f"model has no {name} of the shape that its config.json describes"):
+                TrainingEngine(folder, settings(zero_stage=stage), seed=0)
 
 
 def test_whether_a_model_can_be_computed_depends_on_the_longest_sequence():
@@ -117,6 +139,23 @@ def test_whether_a_model_can_be_computed_depends_on_the_longest_sequence():
     assert what_is_missing(mixed, [16, None], None) is not None
     indexed = SimpleNamespace(layer_types=["indexed_attention"])
     assert "layers of the kind indexed_attention" in what_is_missing(indexed, [None], 1)
+
+
+@pytest.mark.parametrize(("longest", "more"), [(16, 0), (None, 0), (17, 20)])
+def test_the_longest_sequence_that_may_come_says_which_frequencies_of_longrope_every_row_has(tmp_path, longest, more):
+    """As in vLLM. transformers takes those of the longest sequence that it gets, which `more` tokens after it are."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS}
+    folder = make_kind("Phi3", tmp_path / "model", original_max_position_embeddings=16, rope_parameters=rope)
+    engine, model = TrainingEngine(folder, settings(), seed=0, longest=longest), eager(folder)
+    groups = random_groups(VOCAB, [(12, 16)])
+    found = engine.logprobs(groups, temperature=TEMPERATURE)
+    engine.close()
+    expected = []
+    for tokens in (torch.from_numpy(sample.tokens).long() for sample in groups[0].trajectories):
+        with torch.no_grad():
+            logps = references.logprobs_alone(model, pad(tokens, (0, more)), TEMPERATURE)
+        expected += [0.0, *logps[: len(tokens) - 1].tolist()]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_model_that_mixes_sequences_has_no_fixed_number_of_microbatches(tmp_path):

@@ -22,7 +22,7 @@ from areal.staleness.ledger import oldest_in_loss
 from areal.storage.rollouts import RolloutWriter, batches
 from areal.training import bisection
 from areal.training.engine import TrainingEngine
-from areal.training.replay import weighted
+from areal.training.replay import weight_metrics
 from areal.trajectory import Group, Trajectory
 
 ROOT = Path(__file__).parents[3]
@@ -202,7 +202,7 @@ def test_samples_count_by_how_much_likelier_they_have_become():
 
     batch = [Group("a", 0, (sample(1.0), sample(0.0)))]
     logp = np.array([0, -1 + np.log(3), -1, 0, -1, -1])
-    assert weighted(batch, logp, None, mask_cut=False) == pytest.approx(
+    assert weight_metrics(batch, logp, None, mask_cut=False) == pytest.approx(
         {"effective_samples": 16 / (2 * 10), "reward_weighted": 0.75}
     )
 

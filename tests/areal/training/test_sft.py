@@ -103,6 +103,15 @@ def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path, c
     assert all("proj" in name for name in changed)
 
 
+def test_rows_that_are_longer_than_the_model_takes_are_left_out(tiny_model, rows, tmp_path, capsys):
+    """One with learned positions, such as GPT-2, cannot compute them."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 25}))
+    assert not main(arguments(tmp_path / "model", rows, tmp_path / "tuned"))
+    assert re.search(r"\d+ rows are left out: they have more than max_length=25 tokens", capsys.readouterr().out)
+
+
 def test_no_model_is_written_whose_loss_is_no_number(tiny_model, rows, tmp_path, capsys):
     assert main(arguments(tiny_model, rows, tmp_path / "tuned", *SETTINGS, "trainer.lr=1e30")) == 2
     assert re.search(r"^(loss|grad_norm) is (nan|inf) .*: set a lower trainer\.lr", capsys.readouterr().err)
