@@ -75,6 +75,9 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if trainer.lora:
             model = add_adapters(model, trainer.lora)
+    for part in model.modules():
+        if isinstance(getattr(part, "rope_type", None), str):
+            part.rope_type = "default"  # others choose frequencies by the positions, which have no data here
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         for parameter in model.parameters():
@@ -84,11 +87,9 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
         embeddings = torch.zeros(1, TOKENS, sizes.hidden_size, dtype=dtype, requires_grad=True)
         with _Count(model) as count:
             hidden = decoder(
-                inputs_embeds=embeddings,
-                position_ids=row.positions,
-                use_cache=False,
+                inputs_embeds=embeddings, position_ids=row.positions, use_cache=False,
                 **attention_kwargs(row, attention),
-            ).last_hidden_state
+            ).last_hidden_state  # fmt: skip
             saved = count.now
             hidden.backward(torch.zeros_like(hidden))
     return Activations(saved / TOKENS, count.peak / TOKENS)

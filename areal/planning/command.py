@@ -160,7 +160,6 @@ def read_modules(model: str) -> tuple[Any, Any]:
 
     try:
         sizes = AutoConfig.from_pretrained(model).get_text_config()
-        sizes.allow_global_per_layer_attribute_access = True  # as in areal.training.flops
         with torch.device("meta"):
             return sizes, AutoModelForCausalLM.from_config(sizes)
     except (OSError, ValueError) as error:

@@ -334,6 +334,17 @@ def test_a_model_is_counted_from_its_config_json(file):
     assert read_model(load_config(file, ["trainer.lora.rank=8"])).trained == 4 * 8 * everywhere
 
 
+def test_a_model_whose_frequencies_follow_from_the_longest_position_is_counted_as_any_other(file, tmp_path):
+    from areal.planning.command import read_model
+
+    folder = Path(load_config(file).model)
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    config = json.loads((folder / "config.json").read_text()) | {"rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model(load_config(file, [f"model={tmp_path}"])) == read_model(load_config(file))
+
+
 def test_all_rates_that_are_missing_are_asked_for_at_once(file, capsys):
     assert main(["plan", "--config", str(file), *SIZES, *RATES[2:4]]) == 2
     assert "Give --generation-rate and --mean-tokens, or take them from a short run" in capsys.readouterr().err
