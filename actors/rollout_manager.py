@@ -197,9 +197,8 @@ class RolloutManager(Sampler):
         group = GroupScores(self.services.rewards, row, sessions, needed) if all_or_none else None
         for session in sessions:
             session.group = group
-        begun = set(stored.unfinished)
         work = [
-            self._run_sample(permit, place, session, row, start, place in begun)
+            self._run_sample(permit, place, session, row, start, place in stored.unfinished)
             for place, session in zip(places, sessions, strict=True)
         ]
         storing: list[asyncio.Task[RefusedError | None]] = []
@@ -215,12 +214,12 @@ class RolloutManager(Sampler):
             for refusal in filter(None, await asyncio.gather(*storing)):
                 raise SampleFailed("trainer", f"the trainer refused the group: {refusal}")
         finally:
-            if group:
-                group.close()
             for session in sessions:
                 session.close()
             for task in storing:
                 task.cancel()
+            if group:
+                await group.close()
 
     def _open_sessions(
         self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: _GroupStart

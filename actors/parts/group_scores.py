@@ -56,9 +56,11 @@ class GroupScores:
             self._needed -= 1
             self._close_if_complete()
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End the scoring. No task of it is left."""
         if self._scoring is not None:
             self._scoring.cancel()
+            await asyncio.gather(self._scoring, return_exceptions=True)
 
     def _close_if_complete(self) -> None:
         if len(self._completions) == self._needed:

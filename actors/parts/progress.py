@@ -24,7 +24,6 @@ class Progress:
         self._free = free
         self._roles = [name for name, role in ROLES.items() if role.processes(self._config)]
         self._scorers = dict.fromkeys(self._config.needed_scorers, "scorer")
-        self._own = {*self._config.own_rewards, *self._config.started_scorers}
         self._successor_until = 0.0
         self._were_served: set[str] = set()
         self._absent: dict[str, float] = {}  # names that were served, and since when nobody serves them
@@ -86,7 +85,7 @@ class Progress:
         also one that serves an added reward."""
         limit, idle, missing = self._config.master.stall_seconds, self._clock() - self._last, self.missing()
         joining = [name for name, role in ROLES.items() if name in missing and role.joins(self._config)]
-        if joining or self._absent.keys() - self._own:
+        if joining or self._absent.keys() - {*self._config.own_rewards, *self._config.started_scorers}:
             limit = max(limit, self._config.outage_seconds)
         if idle > limit and self._clock() >= self._successor_until:
             return "end"

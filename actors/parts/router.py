@@ -39,10 +39,9 @@ class Router:
         serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
         """
 
-        def able() -> list[Member]:
-            return [m for m in self.actor.with_role(role) if serves is None or serves in m.serves]
-
-        candidates = await self.actor.until(able)
+        candidates = await self.actor.until(
+            lambda: [m for m in self.actor.with_role(role) if serves in (None, *m.serves)]
+        )
         now, askers = asyncio.get_running_loop().time(), self.askers
         # Reported loads are out of date. Each asker begins its choice at another actor, so that not all of them fill
         # the same few.

@@ -365,8 +365,7 @@ class Actor(HandlesRequests):
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
                 await joining
-                return True
-            return False
+            return joining.done()
         finally:
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)

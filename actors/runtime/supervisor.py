@@ -54,7 +54,7 @@ from protocols.network import Network
 from protocols.transport import Bus
 
 RUN_PY = ROOT / "run.py"
-END, FAILED, USER_ERROR, FENCED, _, LEFT = range(6)
+END, FAILED, USER_ERROR, FENCED, ERROR, LEFT = range(6)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
 
@@ -179,16 +179,14 @@ class Supervisor:
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
-                self._master = master = self._add("master", 0, ["--resume", str(folder)])
-                tasks.create_task(self._keep(master), name="master/0")
+                self._master = master = self._add(tasks, "master", 0, ["--resume", str(folder)])
                 await self._until_answers(master, bus, address)
                 self._folder = folder
                 self._progress_before = self._progress()
                 for role in ROLES.values():
                     for index in range(role.started(config)):
                         words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
-                        child = self._add(role.name, index, words)
-                        tasks.create_task(self._keep(child), name=child.name)
+                        self._add(tasks, role.name, index, words)
                 tasks.create_task(self._watch(bus, address), name="watch")
                 await self._view(bus, address, config, skipped)
 
@@ -209,10 +207,8 @@ class Supervisor:
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
                 for role in roles:
-                    options = arguments + further.get(role, [])
                     index = sum(child.role == role for child in self.children)
-                    child = self._add(role, index, options)
-                    tasks.create_task(self._keep(child), name=child.name)
+                    self._add(tasks, role, index, arguments + further.get(role, []))
             self._finish(Ending(True, "every role reached its end"))
 
         return await self._until_over(work())
@@ -311,16 +307,23 @@ class Supervisor:
 
     # --- children
 
-    def _add(self, role: str, index: int, arguments: list[str]) -> Child:
-        self.children.append(Child(role, index, arguments))
-        return self.children[-1]
+    def _add(self, tasks: asyncio.TaskGroup, role: str, index: int, arguments: list[str]) -> Child:
+        """Keep one more child, in a task of its own."""
+        self.children.append(child := Child(role, index, arguments))
+        tasks.create_task(self._keep(child), name=child.name)
+        return child
 
     async def _keep(self, child: Child) -> None:
         """Start a child, and restart it whenever it dies. Returns once it is not to be restarted any more."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._start(child)
-            code = await self._end_of(child)
+            try:
+                await self._start(child)
+            except OSError as error:  # the machine has no process left for it, for instance
+                child.tail.append(f"it could not be started: {error}")
+                code = ERROR
+            else:
+                code = await self._end_of(child)
             if ending := self._end_of_run(child, code):
                 return self._finish(ending)
             if self._summary():

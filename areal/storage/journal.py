@@ -213,7 +213,6 @@ class Journal:
             self._failure = error
 
     def _try_again(self, pause: asyncio.Future[None]) -> None:
-        self._retry = None
         self._start_commit()
         pause.set_result(None)
 

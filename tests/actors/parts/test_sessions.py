@@ -606,6 +606,29 @@ async def test_a_reward_of_groups_that_fails_fails_each_sample(unhurried):
     assert [str(end) for end in ends] == ["reward 'rank': KeyError"] * 2 and not cluster.answers["rank"]
 
 
+async def test_nothing_is_left_of_the_scoring_of_a_group_that_is_given_up():
+    cluster = Rewards(addition=[Result(0.0, {})] * 2)
+    group, sessions, _ = group_of(cluster, 2, needed=2)
+    asked = asyncio.Event()
+
+    async def score(*_: object) -> list[Result]:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # as a job of another actor is told to end
+        raise AssertionError("unreachable")
+
+    group._rewards = SimpleNamespace(score=score)
+    scores = [asyncio.create_task(session.score("text")) for session in sessions]
+    await asked.wait()
+    for sample in scores:
+        sample.cancel()
+    await asyncio.gather(*scores, return_exceptions=True)
+    await group.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_an_evaluation_scores_each_completion_as_a_group_of_one():
     cluster = Rewards(addition=[Result(0.5, {})], rank=[[Result(1.0, {})]])
     assert await cluster.session(**RANKED).score("text") == 10.5

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import itertools
 import json
 import os
 import signal
@@ -216,6 +218,23 @@ async def test_a_killed_child_is_started_again_with_nothing_of_it_left(stage, at
     play.supervisor.interrupt(signal.SIGINT)
     assert (await running).reason == "told to stop by SIGINT"
     assert not processes_mentioning(str(tmp_path))
+
+
+async def test_a_child_for_which_the_machine_has_no_process_left_is_started_again(stage, at_once, monkeypatch):
+    start, starts = asyncio.create_subprocess_exec, itertools.count(1)
+
+    async def full(*command: str, **settings: object) -> asyncio.subprocess.Process:
+        if next(starts) == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start(*command, **settings)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+    play = stage(reward="sys.exit(1) if start == 1 else stay()")
+    running = asyncio.create_task(play.supervisor.run_roles(["reward"], [], {}))
+    await until(lambda: len(play.starts("reward")) == 2)
+    play.supervisor.interrupt(signal.SIGINT)
+    assert (await running).reason == "told to stop by SIGINT"
+    assert "it could not be started: [Errno 11] Resource temporarily unavailable" in play.output
 
 
 async def test_a_child_that_always_dies_ends_it_with_its_last_lines(stage, at_once):
