@@ -133,9 +133,9 @@ def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> 
     core_ids = sorted(cores)
     count = roles.count("generator")
     per_engine = config.generator.threads * config.generator.devices
-    others = config.trainer.ranks * config.trainer.threads if "trainer" in roles else 1
-    others += threads_of_scorers(config) if "scorer" in roles else 0
-    if config.colocate or count * per_engine + others != len(core_ids):
+    reserved = config.trainer.ranks * config.trainer.threads if "trainer" in roles else 1
+    reserved += threads_of_scorers(config) if "scorer" in roles else 0
+    if config.colocate or count * per_engine + reserved != len(core_ids):
         return {}
     return {f"generator/{index}": core_ids[index * per_engine :][:per_engine] for index in range(count)}
 

@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,18 +38,20 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
-# Programs that are run in sandboxes: each `make test` draws another third of them.
-a_third_or_all = pytest.mark.parametrize(
-    "share", [pytest.param(1 / 3, id="a third"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
+# Programs that are run in sandboxes: each `make test` draws another eighth of them.
+an_eighth_or_all = pytest.mark.parametrize(
+    "share", [pytest.param(1 / 8, id="an eighth"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
 )
 
 
 def drawn(programs: dict[str, T], share: float) -> dict[str, T]:
-    """A share of the programs, drawn from each kind of them; the kind of a program is the first word of its name. Where
-    a test fails with one, it says its name."""
+    """A share of the programs, drawn from each kind of them; the kind of a program is the first word of its name, and
+    kinds of fewer than four are one. Where a test fails with one, it says its name."""
+    sizes = Counter(name.split()[0] for name in programs)
     kinds: dict[str, list[str]] = {}
     for name in programs:
-        kinds.setdefault(name.split()[0], []).append(name)
+        kind = name.split()[0]
+        kinds.setdefault(kind if sizes[kind] >= 4 else "", []).append(name)
     names = (random.sample(names, math.ceil(share * len(names))) for names in kinds.values())
     return {name: programs[name] for name in itertools.chain.from_iterable(names)}
 
@@ -118,6 +121,12 @@ def use_up_inodes(folder: Path) -> list[Path]:
         except OSError:
             return files
         files.append(folder / f"inode{len(files)}")
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
 
 
 def keys_folder() -> str:

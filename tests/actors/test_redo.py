@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import keys_folder, network, read_jsonl
+from helpers import flip_a_bit, keys_folder, network, read_jsonl
 from safetensors.torch import load_file
 
 from actors.master import Master
@@ -119,12 +119,6 @@ def start_trainer(config: Config, run, rendezvous: int | None) -> list:
     return [run(*arguments, launcher=torchrun).process for _ in range(2)]
 
 
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1000] ^= 1
-    file.write_bytes(content)
-
-
 async def train(
     config: Config,
     run,
@@ -161,6 +155,7 @@ async def train(
     return config.folder / "checkpoints" / f"step_{STEPS:06}" / "model.safetensors"
 
 
+@pytest.mark.slow  # test_chaos.py replays a run whose trainer was killed, and another checkpoint damaged
 async def test_a_trainer_that_is_killed_learns_from_the_samples_that_it_was_fed_what_a_replay_does_to_the_bit(
     config, run
 ):

@@ -141,7 +141,7 @@ PROVOKED = {
     ),
     # Everything is lost for a moment, which is the wrong one if nothing follows on a flow.
     "keep-alives count nothing": Provoked(
-        "no progress", lambda n: plan(Storm(0.2 + 0.02 * n, Weather(loss=1.0), 0.02), until=3.0), tries=40
+        "no progress", lambda n: plan(Storm(1.7 + 0.02 * n, Weather(loss=1.0), 0.06), until=3.0), tries=20
     ),
     # The trainer is replaced between two steps, and does not know it when a generator asks for the devices.
     "old trainers give devices": Provoked(
@@ -251,7 +251,7 @@ PROVOKED = {
 
 SLOW = {
     "never discarded for failures", "evidence ignored", "own code without a limit", "hangs not noticed",
-    "keep-alives count nothing", "stored samples however old", "saved calls whatever their prompts",
+    "stored samples however old", "saved calls whatever their prompts",
     "newest version of saved calls", "evaluations of dead lineages", "leases not renewed at a start",
 }  # fmt: skip
 """Half of the time of all: long simulations, or many until it is found. Cheaper mutants break the same rules."""

@@ -270,36 +270,22 @@ def test_a_seed_is_the_same_simulation_every_time() -> None:
     assert first.digest != simulate(8).digest
 
 
-def test_a_seed_is_the_same_simulation_in_any_process() -> None:
-    seeds = [11, 16, 20, 53]  # in three of them several calls of one sample are moved or aborted at once
-    program = f"from simulation.world import simulate; print([simulate(s).digest for s in {seeds}])"
-    digests = {
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program],
-            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
-    assert len(digests) == 1
-    assert eval(digests.pop()) == [simulate(seed).digest for seed in seeds]
-
-
-def test_a_seed_is_the_same_simulation_on_any_machine(tmp_path: Path) -> None:
+def test_a_seed_is_the_same_simulation_in_any_process_on_any_machine(tmp_path: Path) -> None:
     checkout = tmp_path / "elsewhere"
     checkout.symlink_to(ROOT)
-    seeds = [0, 5]  # in one a workflow hangs, whose line is told; in the other a disk is full
+    # In the first, a workflow hangs, whose line is told; in the second a disk is full; in three of the others several
+    # calls of one sample are moved or aborted at once.
+    seeds = [0, 5, 11, 16, 20, 53]
     program = f"""
 import os
 from simulation.world import simulate
 os.statvfs = None  # what it would tell differs
 print([simulate(s).digest for s in {seeds}])
 """
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     digests = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
-        env=os.environ | {"PYTHONPATH": f"{checkout}:{checkout / 'tests'}"},
+        env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{checkout}:{checkout / 'tests'}"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -315,7 +301,7 @@ def test_tracing_changes_nothing() -> None:
 # --- the real actors
 
 
-@pytest.mark.parametrize("first", [0, 30, *(pytest.param(first, marks=pytest.mark.slow) for first in (60, 90))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (30, 60, 90))])
 def test_no_fault_breaks_an_invariant(first: int) -> None:
     """By some seeds of each: a change of the protocol is for `tests/simulate.py`, with a thousand."""
     for seed in range(first, first + 30):

@@ -21,6 +21,8 @@ from actors.runtime import supervisor
 from actors.runtime.supervisor import Deaths, Supervisor
 from areal.config import Config
 from areal.processes import ROOT, LenientOutput
+from protocols.messages import Status
+from protocols.transport import Bus, Request
 
 # Each start of a role appends its arguments to ROLE.starts; then it does what the script for that start says.
 PRELUDE = """\
@@ -37,39 +39,21 @@ def stay():
     while True:
         time.sleep(0.02)
 def wait_for(path):
-    while not path.exists():
+    while not (path.exists() and path.read_text()):
         time.sleep(0.02)
 """
-# A master that answers AskStatus, until a file named `end` says with which code to exit.
+# A master, until a file named `end` says with which code to exit. Its requests are answered here, by `whole`: a process
+# that imports the bus takes a second.
 MASTER = """\
-import asyncio
-import json
-import os
-from protocols.messages import Status
-from protocols.network import ZmqNetwork
-from protocols.security import Keys
-from protocols.transport import Bus
-address = ADDRESS
 run = Path(RUN)
 run.mkdir(exist_ok=True)
 (run / "metrics.jsonl").touch()
 (run / "journal.db").touch()
-if not (folder / "status").exists():
-    (folder / "status").write_text('{"members": [], "alerts": ["first failure (reward)"]}')
-async def answer(request):
-    return Status(values=json.loads((folder / "status").read_text()))
-async def serve():
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stopped.set)
-    bus = Bus("master/0#stand-in", ZmqNetwork(Keys(Path(os.environ["KEYS_OF_TESTS"]))))
-    bus.serve(address, answer, print)
-    while not (folder / "end").exists() and not stopped.is_set():
-        await asyncio.sleep(0.02)
-    await bus.close()
-    if stopped.is_set():
-        with (folder / "stopped").open("a") as file:
-            print("master", file=file)
-asyncio.run(serve())
+try:
+    wait_for(folder / "end")
+except KeyboardInterrupt:
+    with (folder / "stopped").open("a") as file:
+        print("master", file=file)
 print("the master's last line", flush=True)
 sys.exit(int((folder / "end").read_text()) if (folder / "end").exists() else 1)
 """
@@ -145,16 +129,24 @@ def config(tmp_path, free_port) -> Config:
 
 
 @pytest.fixture
-def whole(stage, config, tmp_path, monkeypatch):
-    """A whole run: a master that answers, and roles that stay unless a script is given for them."""
+async def whole(stage, config, tmp_path, monkeypatch):
+    """A whole run: a master that answers once it has a journal, and roles that stay unless a script is given for
+    them."""
     monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 0.5)
+    replace_status(tmp_path, {"members": [], "alerts": ["first failure (reward)"]})
+    bus = Bus("master/0#stand-in", network())
+
+    async def answer(request: Request) -> Status:
+        await until((config.folder / "journal.db").exists)
+        return Status(values=json.loads((tmp_path / "status").read_text()))
 
     def make(master: str = "", **scripts: str) -> Stage:
-        master += MASTER.replace("ADDRESS", repr(config.master.address)).replace("RUN", repr(str(tmp_path / "run")))
         others = dict.fromkeys(("trainer", "generator", "reward", "rollout_manager"), "stay()")
-        return stage(master=master, **(others | scripts))
+        return stage(master=master + MASTER.replace("RUN", repr(str(config.folder))), **(others | scripts))
 
-    return make
+    bus.serve(config.master.address, answer, print)
+    yield make
+    await bus.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -461,8 +453,8 @@ async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_p
     )
     hears = "print('up', flush=True)\nwait_for(Path('stopped'))\nprint('heard')"
     play = whole(trainer=slow, reward=hears)
-    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 4.0)
-    config = config.model_copy(update={"master": config.master.model_copy(update={"drain_seconds": 1.0})})
+    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 2.0)
+    config = config.model_copy(update={"master": config.master.model_copy(update={"drain_seconds": 0.5})})
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(play.everybody_is_up)
     play.supervisor.interrupt(signal.SIGTERM)

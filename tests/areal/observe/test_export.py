@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import load_dataset
 from helpers import read_jsonl
 from huggingface_hub import DatasetCard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -21,6 +20,13 @@ CHAT = (
     "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n<think>{% endif %}"
 )
+
+
+@pytest.fixture
+def load_dataset():
+    from datasets import load_dataset  # takes seconds
+
+    return load_dataset
 
 
 def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
@@ -106,7 +112,7 @@ def test_the_rows_of_branches_begin_with_what_was_shared(tmp_path):
     assert [(row["prompt"], row["completion"]) for row in rows] == [("ab", "c"), ("abcd", "e")]
 
 
-def test_answers_to_chat_messages_are_messages_that_render_as_they_were_sampled(tmp_path):
+def test_answers_to_chat_messages_are_messages_that_render_as_they_were_sampled(tmp_path, load_dataset):
     of = tokenizer(CHAT)
     run = Run(tmp_path / "run", of, "data.system_prompt=short")
     asked = [{"role": "system", "content": "short"}, {"role": "user", "content": "1+1="}]
@@ -124,7 +130,7 @@ def test_answers_to_chat_messages_are_messages_that_render_as_they_were_sampled(
 
 
 @pytest.mark.parametrize("kind", ["sft", "preference"])
-def test_a_folder_is_a_data_set_of_the_hub_with_a_card(plain, tmp_path, kind):
+def test_a_folder_is_a_data_set_of_the_hub_with_a_card(plain, tmp_path, kind, load_dataset):
     folder = export(plain, tmp_path / "set", "--format", kind)
     found = load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache")).to_list()
     assert found == read_jsonl(export(plain, tmp_path / "rows.jsonl", "--format", kind))

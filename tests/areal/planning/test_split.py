@@ -6,12 +6,14 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal.__main__ import main
-from areal.config import Config, UserError, WeightsConfig, dump_config, load_config
-from areal.planning.activations import Activations
+from areal.config import Config, TrainerConfig, UserError, WeightsConfig, dump_config, load_config
+from areal.planning import command
+from areal.planning.activations import Activations, measure_activations
 from areal.planning.split import (
     GIB,
     HOST_OTHER,
@@ -34,6 +36,22 @@ LARGE = ModelSizes(7_615_616_512, 7_615_616_512, 28, 3584, 152_064, 4, 128, *LAR
 PAPER_LENGTHS = TokenLengths(prompt=1024, mean=9300, longest=27 * 1024)
 # 371.7 k tokens/s on 128 devices of which 96 generate: the paper's throughput, if neither pool ever waited.
 PAPER_RATES = Rates(generating=371_700 / 96, training=371_700 / 32)
+
+
+MEASURED: dict[str, Activations] = {}
+
+
+@pytest.fixture(autouse=True)
+def measured_once(monkeypatch):
+    """The activations of each model and each way to train it are measured once: it takes seconds."""
+
+    def measure(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
+        key = f"{sizes.to_json_string()} {trainer.dtype} {trainer.lora} {checkpointing}"
+        if key not in MEASURED:
+            MEASURED[key] = measure_activations(sizes, trainer, checkpointing=checkpointing)
+        return MEASURED[key]
+
+    monkeypatch.setattr(command, "measure_activations", measure)
 
 
 def config(**changes) -> Config:
@@ -311,12 +329,10 @@ def test_scorers_have_devices_beside_the_split_and_have_to_fit_them(file, capsys
     assert "The scorer wise has no room for the weights (0.0 GiB on each device) and the" in capsys.readouterr().err
 
 
-def test_a_model_is_counted_from_its_config_json(file):
-    from areal.planning.command import read_model
-
+def test_a_model_is_counted_from_its_config_json(file, monkeypatch):
     attention = 64 * (4 * 32) * 2 + 64 * (2 * 32) * 2 + 2 * 32
     layer = attention + 3 * 64 * 128 + 2 * 64
-    model = read_model(load_config(file))
+    model = command.read_model(load_config(file))
     parameters = 4 * layer + 1000 * 64 + 64
     shapes = [1000 * 64, 64]  # embeddings, which are the head, and the last norm
     shapes += 4 * [64 * 128, 128 * 64, 64 * 64, 64 * 64, 32, 32, 64, 64, *3 * [64 * 128]]
@@ -328,10 +344,11 @@ def test_a_model_is_counted_from_its_config_json(file):
     # In each layer, in bf16: the input, and what norms, projections, attention and the MLP keep of their inputs.
     assert model.checkpointed.saved < model.activations.saved / 10 < model.activations.peak / 10
     assert model.checkpointed.saved >= 2 * 64 * 4
-    adapted = read_model(load_config(file, ["trainer.lora.rank=8", "trainer.lora.target_modules=[q_proj]"]))
+    adapted = command.read_model(load_config(file, ["trainer.lora.rank=8", "trainer.lora.target_modules=[q_proj]"]))
     assert adapted.trained == 4 * 8 * (64 + 128)
     everywhere = 64 + 128 + 2 * (64 + 64) + 128 + 64 + 3 * (64 + 128)
-    assert read_model(load_config(file, ["trainer.lora.rank=8"])).trained == 4 * 8 * everywhere
+    monkeypatch.setattr(command, "measure_activations", lambda *_, checkpointing: activations[checkpointing])
+    assert command.read_model(load_config(file, ["trainer.lora.rank=8"])).trained == 4 * 8 * everywhere
 
 
 def test_a_model_whose_frequencies_follow_from_the_longest_position_is_counted_as_any_other(file, tmp_path):

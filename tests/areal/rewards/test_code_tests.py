@@ -8,7 +8,7 @@ import json
 import attacks
 import pytest
 from code_sets import COUNT_AT_LEAST, FUNCTIONAL, SETS
-from helpers import a_third_or_all, drawn, needs_namespaces
+from helpers import an_eighth_or_all, drawn, needs_namespaces
 from right_programs import right_programs
 
 from areal.rewards.code_rows import read_tests
@@ -54,7 +54,7 @@ async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_n
     assert await code.weakness(read_tests(row)) == ("functions return []" if name == "HumanEval+" else None)
 
 
-@a_third_or_all
+@an_eighth_or_all
 async def test_right_programs_of_every_kind_pass_or_their_tests_are_refused_by_name(code, share):
     slots = asyncio.Semaphore(2)
 
@@ -126,7 +126,7 @@ async def test_each_call_may_use_the_limits_for_itself(hurried):
     assert await hurried.score("", endless, calls((1, 1), (2, 2), (3, 3))) == (0.0, {"passed": 1 / 3})
 
 
-@a_third_or_all
+@an_eighth_or_all
 async def test_no_program_passes_calls_without_the_answer(code, share):
     secret = 123456789
     elsewhere = ("answers", "asks", "says", "names", "containers", "mocks", "text", "exceptions", "time", "resources")

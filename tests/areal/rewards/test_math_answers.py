@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-import reasoning_gym
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -512,6 +511,8 @@ def test_the_prompt_said_again_scores_zero(here, prompt, gold, completion, expec
     "form", ["{}", "{} =", "The problem is {}", "I do not know {}", "The answer is {}", "\\boxed{{{}}}"]
 )
 def test_the_sums_of_smollm2_said_again_score_zero_and_their_answers_one(here, form):
+    import reasoning_gym
+
     sums = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=50)
     reward = resolve("math").function
     for row in sums:

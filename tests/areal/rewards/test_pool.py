@@ -200,6 +200,7 @@ async def test_scores_come_from_built_in_and_own_functions():
         assert await score(started, "own:later", "", "", {}) == 0.25
         many = await asyncio.gather(*(score(started, "own:echo", "", str(i), {}) for i in range(200)))
         assert many == list(range(200))
+        assert started.places == 2
 
 
 async def test_calls_of_an_async_reward_run_at_once_in_one_process():
@@ -207,8 +208,6 @@ async def test_calls_of_an_async_reward_run_at_once_in_one_process():
         calls = (score(pool, "own:meets", "", f"{number}", {"calls": 32}) for number in range(32))
         assert len({*await asyncio.gather(*calls)}) == 1
         assert pool.places == 64
-    async with pool_of("meets", "echo", workers=2) as pool:
-        assert pool.places == 2
 
 
 async def test_an_async_call_that_misses_its_deadline_or_is_not_wanted_is_cancelled_and_no_other(tmp_path):
@@ -229,7 +228,7 @@ async def test_an_async_call_that_misses_its_deadline_or_is_not_wanted_is_cancel
 @pytest.mark.parametrize(("bad", "kind"), [("leave", "died"), ("100", "timeout")])
 async def test_an_async_call_that_costs_the_process_is_found_and_the_others_are_scored(bad, kind, monkeypatch):
     monkeypatch.setattr("areal.rewards.concurrent_calls.CANCEL_SECONDS", 0.5)
-    async with pool_of("leaves_late", timeout_seconds=2, workers=2) as pool:
+    async with pool_of("leaves_late", timeout_seconds=2) as pool:
         harmful = asyncio.create_task(failure(pool, "own:leaves_late", bad))
         good = asyncio.create_task(score(pool, "own:leaves_late", "", "0", {}))
         assert await good == 1.0
@@ -362,20 +361,12 @@ async def test_a_worker_that_died_idle_costs_no_job():
         assert await score(pool, "own:pid", "", "", {}) != first
 
 
-async def test_prints_do_not_disturb_the_answers():
-    async with pool_of("noisy", "echo") as pool:
+async def test_what_a_reward_prints_or_forks_does_not_disturb_the_answers_and_large_completions_pass():
+    async with pool_of("noisy", "forks", "length", "echo") as pool:
         assert await score(pool, "own:noisy", "", "", {}) == 0.5
         assert await score(pool, "own:echo", "", "1", {}) == 1.0
-
-
-async def test_a_process_that_a_reward_forks_answers_no_call():
-    async with pool_of("forks", "echo", workers=1) as pool:
         assert await score(pool, "own:forks", "", "", {}) == 1.0
         assert await score(pool, "own:echo", "", "0.5", {}) == 0.5
-
-
-async def test_large_completions_pass():
-    async with pool_of("length") as pool:
         assert await score(pool, "own:length", "", "x" * 3_000_000, {}) == 3_000_000
 
 
@@ -401,7 +392,7 @@ async def test_a_cancelled_call_gives_its_answer_to_nobody_and_a_queued_one_is_n
 async def test_a_reward_that_does_not_import_is_told_at_the_start(tmp_path, source, message):
     (tmp_path / "broken.py").write_text(source)
     with pytest.raises(UserError, match=message):
-        async with pool(["broken:f"], workers=2):
+        async with pool(["broken:f"]):
             pytest.fail("started")
 
 

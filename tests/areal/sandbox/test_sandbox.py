@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attacks
 import pytest
-from helpers import a_third_or_all, descendants, drawn, needs_namespaces
+from helpers import an_eighth_or_all, descendants, drawn, needs_namespaces
 
 from areal.config import SandboxConfig, UserError
 from areal.rewards.code_tests import CodeTests, continued, program_in, same_output
@@ -261,7 +261,7 @@ async def test_nothing_remains_of_a_program(sandbox):
     assert listing.stdout == "['main.py']\n"
 
 
-@a_third_or_all
+@an_eighth_or_all
 async def test_no_program_passes_asserts_without_the_answer(code_tests, share):
     secret = 10**8 + secrets.randbelow(9 * 10**8)
     row = {"test_list": [test.format(secret=secret) for test in attacks.CHEATED]}
@@ -274,7 +274,7 @@ async def test_no_program_passes_asserts_without_the_answer(code_tests, share):
     assert nothing_left(code_tests._sandbox, before)
 
 
-@a_third_or_all
+@an_eighth_or_all
 async def test_no_program_passes_a_pytest_module_without_the_answer(code_tests, share):
     secret = 10**8 + secrets.randbelow(9 * 10**8)
     row = {"test": attacks.CHEATED_MODULE.format(secret=secret)}

@@ -36,9 +36,12 @@ def folder(tmp_path_factory):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def generator(folder):
     generator = GenerationChecks(tiny_config(folder / "model", "float32", "gloo"))
-    await generator.start()
-    yield generator
-    await generator.close()
+    with pytest.MonkeyPatch.context() as fewer:
+        fewer.setattr(generation, "SEQUENCES", 4)
+        fewer.setattr(generation, "TOKENS", 32)
+        await generator.start()
+        yield generator
+        await generator.close()
 
 
 async def interrupted(generator, folder, name):

@@ -993,7 +993,7 @@ class RolledBackMachine(LedgerMachine):
 
 
 SEQUENCES = settings(
-    max_examples=100,
+    max_examples=2 * settings.default.max_examples,
     stateful_step_count=30,
     derandomize=True,
     database=None,
@@ -1106,7 +1106,15 @@ MUTANTS: list[type[Ledger]] = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+SELDOM = (GateOnlyAtTheDeadline, ExpiredPromptsAreLost)
+"""What only hundreds of sequences find."""
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(mutant, marks=pytest.mark.slow if mutant in SELDOM else ()) for mutant in MUTANTS],
+    ids=lambda mutant: mutant.__name__,
+)
 def test_a_mutant_of_the_rules_is_caught(mutant: type[Ledger]):
     machine = type("MutantMachine", (LedgerMachine,), {"ledger_class": mutant})
     quickly = settings(SEQUENCES, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)

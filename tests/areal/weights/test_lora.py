@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_training import TEMPERATURE, assert_same_state, make_batch, make_model, settings
 from transformers import AutoModelForCausalLM
@@ -44,6 +43,8 @@ def plain(folder):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_published_is_an_adapter_that_peft_loads_and_a_checkpoint_is_the_merged_model(folder, tmp_path, stage):
+    from peft import PeftModel
+
     engine = start(folder, stage)
     train(engine, BATCHES[:1])
     published, saved = engine.publish(tmp_path / "published"), engine.save(tmp_path / "saved")

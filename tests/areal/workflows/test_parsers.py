@@ -138,6 +138,7 @@ def test_a_turn_with_a_malformed_call_is_text_without_special_tokens(read, name,
     assert read(text, name) == Parsed(plain or text, None, [], False)
 
 
+@pytest.mark.slow  # imports vLLM once more
 def test_vllm_is_imported_for_the_first_turn_with_tools_and_starts_nothing_and_leaves_no_variables():
     code = (
         "import os, sys; from test_parsers import Parsers, byte_tokenizer, turn;"
