@@ -215,7 +215,8 @@ class RewardPool:
 
     async def _answer(self, job: _Job, run: Run) -> None:
         try:
-            results = await self._run(job, run)
+            self._quarantine.check(job.key)  # workers may have been lost on it since it was queued
+            results = await run(job.request, self._config.timeout_seconds)
         except RewardFailed as failure:
             if failure.kind in ("timeout", "died"):
                 self._quarantine.lost(job.key)
@@ -224,10 +225,6 @@ class RewardPool:
         if job.traits.deterministic:
             self._results.put(job.key, results)
         _settle(job.answer, results)
-
-    async def _run(self, job: _Job, run: Run) -> list[Result]:
-        self._quarantine.check(job.key)  # workers may have been lost on it since it was queued
-        return await run(job.request, self._config.timeout_seconds)
 
     async def _start(self) -> None:
         starting = [asyncio.create_task(self._start_worker()) for _ in range(self._config.workers)]
