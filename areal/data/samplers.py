@@ -198,8 +198,8 @@ def _make(name: str, options: Mapping[str, Any]) -> Choose:
     target: Any = BUILT_IN.get(name)
     if target is None:
         if ":" not in name:
-            known = ", ".join(BUILT_IN)
-            raise UserError(f"data.sampler {name!r} is unknown: choose from {known}, or write package.module:function")
+            names = ", ".join(BUILT_IN)
+            raise UserError(f"data.sampler {name!r} is unknown: choose from {names}, or write package.module:function")
         target = load(name, "data.sampler")
     if not inspect.isclass(target):
         if options:
