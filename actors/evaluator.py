@@ -184,9 +184,7 @@ class Benchmark:
         )
 
 
-def _scores_of(
-    by_row: list[list[float]], tokens: int, settings: EvaluatorConfig | BenchmarkConfig
-) -> dict[str, Any]:  # fmt: skip
+def _scores_of(by_row: list[list[float]], tokens: int, settings: EvaluatorConfig | BenchmarkConfig) -> dict[str, Any]:
     """The fields of `Scores`, of the scores of each row's samples and the number of their sampled tokens."""
     count = sum(map(len, by_row))
     card = scorecard(by_row, settings.samples, settings.pass_score) if count else None

@@ -41,9 +41,7 @@ def _resolve(config: Config, name: str, key: str, tell: Callable[[str], None], w
     return find_model(name, key, tell, weights=weights)
 
 
-def resolve_reference(
-    config: Config, tell: Callable[[str], None] = quietly, *, weights: bool = True
-) -> Path | None:  # fmt: skip
+def resolve_reference(config: Config, tell: Callable[[str], None] = quietly, *, weights: bool = True) -> Path | None:
     """Return the absolute folder of `trainer.reference`. None: there is no KL penalty, or the reference model is the
     run's own model, or that of a scorer. Raises UserError."""
     if not config.trainer.kl_coef or config.trainer.reference is None or config.trainer.reference_scorer:

@@ -545,9 +545,7 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
         telling.cancel()
 
 
-async def ask_once(
-    network: Network, master: str, message: Message, patience: float, role: str = "monitor"
-) -> Any:  # fmt: skip
+async def ask_once(network: Network, master: str, message: Message, patience: float, role: str = "monitor") -> Any:
     """The master's answer to a request of a process that is no actor of a `role` yet. Raises UserError, as
     `first_answer` does."""
     bus = new_bus(f"{role}/?", network)

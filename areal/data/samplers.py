@@ -108,9 +108,7 @@ class EasyToHard:
     0.5 for a row that was not measured. The order is that of `candidates` rows drawn at random.
     """
 
-    def __init__(
-        self, field: str | None = None, start: float = 0.1, until: float = 0.5, candidates: int = 16
-    ) -> None:  # fmt: skip
+    def __init__(self, field: str | None = None, start: float = 0.1, until: float = 0.5, candidates: int = 16) -> None:
         _must(0 < start <= 1 and 0 < until <= 1 and candidates >= 1, "start and until must be shares above 0")
         self._field, self._start, self._until, self._candidates = field, start, until, candidates
 
@@ -200,8 +198,8 @@ def _make(name: str, options: Mapping[str, Any]) -> Choose:
     target: Any = BUILT_IN.get(name)
     if target is None:
         if ":" not in name:
-            known = ", ".join(BUILT_IN)
-            raise UserError(f"data.sampler {name!r} is unknown: choose from {known}, or write package.module:function")
+            names = ", ".join(BUILT_IN)
+            raise UserError(f"data.sampler {name!r} is unknown: choose from {names}, or write package.module:function")
         target = load(name, "data.sampler")
     if not inspect.isclass(target):
         if options:

@@ -362,8 +362,8 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
         needed = key is not None and not (key == prompt_key and config.prompt_template)
         if needed and _field(raw, str(key)) is _MISSING:
             advice = "=reward_model.ground_truth" * (key == answer_key and "reward_model" in raw)  # a row of verl
-            known = ", ".join(raw) or "nothing"
-            raise UserError(f"{where} has no {key!r}, only {known}: add it or set {setting}{advice}")
+            names = ", ".join(raw) or "nothing"
+            raise UserError(f"{where} has no {key!r}, only {names}: add it or set {setting}{advice}")
     answer = _field(raw, answer_key) if answer_key else None
     prompt = _prompt(raw, config, where)
     if prompt in ("", []):

@@ -52,9 +52,7 @@ class WorkerProcess:
         self.traits: dict[str, Traits] = {}
 
     @classmethod
-    async def start(
-        cls, options: Mapping[str, Mapping[str, Any]], memory: int, concurrent: bool = False
-    ) -> Self:  # fmt: skip
+    async def start(cls, options: Mapping[str, Mapping[str, Any]], memory: int, concurrent: bool = False) -> Self:
         """Start a worker with the rewards named in `options` and at most `memory` bytes (0: no limit). concurrent: its
         calls run at once (ConcurrentCalls), not one after another (`run`). Raises UserError or OSError."""
         process = await asyncio.create_subprocess_exec(

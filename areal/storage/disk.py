@@ -98,8 +98,8 @@ def _inodes(folder: Path | None) -> str:
 
 def free_bytes(folder: Path) -> int:
     """What this user may still write into `folder`."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def rename(path: Path, target: Path) -> None:

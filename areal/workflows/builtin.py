@@ -61,9 +61,7 @@ async def multi_turn(
     return session.trajectory(score * discount ** (len(session.calls) - 1))
 
 
-async def python_tool(
-    session: Session, row: Row, *, max_calls: Turns = 4, max_output: Turns = 2000
-) -> Trajectory:  # fmt: skip
+async def python_tool(session: Session, row: Row, *, max_calls: Turns = 4, max_output: Turns = 2000) -> Trajectory:
     """The policy may write Python, in a ```python block or between <tool> and </tool>. The code is run, and the policy
     continues with its output (at most `max_output` characters). After `max_calls` calls, one more turn follows. The
     first turn without code is scored, or else the last turn."""
