@@ -31,7 +31,7 @@ from areal.storage.run_folder import ways_out
 
 FORMAT_VERSION = 7
 # A disk that takes longer for a transaction does not answer. Who asks the master is told so before the request's end.
-SILENT_SECONDS = 3.0
+SILENT_SECONDS = 5.0
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
     CREATE TABLE states (version INTEGER PRIMARY KEY, body TEXT NOT NULL, crc INTEGER NOT NULL);
