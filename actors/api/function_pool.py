@@ -44,16 +44,16 @@ class FunctionPool:
         """As RewardPool. Raises RewardFailed."""
         reward = self._functions[name]
         ids = None if tokens is None else [*map(int, tokens)]
-        seconds = self._config.timeout_seconds
         async with self._calls if reward.concurrent else self._threads:
             call = functools.partial(reward.call, prompt, completions, dict(row), ids)
             try:
-                value = await asyncio.wait_for(call() if reward.concurrent else _in_thread(call), seconds)
-            except TimeoutError:
-                raise RewardFailed(f"no score within {seconds:g} s", "timeout") from None
+                async with asyncio.timeout(self._config.timeout_seconds) as deadline:
+                    value = await (call() if reward.concurrent else _in_thread(call))
             except RewardError as error:
                 raise RewardFailed(str(error), "raised") from None
-            except Exception as error:  # the user's function may raise anything
+            except Exception as error:  # the user's function may raise anything, a TimeoutError too
+                if deadline.expired():
+                    raise RewardFailed(f"no score within {self._config.timeout_seconds:g} s", "timeout") from None
                 traceback.print_exc()
                 raise RewardFailed(error_text(error)[:500], "raised") from None
         try:

@@ -73,12 +73,11 @@ async def agent(
         finally:
             work.cancel()
             await asyncio.wait({work}, timeout=END_SECONDS)
-        chat = api.chat
     if not session.calls:
         raise AgentFailed("the agent ended without a single call to the policy")
-    rewards = chat.rewards if reward is None else chat.rewards | {None: reward}
+    rewards = api.chat.rewards if reward is None else api.chat.rewards | {None: reward}
     if not rewards:
-        return session.trajectory(await session.score(chat.last_text))
+        return session.trajectory(await session.score(api.chat.last_text))
     if not agent_reward:
         raise AgentFailed(
             f"the agent returned the reward {reward}, but the run's reward functions score its sample: have it return "
@@ -89,8 +88,9 @@ async def agent(
 
 
 def _check_rewards(rewards: Sequence[float], low: float, high: float) -> None:
-    if all(low <= value <= high for value in rewards) and low <= math.fsum(rewards) <= high:
-        return
+    with contextlib.suppress(TypeError, ValueError):  # an agent may return a list, an array or a text
+        if all(low <= value <= high for value in rewards) and low <= math.fsum(rewards) <= high:
+            return
     raise AgentFailed(
         f"the agent gave the rewards {str(rewards):.200}, but each of them and their sum have to be numbers from "
         f"{low:g} to {high:g} ({_WHERE}.reward_range)"

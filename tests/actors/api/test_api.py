@@ -190,17 +190,20 @@ async def test_calls_in_this_process_have_a_deadline_and_places():
     def raises(prompt, completion, row):
         raise SystemExit("no")
 
+    async def gives_up(prompt, completion, row):
+        raise TimeoutError("of its own client, long before the deadline")
+
     barrier = asyncio.Barrier(3)
-    functions = {reward.__name__: of_object(reward.__name__, reward) for reward in (slow, meets, raises)}
+    functions = {reward.__name__: of_object(reward.__name__, reward) for reward in (slow, meets, raises, gives_up)}
     settings = RewardConfig(timeout_seconds=0.5, workers=1)
     async with FunctionPool(functions, settings) as pool:
         outcomes = await asyncio.gather(
             pool.score_all("slow", "", ["5"], {}), pool.score_all("slow", "", ["0"], {}),
-            pool.score_all("raises", "", [""], {}),
+            pool.score_all("raises", "", [""], {}), pool.score_all("gives_up", "", [""], {}),
             *(pool.score_all("meets", "", [text], {}) for text in ("", "", "odd")), return_exceptions=True,
         )  # fmt: skip
     said = [outcome.kind if isinstance(outcome, RewardFailed) else outcome[0].score for outcome in outcomes]
-    assert said == ["timeout", 1.0, "raised", 1.0, 1.0, "not_finite"]
+    assert said == ["timeout", 1.0, "raised", "raised", 1.0, 1.0, "not_finite"]
 
 
 def length(prompt, completion, row):

@@ -443,6 +443,11 @@ async def returns_too_little(*access):
     return -0.5
 
 
+async def returns_a_list(*access):
+    await asks(*access)
+    return [0.5]
+
+
 async def rewards_calls_with_too_much(base_url, api_key, row, reward_key):
     async with ask(base_url, api_key) as client:
         for _ in range(2):
@@ -523,10 +528,11 @@ async def test_without_agent_reward_the_row_s_functions_score_and_no_reward_is_t
         ("is_not_finite", "[nan]"),
         ("reports_too_much", "[1.5]"),
         ("returns_too_little", "[-0.5]"),
+        ("returns_a_list", "[[0.5]]"),
         ("rewards_calls_with_too_much", "[0.6, 0.6]"),
     ],
 )
-async def test_a_reward_or_a_sum_of_them_out_of_range_fails_the_sample(tokenizer, monkeypatch, name, rewards):
+async def test_a_reward_that_is_no_number_or_out_of_range_fails_the_sample(tokenizer, monkeypatch, name, rewards):
     says = ["4", "5"]
     with pytest.raises(AgentFailed, match=re.escape(f"the rewards {rewards}, but ") + ".* from 0 to 1 "):
         await sample(tokenizer, monkeypatch, *says, agent=f"its_agents:{name}", agent_reward=True)
