@@ -38,7 +38,7 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
 def tokenizer_in(folder: str) -> Any | None:
     """The tokenizer in this folder; None if the folder is not here, or has none that can be loaded."""
     try:
-        return load_tokenizer(folder) if Path(folder).is_dir() else None
+        return load_tokenizer(folder) if any(Path(folder).glob("*token*")) else None  # else one would be made up
     except UserError:
         return None
 

@@ -398,11 +398,12 @@ async def test_defaults_of_the_model_folder_do_not_change_what_is_sampled(
 
 
 async def test_the_end_of_sequence_of_the_tokenizer_stops_as_what_the_generation_config_lists_does(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, models: Models, tmp_path: Path
 ) -> None:
     own = load_tokenizer(str(tiny_model)).eos_token_id
     assert [stop_tokens(tiny_model, listed) for listed in (None, own, [own + 1])] == [[own], [own], [own, own + 1]]
     assert [stop_tokens(tmp_path, listed) for listed in (None, [7, 5])] == [[], [5, 7]]
+    assert stop_tokens(models[1], [7]) == [7]  # it has no tokenizer, where transformers would make one up
 
 
 async def test_no_stop_token_comes_before_the_minimum_whatever_is_loaded_meanwhile(
