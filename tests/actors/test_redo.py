@@ -188,8 +188,9 @@ async def test_a_trainer_that_is_killed_and_that_of_a_fork_learn_the_same_to_the
     assert [record["step"] for record in read_jsonl(forked.folder / "replays/unchanged/metrics.jsonl")] == [3, 4]
     killed = await train(config, run, "killed", kill_at=3)
     assert killed.read_bytes() == undisturbed.read_bytes()
-    saved, again = (checkpoint_of(end.parents[2], 2) / "training" / SHARE for end in (undisturbed, killed))
-    assert again.read_bytes() == saved.read_bytes()
+    saved, again = (load_file(checkpoint_of(end.parents[2], 2) / "training" / SHARE) for end in (undisturbed, killed))
+    assert again.keys() == saved.keys()  # the facts in the headers of the files are in any order
+    assert all(torch.equal(again[name], saved[name]) for name in saved)
 
 
 @pytest.mark.slow  # the simulator has both: who leaves, and the verdict of the guard on a step that is redone
