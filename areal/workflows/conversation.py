@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from areal.data.rows import Prompt, prompt_text
@@ -141,16 +142,25 @@ class Conversation:
         """The tokens between the last sampled turn and the next one."""
         if self._plain:
             return self._encode(_plain_text(new))
-        turn = {"role": "assistant", "content": _CONTENT}
-        so_far = [turn if message["role"] == "assistant" else message for message in self.messages]
-        _, placeholder, ending = self._render([*so_far, *new]).rpartition(_CONTENT)
+        sampled = self.generations[-1]
+        end = sampled.tokens[-1:].tolist() if sampled.finish == "stop" else []
+        try:
+            tokens = self._after_placeholder([*map(_turn, self.messages), *new])
+        except jinja2.TemplateError:
+            # gpt-oss's and Mistral's want the calls that a tool has answered. The policy has sampled what they write
+            # behind the arguments, up to the end of its turn.
+            if not end or end[0] not in self._tokenizer.added_tokens_decoder:
+                raise
+            tokens = self._after_placeholder([*map(_turn_of_calls, self.messages), *new])
+            return tokens[tokens.index(end[0]) + 1 :]
+        # The end of the turn must appear only once: as the policy sampled it or, for a cut turn, from the template.
+        return tokens[1:] if end and tokens[:1] == end else tokens
+
+    def _after_placeholder(self, messages: Sequence[Message]) -> list[int]:
+        _, placeholder, ending = self._render(messages).rpartition(_CONTENT)
         if not placeholder:
             raise ValueError("the chat template does not show the assistant's last turn")
-        tokens = self._encode(ending)
-        # The end of the turn must appear only once: as the policy sampled it or, for a cut turn, from the template.
-        sampled = self.generations[-1]
-        ended = sampled.finish == "stop" and tokens[:1] == sampled.tokens[-1:].tolist()
-        return tokens[1:] if ended else tokens
+        return self._encode(ending)
 
     def _render(self, messages: Sequence[Message]) -> str:
         return self._tokenizer.apply_chat_template(
@@ -159,6 +169,19 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _turn(message: Message) -> Message:
+    """The message, or a placeholder if it was sampled."""
+    return {"role": "assistant", "content": _CONTENT} if message["role"] == "assistant" else message
+
+
+def _turn_of_calls(message: Message) -> Message:
+    """The same, with a placeholder for the arguments of each call, if there are any."""
+    if not (calls := message.get("tool_calls")):
+        return _turn(message)
+    placed = [call | {"function": call["function"] | {"arguments": {"argument": _CONTENT}}} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": placed}
 
 
 def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import jinja2
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -30,6 +31,26 @@ PECULIAR = (
     "{% if messages[0].role != 'system' %}[SYSTEM: be kind]{% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}<eos>{% else %}"
     "[{{ m.role }} {{ loop.index }}: {{ m.content }}]{% endif %}{% endfor %}"
+)
+
+# As gpt-oss and Mistral do it: the first refuses a tool's message without a call before it, the second two turns of the
+# assistant without a user between them, if they have no calls.
+CALL_BEFORE_TOOL = (
+    "{% set ns = namespace(call=none) %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.content %}<start>analysis {{ m.content }}<end>{% endif %}{% set ns.call = m.tool_calls[0].function %}"
+    "<start>to={{ ns.call.name }} {{ ns.call.arguments | tojson }}<eos>{% elif m.role == 'tool' %}"
+    "{% if ns.call is none %}{{ raise_exception('a tool without a call') }}{% endif %}"
+    "<start>{{ ns.call.name }} says {{ m.content }}<end>{% else %}<start>{{ m.role }} {{ m.content }}<end>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<start>{% endif %}"
+)
+ALTERNATING = (
+    "{% set ns = namespace(turns=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or m.role == 'assistant' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.turns % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.turns = ns.turns + 1 %}{% endif %}"
+    "{% if m.role == 'user' %}[{{ m.content }}]{% elif m.tool_calls %}"
+    "{{ m.tool_calls | map(attribute='function') | list | tojson }}<eos>"
+    "{% elif m.role == 'tool' %}<start>f says {{ m.content }}<end>{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
 )
 
 
@@ -108,6 +129,29 @@ def test_the_end_of_a_turn_is_written_once_by_the_policy_or_else_by_the_template
     assert after == new_turn[template]
     talk.add(sampled(of, "h", end))
     assert talk.trajectory(1.0).sampled.sum() == len(words) + 2
+
+
+@pytest.mark.parametrize(("template", "opening"), [(CALL_BEFORE_TOOL, "<start>"), (ALTERNATING, "")])
+def test_a_template_that_wants_the_calls_before_their_results_gets_them_and_what_was_sampled_stays(template, opening):
+    of = tokenizer(template)
+    talk = Conversation(of)
+    messages = [user("x")]
+    talk.prompt(messages)
+    calls = [{"id": "call12345", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    for answer in ("1", "2"):
+        before = len(talk)
+        turn = talk.add(sampled(of, "h", "e", EOS), {"role": "assistant", "content": "", "tool_calls": calls})
+        messages += [turn, {"role": "tool", "tool_call_id": "call12345", "content": answer}]
+        tokens = talk.prompt(messages)
+        assert of.decode(tokens[before:]).endswith(f"he<eos><start>f says {answer}<end>{opening}")
+    talk.add(sampled(of, "o", EOS))
+    assert talk.trajectory(1.0).sampled.sum() == 3 + 3 + 2
+    cut = Conversation(of)
+    cut.prompt([user("x")])
+    turn = cut.add(sampled(of, "h", finish="length"), {"role": "assistant", "content": "", "tool_calls": calls})
+    if template is CALL_BEFORE_TOOL:  # nobody knows where in the call it was cut
+        with pytest.raises(jinja2.TemplateError, match="a tool without a call"):
+            cut.prompt([user("x"), turn, messages[-1]])
 
 
 def test_thinking_that_the_template_would_leave_out_of_an_earlier_turn_stays():
