@@ -9,7 +9,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,16 @@ def name_of(place: str) -> str:
 
 
 def check_trainable(folder: Path, ranks: int) -> None:
-    """Raise UserError if the weights of the model in `folder` are quantized, or if `ranks` ranks cannot divide its
-    attention heads among them."""
+    """Raise UserError if the weights of the model in `folder` are quantized, if the log-probs of a sequence depend on
+    those beside it, or if `ranks` ranks cannot divide its attention heads among them."""
     if _read_config(folder).get("quantization_config"):
         raise UserError(f"The model {folder} has quantized weights, which cannot be trained: name the original one.")
     sizes = _sizes(folder)
+    if _rope(sizes)[0] == "dynamic":
+        raise UserError(
+            f"The model {folder} has the rope_type dynamic, which takes other positions beside a longer sequence, and "
+            f"cannot be trained: set linear or yarn in its config.json, or leave it out."
+        )
     heads = sizes.get("num_attention_heads", ranks)
     shared = sizes.get("num_key_value_heads") or heads
     if heads % ranks or (shared % ranks and ranks % shared):
@@ -109,10 +114,15 @@ def context_of(folder: Path) -> int | None:
     """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say."""
     sizes = _sizes(folder)
     longest = next((sizes[key] for key in _LENGTHS if isinstance(sizes.get(key), int)), None)
-    scaling = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
+    kind, factor = _rope(sizes)
     # With other kinds, such as yarn, the length is that of the stretched positions, for vLLM as for transformers.
-    stretched = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
-    return int(longest * (scaling.get("factor") or 1)) if longest and stretched else longest
+    return int(longest * factor) if longest and kind in ("linear", "dynamic") else longest
+
+
+def _rope(sizes: Mapping[str, Any]) -> tuple[str | None, float]:
+    """How rotary positions are scaled, and by what factor."""
+    scaling = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
+    return scaling.get("rope_type", scaling.get("type")), scaling.get("factor") or 1
 
 
 def architectures_of(folder: Path) -> list[str]:

@@ -104,9 +104,16 @@ def test_a_model_says_how_long_its_sequences_may_be(tmp_path, sizes, context):
     assert context_of(tmp_path) == context
 
 
-def test_a_model_with_quantized_weights_cannot_be_trained(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq", "bits": 4}}))
-    with pytest.raises(UserError, match="has quantized weights, which cannot be trained: name"):
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "has quantized weights, which cannot be trained"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "has the rope_type dynamic, .* cannot be trained: set"),
+    ],
+)
+def test_a_model_whose_log_probs_generators_do_not_have_cannot_be_trained(tmp_path, sizes, why):
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(UserError, match=why):
         check_trainable(tmp_path, 1)
 
 
