@@ -51,7 +51,7 @@ class FunctionPool:
                     value = await (call() if reward.concurrent else _in_thread(call))
             except RewardError as error:
                 raise RewardFailed(str(error), "raised") from None
-            except Exception as error:  # the user's function may raise anything, a TimeoutError too
+            except (Exception, SystemExit) as error:  # the user's function may raise anything, a TimeoutError too
                 if deadline.expired():
                     raise RewardFailed(f"no score within {self._config.timeout_seconds:g} s", "timeout") from None
                 traceback.print_exc()

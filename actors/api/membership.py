@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
-import sys
+import os
 import threading
 from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import structlog
 
 from actors.runtime.actor import Actor, ask_once
 from actors.runtime.addresses import Door, new_bus, open_network
+from actors.runtime.logs import configure_logging
 from areal.config import UserError
 from protocols.addresses import host_of
 from protocols.messages import Message
@@ -36,15 +37,13 @@ class Membership:
 
     def __init__(self, master: str, keys: Path | None) -> None:
         if not structlog.is_configured():
-            filtered = structlog.make_filtering_bound_logger(logging.WARNING)
-            structlog.configure(wrapper_class=filtered, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+            configure_logging("this process", logging.WARNING)
         self.master = master
         self._keys = keys
         self._actors: list[Actor] = []
         self._lives: list[Future[None]] = []
         self._leaving = False
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="areal", daemon=True).start()
+        self._loop = _loop_of(os.getpid())
 
     def ask(self, message: Message, patience: float = 10.0) -> Any:
         """The master's answer. Raises UserError."""
@@ -63,9 +62,7 @@ class Membership:
         """Have all actors hand over their work and leave. Others may join afterwards."""
         self._leaving = True
         self._loop.call_soon_threadsafe(self._tell_to_leave)
-        for life in self._lives:
-            with contextlib.suppress(Exception):  # it is over
-                life.result(LEAVE_SECONDS)
+        wait(self._lives, LEAVE_SECONDS)
         self._lives.clear()
         self._leaving = False
 
@@ -100,6 +97,14 @@ class Membership:
                 await asyncio.sleep(AGAIN_SECONDS)
             elif not ending.ok:
                 log.warning("an actor of this process has left the run", role=kind.role, why=ending.reason)
+
+
+@functools.cache
+def _loop_of(process: int) -> asyncio.AbstractEventLoop:
+    """The loop of all memberships of a process, which has as many as it joins runs; a fork has none of its threads."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="areal", daemon=True).start()
+    return loop
 
 
 def _follow(life: Future[None], ready: Future[None]) -> None:

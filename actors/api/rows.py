@@ -50,7 +50,7 @@ def _line(number: int, row: Any) -> str:
     try:
         return json.dumps(dict(row), default=_plain, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise UserError(f"Row {number} of data cannot be written as JSON ({error}): keep to JSON values.") from None
+        raise UserError(f"Row {number} of data is not JSON ({error}): keep to JSON values, without NaN.") from None
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.api.function_pool import FunctionPool
-from actors.api.membership import READY_SECONDS, Membership
+from actors.api.membership import Membership
 from actors.api.settings import RewardLike, Settings, Workflow, name_of, settings_of
 from actors.evaluator import Evaluator
 from actors.reward import Reward
@@ -32,6 +31,7 @@ from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
 from areal.storage.run_folder import NewRecords, config_of_run, last_checkpoint, read_metrics, read_summary
 from areal.text import all_shown
+from areal.workflows.builtin import bound_workflow
 from protocols.messages import AddReward, AskStatus
 
 CONSOLE, PROCESS = "console.log", "process"
@@ -47,33 +47,27 @@ class RunFailed(Exception):
 
 def train(
     config: Config | Mapping[str, Any] | str | Path | None = None, *, model: str | Path | None = None, data: Any = None,
-    reward: RewardLike | None = None, workflow: Workflow | None = None, steps: int | None = None, **keys: Any,
+    reward: RewardLike | None = None, workflow: Workflow | str | None = None, steps: int | None = None, **keys: Any,
 ) -> LiveRun:  # fmt: skip
     """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run.
     Raises UserError, and RunFailed if it does not reach its end."""
     settings = settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys})
-    run = _start(settings, show=True)
-    try:
+    with _start(settings, show=True) as run:
         run.wait()
-    except KeyboardInterrupt:
-        run._stop()
-        raise
-    finally:
-        run.leave()
     return run
 
 
 def start(
     config: Config | Mapping[str, Any] | str | Path | None = None, *, model: str | Path | None = None, data: Any = None,
-    reward: RewardLike | None = None, workflow: Workflow | None = None, steps: int | None = None, **keys: Any,
+    reward: RewardLike | None = None, workflow: Workflow | str | None = None, steps: int | None = None, **keys: Any,
 ) -> LiveRun:  # fmt: skip
     """Start a run on this machine, in processes of its own.
 
     config: a YAML file, its keys, or a Config; by default some keys that suit a first try. data: rows (dicts, a
     datasets.Dataset, a DataFrame) or the name of a source. reward: a function (prompt, completion, row), an object with
     such a method `score`, the name of a reward, or several as a list or as a dict with weights; functions run in this
-    process. The same holds for workflow, a coroutine function (session, row). keys: other keys of the configuration,
-    such as batch_size=8 or trainer={"lr": 1e-5}. Raises UserError.
+    process. The same holds for workflow, a coroutine function (session, row) or the name of one. keys: other keys of
+    the configuration, such as batch_size=8 or trainer={"lr": 1e-5}. Raises UserError.
     """
     return _start(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
 
@@ -81,7 +75,7 @@ def start(
 def _start(settings: Settings, show: bool) -> LiveRun:
     run = LiveRun(settings.config.folder, settings.config, _launch(settings), show)
     try:
-        run.find_master()
+        run.find_master(LOOK_SECONDS)
         run._serve(settings.rewards)
         if settings.workflow is not None:
             run.serve_workflow(settings.workflow)
@@ -248,11 +242,10 @@ class LiveRun:
         return False
 
     def _has_ended(self) -> bool:
-        if not self._ended:
-            return False
-        if not (self.summary or {}).get("ok"):
+        ended = self._ended
+        if ended and not (self.summary or {}).get("ok"):
             raise RunFailed(self._reason)
-        return True
+        return ended
 
     @property
     def _ended(self) -> bool:
@@ -286,7 +279,7 @@ class LiveRun:
         section = self.config.rollout_manager
         if not section.external:
             raise UserError(f"The workflow of the run is {section.workflow!r}, not `external`: it runs elsewhere.")
-        workflow = functools.partial(workflow, **section.workflow_options)
+        workflow = bound_workflow(name_of(workflow), workflow, section.workflow_options)
         self._join(RolloutManager, workflow=workflow)
         if self.config.evaluates:
             self._join(Evaluator, workflow=workflow)
@@ -318,19 +311,19 @@ class LiveRun:
         if self._process is not None and (code := self._process.poll()) is not None:
             raise (UserError if code == 2 else RunFailed)(self._reason)
 
-    def find_master(self, patience: float = READY_SECONDS) -> None:
-        """Wait until the run has a master, and be able to ask it. Raises UserError."""
-        until = time.monotonic() + patience
-        while claimed_address(self.folder) is None and time.monotonic() < until:
+    def find_master(self, patience: float) -> None:
+        """Wait until the run has a master, and be able to ask it. patience: seconds; a process of this one's is waited
+        for as long as it prepares the run, which may download a model. Raises UserError and RunFailed."""
+        while self._process is not None and claimed_address(self.folder) is None:
             self._check_process()
             self._pause()
-        self._member = Membership(*locate(str(self.folder.absolute()), 0.0))
+        self._member = Membership(*locate(str(self.folder.absolute()), patience))
         atexit.register(self._member.leave)
 
     @property
     def _membership(self) -> Membership:
-        if self._member is None:
-            raise UserError(f"The run in {self.folder} is over.")
+        if self._member is None or self._ended:
+            raise UserError(f"The run in {self.folder} is over: {self._reason}")
         return self._member
 
 

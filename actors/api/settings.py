@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from actors.api import rows
 from areal.config import EXTERNAL, Config, UserError, checked, merged, overridden, read_values
 from areal.processes import ROOT
 from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
-from areal.storage.claim import check_free, check_room, claim
+from areal.storage.claim import check_room, claim
 from areal.storage.run_folder import replace
+from areal.workflows.builtin import bound_workflow
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 # The keys of a run without a configuration, where they have no default and where another suits a first try better.
@@ -25,6 +27,8 @@ DEFAULTS: dict[str, Any] = {
     "trainer": {"lr": 1e-5, "advantage_mean": "group", "advantage_std": "group"},
 }  # fmt: skip
 FILE = "start.yaml"
+# Keys of `data` that hold for the rows of one source alone.
+OF_SOURCE = ("options", "split", "eval_source", "eval_size", "size", "sources")
 
 Workflow = Callable[..., Awaitable[Any]]
 RewardLike = Any
@@ -44,28 +48,29 @@ class Settings:
 
 def settings_of(
     config: Config | Mapping[str, Any] | str | Path | None, data: Any, reward: RewardLike | None,
-    workflow: Workflow | None, keys: Mapping[str, Any],
+    workflow: Workflow | str | None, keys: Mapping[str, Any],
 ) -> Settings:  # fmt: skip
     """The settings of a run; its folder and the files in it are made. Raises UserError."""
-    given = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items() if value is not None}
     weights, functions = named_rewards(reward)
+    given: dict[str, Any] = {}
     if weights:
-        named = {
-            "functions": weights,
-            "external": list(functions),
-            "groups": [name for name, function in functions.items() if function.groups],
-        }
-        given["reward"] = merged(given.get("reward", {}), named)
+        groups = [name for name, kind in functions.items() if kind.groups]
+        given = {"reward.functions": weights, "reward.external": [*functions], "reward.groups": groups}
+    function = None if isinstance(workflow, str) else workflow
     if workflow is not None:
-        given["rollout_manager"] = merged(given.get("rollout_manager", {}), {"workflow": EXTERNAL})
+        given["rollout_manager.workflow"] = workflow if function is None else EXTERNAL
+    for key, value in keys.items():
+        if value is not None or key not in ("model", "steps"):
+            given[key] = str(value) if isinstance(value, Path) else value
     values = _values(config, given)
     own_rows = not isinstance(data, str | Path | None)
     if data is not None:
         values = _with_source(values, rows.FILE if own_rows else str(data))
     complete = _configured(values, given)
+    if function is not None:
+        bound_workflow(name_of(function), function, complete.rollout_manager.workflow_options)
     folder = complete.folder
     check_room(folder, resume=False)
-    check_free(folder, resume=False)
     os.close(claim(folder))  # an earlier run of the name is moved
     if own_rows:
         file, has_answers = rows.write_rows(data, folder)
@@ -73,14 +78,14 @@ def settings_of(
         complete = _configured(values, given)
         rows.check(complete)
     replace(folder / FILE, yaml.safe_dump(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
-    return Settings(complete, (folder / FILE).absolute(), functions, workflow)
+    return Settings(complete, (folder / FILE).absolute(), functions, function)
 
 
 def _configured(values: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
     """The configuration with the given keys, which may have dots, over other values. Raises UserError."""
     dotted = {key: value for key, value in given.items() if "." in key}
     plain = {key: value for key, value in given.items() if "." not in key}
-    config: Config = checked(overridden(merged(dict(values), plain), settings=dotted), None)
+    config: Config = checked(overridden(merged(dict(values), plain), settings=dotted), Path("the call"))
     return config
 
 
@@ -93,9 +98,11 @@ def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str
     weights: dict[str, float] = {}
     functions = {}
     for each, weight in pairs:
-        name = each if isinstance(each, str) else name_of(each)
+        name = name_of(each)
         while not isinstance(each, str) and (name in weights or name in BUILT_IN):
             name += "_"
+        if not isinstance(weight, Real):
+            raise UserError(f"The weight of reward {name!r} is {weight!r:.60}: write {{reward: number}}.")
         weights[name] = float(weight)
         if not isinstance(each, str):
             functions[name] = of_object(name, each)
@@ -103,8 +110,8 @@ def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str
 
 
 def name_of(reward: Any) -> str:
-    """The name of a function, or of the class of an object."""
-    name = getattr(reward, "__name__", type(reward).__name__)
+    """A name itself, or that of a function or of the class of an object."""
+    name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
     return "reward" if name == "<lambda>" else str(name)
 
 
@@ -123,7 +130,7 @@ def _values(config: Config | Mapping[str, Any] | str | Path | None, given: Mappi
 
 def _with_source(values: Mapping[str, Any], source: str, has_answers: bool = True) -> dict[str, Any]:
     """The values with another source of rows. What they say of the rows of the one before is left out."""
-    section = {key: value for key, value in values.get("data", {}).items() if key not in ("options", "eval_size")}
+    section = {key: value for key, value in values.get("data", {}).items() if key not in OF_SOURCE}
     if not has_answers:
-        section["answer_key"] = None
+        section.setdefault("answer_key", None)
     return {**values, "data": {**section, "source": source}}

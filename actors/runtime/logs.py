@@ -28,7 +28,7 @@ def log_file(path: Path) -> Backlog:
     return file
 
 
-def configure_logging(name: str) -> None:
+def configure_logging(name: str, level: int = logging.INFO) -> None:
     """Set up structlog for this process. Every line has the field `actor`, which is `name`."""
     structlog.configure(
         processors=[
@@ -40,7 +40,7 @@ def configure_logging(name: str) -> None:
             _as_shown,
             _rendered,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(actor=name)

@@ -395,12 +395,13 @@ def _svg(salt: str, make: Callable[[], Any]) -> str:
 
 
 def figure_of(*panels: Panel) -> Any:
-    """The panels side by side, as a matplotlib figure."""
+    """The panels in rows of three, as a matplotlib figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.8 * len(panels), 2.7), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw_panel(axes, panel)
+    columns, rows = max(1, min(3, len(panels))), max(1, -(-len(panels) // 3))
+    figure = Figure(figsize=(4.8 * columns, 2.7 * rows), layout="constrained")
+    for place, panel in enumerate(panels, 1):
+        _draw_panel(figure.add_subplot(rows, columns, place), panel)
     return figure
 
 

@@ -178,19 +178,24 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
             f"known are {', '.join(BUILT_IN)}, or write package.module:function."
         )
     workflow = BUILT_IN.get(name) or load(name, "The workflow")
+    bound = bound_workflow(name, workflow, options)
+    if workflow is environment:
+        environments.resolve(bound.keywords["environment"], bound.keywords.get("environment_options") or {})
+    if workflow is tools:
+        mcp_tools.check(bound.keywords["servers"])
+    if workflow is agent:
+        check_agent(bound.keywords)
+    return bound
+
+
+def bound_workflow(name: str, workflow: Any, options: Mapping[str, Any]) -> functools.partial[Any]:
+    """The workflow with its options set. name: for messages. Raises UserError."""
     if not _is_async(workflow):
         raise UserError(
             f"The workflow {name!r} is no async function: write `async def`, and await what it calls "
             f"(docs/workflows.md)."
         )
-    options = _checked(name, workflow, options)
-    if workflow is environment:
-        environments.resolve(options["environment"], options.get("environment_options") or {})
-    if workflow is tools:
-        mcp_tools.check(options["servers"])
-    if workflow is agent:
-        check_agent(options)
-    return functools.partial(workflow, **options)
+    return functools.partial(workflow, **_checked(name, workflow, options))
 
 
 def _is_async(workflow: Any) -> bool:
@@ -228,7 +233,7 @@ def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mappi
     except TypeError as error:
         known = ", ".join([*signature.parameters][2:]) or "no options"
         raise UserError(f"{where}: {error}: besides a session and a row it takes {known}.") from None
-    if name not in BUILT_IN:
+    if BUILT_IN.get(name) is not workflow:
         return options
     hints = get_type_hints(workflow, include_extras=True)
     checked = {}

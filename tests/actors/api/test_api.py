@@ -13,11 +13,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 import areal
 from actors.api.function_pool import FunctionPool
-from actors.api.membership import _follow
+from actors.api.membership import Membership, _follow
 from actors.api.rows import write_rows
 from actors.api.settings import named_rewards, settings_of
 from actors.master import Master
@@ -120,6 +121,11 @@ async def test_a_process_joins_scores_with_its_closures_and_leaves(run):
     (member,) = await reward_actors(asker, address)
     assert await scored(asker, member, "aaa") == [3.0]
     await asyncio.to_thread(joined.leave)
+    (folder / "address").unlink()
+    with pytest.raises(UserError, match=r"The run in .* is over"):
+        await asyncio.to_thread(joined.serve_reward, late)
+    with pytest.raises(UserError, match=r"waited 0.2 s"):
+        await asyncio.to_thread(areal.join, folder, 0.2)
 
 
 @pytest.mark.parametrize("stop", [areal.LiveRun.stop, lambda live: asyncio.to_thread(live.stop)])
@@ -169,6 +175,21 @@ async def test_a_notebook_serves_a_run_and_another_kernel_does_when_it_is_killed
         identities.append(newest.identity)
 
 
+def test_a_process_has_one_thread_for_all_the_runs_that_it_joins():
+    assert [Membership("tcp://127.0.0.1:5", None) for _ in range(2)]
+    assert [thread.name for thread in threading.enumerate()].count("areal") == 1
+
+
+def test_what_fails_in_this_process_is_told_plainly_and_cannot_steer_the_terminal(capsys):
+    structlog.reset_defaults()
+    try:
+        Membership("tcp://127.0.0.1:5", None)
+        structlog.get_logger().error("workflow failed", exc_info=ValueError("\x1b[2J"))
+    finally:
+        structlog.reset_defaults()
+    assert capsys.readouterr().err.splitlines()[1:] == ["ValueError: \\x1b[2J"]
+
+
 def test_an_actor_of_this_process_that_fails_later_says_so():
     ready, life, error = Future(), Future(), RuntimeError("no more memory")
     ready.set_result(None)
@@ -190,20 +211,24 @@ async def test_calls_in_this_process_have_a_deadline_and_places():
     def raises(prompt, completion, row):
         raise SystemExit("no")
 
+    async def exits(prompt, completion, row):
+        raise SystemExit("no")
+
     async def gives_up(prompt, completion, row):
         raise TimeoutError("of its own client, long before the deadline")
 
     barrier = asyncio.Barrier(3)
-    functions = {reward.__name__: of_object(reward.__name__, reward) for reward in (slow, meets, raises, gives_up)}
+    rewards = slow, meets, raises, exits, gives_up
+    functions = {reward.__name__: of_object(reward.__name__, reward) for reward in rewards}
     settings = RewardConfig(timeout_seconds=0.5, workers=1)
     async with FunctionPool(functions, settings) as pool:
         outcomes = await asyncio.gather(
             pool.score_all("slow", "", ["5"], {}), pool.score_all("slow", "", ["0"], {}),
-            pool.score_all("raises", "", [""], {}), pool.score_all("gives_up", "", [""], {}),
+            *(pool.score_all(name, "", [""], {}) for name in ("raises", "exits", "gives_up")),
             *(pool.score_all("meets", "", [text], {}) for text in ("", "", "odd")), return_exceptions=True,
         )  # fmt: skip
     said = [outcome.kind if isinstance(outcome, RewardFailed) else outcome[0].score for outcome in outcomes]
-    assert said == ["timeout", 1.0, "raised", "raised", 1.0, 1.0, "not_finite"]
+    assert said == ["timeout", 1.0, "raised", "raised", "raised", 1.0, 1.0, "not_finite"]
 
 
 def length(prompt, completion, row):
@@ -224,6 +249,8 @@ def test_rewards_are_given_as_functions_objects_and_names():
     assert list(names) == ["length", "length_", "reward"]
     with pytest.raises(UserError, match="it is called with prompt, completion and row"):
         named_rewards(lambda text: 0.0)
+    with pytest.raises(UserError, match="The weight of reward 'length' is <function length"):
+        named_rewards({"length": length})
 
 
 def test_a_call_gives_the_configuration_of_a_run(tmp_path, monkeypatch):
@@ -243,6 +270,43 @@ def test_a_call_gives_the_configuration_of_a_run(tmp_path, monkeypatch):
     assert areal.load_config(text) == config
 
 
+def test_a_call_replaces_what_its_configuration_says_of_rewards_rows_and_workflow(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def once(session, row):
+        raise NotImplementedError
+
+    keys = {
+        "model": "m", "steps": 3, "batch_size": 1, "group_size": 2, "sampling": {"max_new_tokens": 8},
+        "reward": {"functions": {"math": 1.0}, "workers": 3}, "trainer": {"minibatches": 1},
+        "data": {"source": "hf:other", "split": "test", "eval_source": "hf:more", "answer_key": "right"},
+    }  # fmt: skip
+    rows = [{"prompt": "a", "right": "b"}]
+    settings = settings_of(areal.Config(**keys), rows, length, once, {"data.eval_size": 0, "data.system_prompt": None})
+    config = settings.config
+    assert config.rewards == {"length": 1.0} and config.reward.workers == 3
+    assert (config.data.split, config.data.eval_source, config.data.answer_key) == ("train", None, "right")
+    assert config.rollout_manager.external and settings.workflow is once
+    named = settings_of(keys, "rows.jsonl", None, "multi_turn", {"data.answer_key": None})
+    assert (named.config.rollout_manager.workflow, named.workflow) == ("multi_turn", None)
+    assert named.config.data.answer_key is None
+    with pytest.raises(UserError, match="The key 'model' is missing in the call"):
+        settings_of(None, rows, length, None, {"model": None})
+    with pytest.raises(UserError, match="The workflow 'length' is no async function"):
+        settings_of(keys, rows, length, length, {})
+
+
+def test_a_run_that_prepares_itself_is_waited_for_and_one_that_is_gone_is_not(tmp_path):
+    (tmp_path / "console.log").write_text("Note: a long download\nThere is no model m.\n")
+    config = areal.Config(
+        model="m", steps=1, batch_size=1, group_size=2, data={"source": "addition"}, reward={"functions": ["addition"]},
+        sampling={"max_new_tokens": 8}, trainer={"minibatches": 1},
+    )  # fmt: skip
+    process = subprocess.Popen(["sh", "-c", "sleep 0.5; exit 2"])
+    with pytest.raises(UserError, match=r"^There is no model m\.$"):
+        areal.LiveRun(tmp_path, config, process).find_master(0.0)
+
+
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
@@ -251,7 +315,7 @@ def test_a_call_gives_the_configuration_of_a_run(tmp_path, monkeypatch):
         ([{"prompt": ""}], "has an empty 'prompt'"),
         (["text"], "Row 0 of data is of type str"),
         ({"prompt": ["a"]}, "data is of type dict: give a list of dicts"),
-        ([{"prompt": "a", "at": object()}], r"Row 0 of data cannot be written as JSON \(object is no value of JSON"),
+        ([{"prompt": "a", "at": object()}], r"Row 0 of data is not JSON \(object is no value of JSON"),
     ],
 )
 def test_rows_that_cannot_be_used_are_found_before_the_start(tmp_path, monkeypatch, data, sentence):

@@ -279,6 +279,13 @@ def drawn(panel):
     return axes
 
 
+@pytest.mark.parametrize(("count", "inches"), [(0, [4.8, 2.7]), (2, [9.6, 2.7]), (7, [14.4, 8.1])])
+def test_many_panels_are_drawn_in_rows(count, inches):
+    (panel, *_) = panels(Run("demo", [record(step) for step in (1, 2)], {}, ""))
+    figure = figure_of(*[panel] * count)
+    assert len(figure.axes) == count and figure.get_size_inches().tolist() == pytest.approx(inches)
+
+
 @pytest.mark.parametrize("gaps", [[0.0, 0.0], [0.0, 2e-6, 3e-4]])
 def test_a_gap_of_zero_has_a_place_on_its_axis(gaps):
     run = Run("demo", [BRIEF | {"step": step, "logprob_gap": gap} for step, gap in enumerate(gaps, 1)], {}, "")
