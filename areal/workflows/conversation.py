@@ -9,6 +9,7 @@ the messages that came in between.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -146,13 +147,13 @@ class Conversation:
         end = sampled.tokens[-1:].tolist() if sampled.finish == "stop" else []
         try:
             tokens = self._after_placeholder([*map(_turn, self.messages), *new])
-        except jinja2.TemplateError:
-            # gpt-oss's and Mistral's want the calls that a tool has answered. The policy has sampled what they write
-            # behind the arguments, up to the end of its turn.
-            if not end or end[0] not in self._tokenizer.added_tokens_decoder:
-                raise
+        except jinja2.TemplateError:  # gpt-oss's and Mistral's want the calls that a tool has answered
             tokens = self._after_placeholder([*map(_turn_of_calls, self.messages), *new])
-            return tokens[tokens.index(end[0]) + 1 :]
+            if self.messages[-1].get("tool_calls"):  # what they write behind the arguments was sampled, up to the end
+                added = self._tokenizer.added_tokens_decoder
+                tokens = [*itertools.dropwhile(lambda token: token not in added or not added[token].special, tokens)]
+                if not end or tokens[:1] != end:
+                    raise
         # The end of the turn must appear only once: as the policy sampled it or, for a cut turn, from the template.
         return tokens[1:] if end and tokens[:1] == end else tokens
 

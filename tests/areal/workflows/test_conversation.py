@@ -144,14 +144,20 @@ def test_a_template_that_wants_the_calls_before_their_results_gets_them_and_what
         messages += [turn, {"role": "tool", "tool_call_id": "call12345", "content": answer}]
         tokens = talk.prompt(messages)
         assert of.decode(tokens[before:]).endswith(f"he<eos><start>f says {answer}<end>{opening}")
-    talk.add(sampled(of, "o", EOS))
+    messages += [talk.add(sampled(of, "o", EOS)), user("y")]
+    assert of.decode(talk.prompt(messages)).endswith("o<eos><end><start>user y<end><start>" if opening else "o<eos>[y]")
     assert talk.trajectory(1.0).sampled.sum() == 3 + 3 + 2
-    cut = Conversation(of)
-    cut.prompt([user("x")])
-    turn = cut.add(sampled(of, "h", finish="length"), {"role": "assistant", "content": "", "tool_calls": calls})
-    if template is CALL_BEFORE_TOOL:  # nobody knows where in the call it was cut
+
+
+def test_a_turn_with_calls_that_did_not_end_as_the_template_ends_it_has_no_place_in_one_that_wants_the_calls():
+    of = tokenizer(CALL_BEFORE_TOOL)
+    call = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for turn in sampled(of, "h", finish="length"), sampled(of, "h", END):
+        talk = Conversation(of)
+        talk.prompt([user("x")])
+        message = talk.add(turn, {"role": "assistant", "content": "", "tool_calls": [call]})
         with pytest.raises(jinja2.TemplateError, match="a tool without a call"):
-            cut.prompt([user("x"), turn, messages[-1]])
+            talk.prompt([user("x"), message, {"role": "tool", "tool_call_id": "call12345", "content": "1"}])
 
 
 def test_thinking_that_the_template_would_leave_out_of_an_earlier_turn_stays():
