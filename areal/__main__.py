@@ -27,7 +27,7 @@ RUN = ["run", "train"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool. Returns the exit status, 2 for a user error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.stdout = cast(TextIO, LenientOutput(sys.stdout))  # as in `areal score ... | head`
+    sys.stdout = cast(TextIO, LenientOutput(sys.stdout, reader_only=True))  # as in `areal score ... | head`
     if words and words[0] in RUN:
         os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *words[1:]])
     parser = command_line()

@@ -98,10 +98,12 @@ def torchrun(ranks: int) -> list[str]:
 
 class LenientOutput:
     """A stream of text that may lose what is written: where its reader has gone, or its file is on a full disk, nothing
-    is raised, so that a run does not end for its display."""
+    is raised, so that a run does not end for its display. reader_only: a full disk is raised, for results that must not
+    be lost."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, reader_only: bool = False) -> None:
         self._stream = stream
+        self._reader_only = reader_only
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -124,7 +126,8 @@ class LenientOutput:
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
         except OSError:
-            pass
+            if self._reader_only:
+                raise
 
 
 if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends

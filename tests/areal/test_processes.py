@@ -71,9 +71,11 @@ def test_torchrun_opens_no_port_but_that_at_which_the_ranks_meet(tmp_path):
     assert ran.stdout.splitlines() == ["listens True 2"] * 2, ran.stderr
 
 
-def test_an_output_on_a_full_disk_raises_nothing():
+def test_an_output_on_a_full_disk_raises_nothing_unless_its_text_must_not_be_lost():
     with open("/dev/full", "w") as full, open(os.devnull, "w") as nowhere:
         output = LenientOutput(full)
         output.write("x" * 100_000)
         output.flush()
+        with pytest.raises(OSError, match="No space left"):
+            LenientOutput(full, reader_only=True).write("x" * 100_000)
         os.dup2(nowhere.fileno(), full.fileno())  # for what is in the buffers when it is closed
