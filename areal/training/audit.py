@@ -125,6 +125,7 @@ class Audit:
         records = list(read_metrics(folder / "metrics.jsonl"))
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
+        self.changes = [change for change in read_metrics(folder / CHANGES) if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []
 
@@ -236,9 +237,9 @@ class Audit:
             )
 
     def _check_bound(self, step: int, batch: Sequence[Group], bound: AuditFinding) -> None:
-        changes = [change for change in read_metrics(self.folder / CHANGES) if change["key"] == "max_staleness"]
-        first = changes[0]["before"] if changes else self.config.max_staleness
-        limit = max([first, *(change["now"] for change in changes if change["step"] <= step)])  # at a group's admission
+        first = self.changes[0]["before"] if self.changes else self.config.max_staleness
+        # The largest that held when a group may have been admitted.
+        limit = max([first, *(change["now"] for change in self.changes if change["step"] <= step)])
         ages = [step - 1 - group.start_version for group in batch]
         newest = max(int(sample.versions.max()) for group in batch for sample in group.trajectories)
         if newest >= step:
