@@ -159,7 +159,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
         raise UserError(f"DeepSpeed does not take trainer.deepspeed_options: {reason}") from error
 
 
-def _scorer_column(batch: FlatBatch, name: str, key: str) -> np.ndarray:
+def _needed_column(batch: FlatBatch, name: str, key: str) -> np.ndarray:
     """A column that scorers give, float32 [T]. Raises ValueError if the batch does not have it."""
     values: np.ndarray = getattr(batch, name)
     if len(values) != len(batch.tokens):
@@ -577,7 +577,7 @@ class TrainingEngine:
         self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
     ) -> None:
         if self.config.reference_scorer:
-            reference = _scorer_column(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
+            reference = _needed_column(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
         else:
             with self._module.disable_adapter() if self._reference is None else nullcontext():
                 reference = self._pass(flat, trained, None, temperature, tally, self._reference)[0]
@@ -587,12 +587,12 @@ class TrainingEngine:
     def _set_teacher(self, rows: list[PackedRow], flat: FlatBatch) -> None:
         """Set the teacher's log-probs, and its likeliest tokens if they are trained on. Those that the policy lacks
         become unlikely."""
-        teacher = _scorer_column(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
+        teacher = _needed_column(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
         for row in rows:
             row.teacher = row.pick(teacher)
         if not (top_k := self.config.teacher_top_k):
             return
-        of_batch = [_scorer_column(flat, name, f"trainer.teacher_top_k={top_k}") for name in TOP]
+        of_batch = [_needed_column(flat, name, f"trainer.teacher_top_k={top_k}") for name in TOP]
         for row in rows:
             tokens, logprobs = map(row.pick, of_batch)
             in_vocabulary = tokens < self.vocab_size
