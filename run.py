@@ -186,7 +186,7 @@ def start(arguments: argparse.Namespace) -> int:
 
         config = with_groups(configuration(arguments))
         if not roles:
-            from actors.parts.start_checks import on_this_machine
+            from actors.checks.start_checks import on_this_machine
 
             config = on_this_machine(config)
         keep_keys(arguments.keys or config.network.keys)
@@ -244,7 +244,7 @@ def configuration(arguments: argparse.Namespace) -> Config:
         end = [f"steps={steps_trained(folder) if from_step is None else from_step}"] if arguments.end else []
         return configuration_to_resume(folder, arguments.config, [*arguments.overrides, *end], from_step)
     if arguments.fork:
-        from actors.parts.fork import configuration_of_fork
+        from actors.record.fork import configuration_of_fork
 
         return configuration_of_fork(arguments.fork, arguments.at_step, arguments.overrides)
     return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
@@ -252,7 +252,7 @@ def configuration(arguments: argparse.Namespace) -> Config:
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> int:
     """Print the configuration, and check all that a start checks."""
-    from actors.parts.start_checks import own_port, rehearse_start
+    from actors.checks.start_checks import own_port, rehearse_start
 
     print(dump_config(config), end="", flush=True)
     with own_port(config, bool(arguments.role) or port_is_named(arguments, config)) as config:
@@ -271,7 +271,7 @@ def port_is_named(arguments: argparse.Namespace, config: Config) -> bool:
 
 def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     """Start the whole run on this machine, at a port of its own."""
-    from actors.parts.start_checks import own_port
+    from actors.checks.start_checks import own_port
 
     with own_port(config, port_is_named(arguments, config)) as with_port:
         return check_and_start(with_port, arguments, config.master.address)
@@ -282,7 +282,7 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
     the run folder. default: the address of the master if its port was free."""
     from rich.console import Console
 
-    from actors.parts.start_checks import check_start, first_waits
+    from actors.checks.start_checks import check_start, first_waits
     from actors.watching.monitor import print_summary
     from areal.storage.run_folder import store_configuration
 
@@ -304,8 +304,8 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
 def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
     """Claim the folder of the run, with its record if it goes on or begins with that of another one. Returns the
     network of the run."""
-    from actors.parts.fork import fork
-    from actors.parts.record import check_record
+    from actors.record.fork import fork
+    from actors.record.record import check_record
     from actors.runtime.addresses import take_folder
 
     network = take_folder(config, bool(arguments.resume))
@@ -366,9 +366,9 @@ def supervise(
 
 def run_master(config: Config, arguments: argparse.Namespace | None = None) -> int:
     """Run the master of a run. arguments: None if a supervisor has claimed the folder."""
+    from actors.checks.preflight import check_port
     from actors.runtime.addresses import open_network
     from actors.runtime.logs import configure_logging
-    from actors.runtime.preflight import check_port
     from areal.observe import tracking
     from protocols.addresses import host_of
 
@@ -430,7 +430,7 @@ async def serve(
 
 def keep_report(folder: Path) -> None:
     """Write the report of a run that has ended. A disk that refuses it does not make the run a failure."""
-    from areal.observe.report import write_report
+    from areal.desk.report import write_report
 
     try:
         write_report(folder)
@@ -441,8 +441,8 @@ def keep_report(folder: Path) -> None:
 async def prepare(config: Config) -> tuple[Config, PromptSource]:
     """Open and check the data, and make or download the models, which may take an hour. Meanwhile whoever asks the
     master is told so. Returns the configuration with the folders of the models, and the data. Raises UserError."""
+    from actors.checks.row_checks import check_rows
     from actors.runtime.addresses import new_bus, open_network
-    from actors.runtime.row_checks import check_rows
     from areal.data.sources import open_source
     from areal.models import with_folders
     from protocols.addresses import host_of
@@ -552,7 +552,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     """Become one of the trainer's ranks. In rank 0 this function returns, and the process becomes the actor; in other
     ranks it does not return. Without torchrun, if there are several ranks, this process is replaced by torchrun."""
     from areal.devices import set_allocator
-    from areal.interfaces import choose_interface
+    from areal.network_interfaces import choose_interface
     from protocols.addresses import host_of
 
     config = ask_config(arguments)
@@ -560,7 +560,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     if "RANK" in os.environ:
         choose_interface(host_of(arguments.master).strip("[]"))
         if os.environ["RANK"] != "0":
-            from actors.parts.ranks import follow
+            from actors.training.ranks import follow
 
             follow(config, lambda failure: ask_master(arguments, failure))
             leave(0)

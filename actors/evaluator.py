@@ -16,12 +16,12 @@ from typing import Any
 
 import structlog
 
-from actors.parts.calls import SampleFailed
-from actors.parts.jobs import RoutedGenerators
-from actors.parts.router import Router
-from actors.parts.sampler import Sampler
-from actors.parts.sessions import SampleSession
 from actors.runtime.actor import first_error
+from actors.sampling.calls import SampleFailed
+from actors.sampling.jobs import RoutedGenerators
+from actors.sampling.router import Router
+from actors.sampling.sampler import Sampler
+from actors.sampling.sessions import SampleSession
 from areal.config import BenchmarkConfig, Config, EvaluatorConfig, SamplingConfig
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark

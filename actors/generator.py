@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import structlog
 
-from actors.parts.direct_weights import DirectReceiver
-from actors.parts.flows import Flows
-from actors.parts.weight_service import WeightFetcher
 from actors.runtime.actor import CONTROL_SECONDS, Actor, Signal, handles, parked
+from actors.sampling.flows import Flows
+from actors.weights.direct_weights import DirectReceiver
+from actors.weights.weight_service import WeightFetcher
 from areal.config import SamplingConfig
 from areal.devices import shares_devices
 from areal.generation.engine import (
@@ -278,10 +278,10 @@ class Generator(Actor):
         if self._engine is None or self.state == "draining":
             raise BusyError("this generator computes no log-probs: it is starting or draining")
         ask = request.message
-        wanted = ask.lineage, ask.version
+        required = ask.lineage, ask.version
         try:
             async with parked(request):
-                await self._loaded.until(lambda: self._loaded_policy() >= wanted or self.state != "healthy")
+                await self._loaded.until(lambda: self._loaded_policy() >= required or self.state != "healthy")
                 scores = await self._engine.score(f"{request.sender} log-probs", ask.tokens.tolist())
         except ValueError as error:
             raise RefusedError(str(error)) from None

@@ -17,13 +17,13 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from actors.parts.accounts import StepMeter, evaluation_record, summary
-from actors.parts.disks import Disks
-from actors.parts.evaluations import Evaluations
-from actors.parts.hangs import Hangs
-from actors.parts.members import Members, next_event
-from actors.parts.progress import Progress
-from actors.parts.run_state import RunState
+from actors.mastering.accounts import StepMeter, evaluation_record, summary
+from actors.mastering.disks import Disks
+from actors.mastering.evaluations import Evaluations
+from actors.mastering.hangs import Hangs
+from actors.mastering.members import Members, next_event
+from actors.mastering.progress import Progress
+from actors.mastering.run_state import RunState
 from actors.runtime import delays
 from actors.runtime.actor import Ending, HandlesRequests, Signal, first_error, handles, parked
 from actors.watching import prometheus

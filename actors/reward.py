@@ -10,12 +10,12 @@ from typing import Any, Protocol, Self
 
 import structlog
 
-from actors.parts.flows import PART_BYTES
-from actors.parts.serving import Serving
+from actors.sampling.flows import PART_BYTES
+from actors.sampling.serving import Serving
+from areal.result import Result
 from areal.rewards.functions import NO_OPTIONS
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import Result
 from areal.trajectory import Tokens
 from protocols.errors import HarmfulError, RefusedError
 from protocols.messages import Completion, Scored

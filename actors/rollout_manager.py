@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from actors.parts.calls import SampleFailed
-from actors.parts.group_scores import GroupScores
-from actors.parts.sampler import Sampler
-from actors.parts.sessions import SampleSession
+from actors.sampling.calls import SampleFailed
+from actors.sampling.group_scores import GroupScores
+from actors.sampling.sampler import Sampler
+from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
 from areal.storage.saved_calls import SavedCall, packed, unpacked

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-from actors.parts.serving import Serving
 from actors.runtime.actor import handles
+from actors.sampling.serving import Serving
 from areal.config import JUDGES, SamplingConfig, ScorerConfig, UserError
 from areal.generation.engine import Chunk, EngineStats, GenerationEngine
+from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
-from areal.rewards.result import Result, RewardError, as_score
 from areal.rewards.reward_model import chat_of
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores

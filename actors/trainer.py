@@ -32,14 +32,14 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import numpy as np
 import structlog
 
-from actors.parts.direct_weights import DirectSender
-from actors.parts.probes import Probes
-from actors.parts.ranks import Ranks, failure_of_step
-from actors.parts.weight_service import WeightServer
 from actors.runtime.actor import Actor, Ending, handles, parked
+from actors.training.probes import Probes
+from actors.training.ranks import Ranks, failure_of_step
+from actors.weights.direct_weights import DirectSender
+from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
 from areal.devices import shares_devices
-from areal.rewards.result import mean_parts
+from areal.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
@@ -111,7 +111,7 @@ log = structlog.get_logger()
 
 
 class Learner(Protocol):
-    """The interface of the model under training (actors.parts.ranks.Ranks)."""
+    """The interface of the model under training (actors.training.ranks.Ranks)."""
 
     @property
     def work_done(self) -> int: ...
@@ -359,12 +359,12 @@ class Trainer(Actor):
                 await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
                 stored, unfinished = await self._oldest_versions(request, size)
         await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
-        done = {place: version for (group_id, place), version in stored.items() if group_id == group}
+        scored = {place: version for (group_id, place), version in stored.items() if group_id == group}
         calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
         return StoredSamples(
-            places=tuple(done),
-            unfinished=tuple(place for place in calls if place not in done),
-            start_version=min([*done.values(), *calls.values()], default=None),
+            places=tuple(scored),
+            unfinished=tuple(place for place in calls if place not in scored),
+            start_version=min([*scored.values(), *calls.values()], default=None),
         )
 
     async def _oldest_versions(
@@ -467,8 +467,8 @@ class Trainer(Actor):
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
         saved = {*map(version_of, await asyncio.to_thread(checkpoints_in, self.config.folder))}
-        kept = {*saved, recovery.covered, self._version} - {first_version(self.config.folder)}
-        self._checkpoints = sorted(version for version in kept if version <= self._version)
+        versions = {*saved, recovery.covered, self._version} - {first_version(self.config.folder)}
+        self._checkpoints = sorted(version for version in versions if version <= self._version)
         redone = recovery.version - self._version
         for version in range(self._version, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"

@@ -15,9 +15,14 @@ from areal.processes import ROOT, LenientOutput
 from areal.text import shown
 
 ROOMS = (
-    "areal.observe", "areal.planning", "actors.watching", "areal.data", "areal.training", "areal.rewards",
-    "actors.runtime", "actors.parts", "actors.simulation",
-)  # fmt: skip
+    "areal.desk",
+    "actors.watching",
+    "areal.data",
+    "areal.training",
+    "areal.rewards",
+    "actors.runtime",
+    "actors.checks",
+)
 
 
 # What run.py does, also by its other name.

@@ -30,8 +30,8 @@ from helpers import Process, descendants, flip_a_bit, processes, processes_menti
 from safetensors.torch import load_file, save_file
 from scorers import judging, scorer_of, scores_of, token_scores_of, verdict, write_classifier
 
-from actors.parts.record import check_record
-from actors.parts.run_state import RunState
+from actors.mastering.run_state import RunState
+from actors.record.record import check_record
 from areal.__main__ import main
 from areal.config import UserError
 from areal.storage.journal import journal_copy

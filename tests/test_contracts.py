@@ -39,13 +39,13 @@ BREAKS: dict[str, tuple[dict[str, str], str]] = {
     "Protocols import neither": ({"protocols.errors": "areal.config"}, ""),
     "The library imports no actors": ({"areal.rewards.pool": "actors.reward"}, ""),
     "Rooms of the library": (
-        {"areal.rewards.score": "areal.workflows.session", "areal.storage.journal": "areal.observe.report"},
+        {"areal.rewards.score": "areal.workflows.session", "areal.storage.journal": "areal.desk.report"},
         "- areal.attic",  # a room without a place on the map
     ),
     "Rooms of the actors": ({"actors.watching.health": "actors.master", "actors.generator": "actors.trainer"}, ""),
     "No circles": ({"areal.workflows.conversation": "areal.workflows.session"}, "- .session -> .conversation"),
     "vLLM is known": ({"actors.evaluator": "vllm"}, ""),
-    "DeepSpeed is known": ({"areal.training.tally": "deepspeed"}, ""),
+    "DeepSpeed is known": ({"areal.training.step_metrics": "deepspeed"}, ""),
     "ZeroMQ is known": ({"actors.runtime.actor": "zmq"}, ""),
     "The master, the configuration": ({"areal.staleness.ledger": "torch"}, ""),
 }

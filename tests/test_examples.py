@@ -24,7 +24,7 @@ from aiohttp import web
 from conftest import ROOT
 from scripted_policy import CHATML, Session, byte_tokenizer
 
-from actors.parts.start_checks import on_this_machine, rehearse_start
+from actors.checks.start_checks import on_this_machine, rehearse_start
 from areal.config import Config, UserError, from_message, load_config
 from areal.data.rows import Row
 from areal.training.objectives import Tokens

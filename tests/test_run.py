@@ -22,9 +22,9 @@ from helpers import descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 from run import main, port_is_named
 
-from actors.parts.start_checks import own_port
-from actors.runtime.preflight import check_port
-from actors.runtime.preflight import free_port as hold_free_port
+from actors.checks.preflight import check_port
+from actors.checks.preflight import free_port as hold_free_port
+from actors.checks.start_checks import own_port
 from actors.runtime.supervisor import Supervisor
 from areal.config import load_config
 from areal.processes import KEYS
@@ -387,7 +387,7 @@ def test_two_starts_at_once_have_two_ports(free_port):
     ],
 )
 def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume, another):
-    monkeypatch.setattr("actors.parts.start_checks.free_port", lambda address: nullcontext("tcp://127.0.0.1:5999"))
+    monkeypatch.setattr("actors.checks.start_checks.free_port", lambda address: nullcontext("tcp://127.0.0.1:5999"))
     arguments = Namespace(config=None, resume=resume, fork=None, overrides=list(more))
     config = load_config(Path(CONFIG), more if resume is None else ["master.address=tcp://127.0.0.1:5555"])
     with own_port(config, port_is_named(arguments, config)) as config:

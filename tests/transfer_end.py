@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
-from actors.parts.direct_weights import DirectReceiver
 from actors.runtime.actor import Actor
+from actors.weights.direct_weights import DirectReceiver
 from protocols.messages import Member, Policy
 from protocols.transport import Bus
 

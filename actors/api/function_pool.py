@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from areal.config import RewardConfig
+from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import Result, RewardError
 from areal.text import error_text
 from areal.trajectory import Tokens
 

@@ -25,7 +25,7 @@ from actors.runtime.actor import Actor
 from actors.runtime.addresses import locate
 from actors.watching.monitor import render
 from areal.config import Config, UserError
-from areal.observe.rollouts import Rollouts
+from areal.desk.rollouts import Rollouts
 from areal.processes import ROOT
 from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
@@ -162,13 +162,13 @@ class LiveRun:
 
     def report(self) -> Path:
         """Write report.html, with the curves and sample completions, and return its path. Raises UserError."""
-        from areal.observe.report import write_report
+        from areal.desk.report import write_report
 
         return write_report(self.folder)
 
     def figure(self) -> Any:
         """The curves of the run as a figure of matplotlib."""
-        from areal.observe.report import figure_of, panels, read_run
+        from areal.desk.report import figure_of, panels, read_run
 
         return figure_of(*(panel for panel in panels(read_run(self.folder)) if not panel.empty))
 

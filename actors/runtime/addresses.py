@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from areal.config import Config, UserError
-from areal.interfaces import own_address
+from areal.network_interfaces import own_address
 from areal.processes import KEYS
 from areal.storage.claim import announce, check_room, claim, claimed_address
 from protocols.addresses import (

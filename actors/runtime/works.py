@@ -102,8 +102,8 @@ class Works:
         """The work of each kind that has stood still for longest, or else is the oldest; the oldest of all is first."""
         now, chosen = self._clock(), dict[str, Operation]()
         for operation in self._operations:
-            other = chosen.setdefault(operation.kind, operation)
-            if operation.still > other.still:
+            stillest = chosen.setdefault(operation.kind, operation)
+            if operation.still > stillest.still:
                 chosen[operation.kind] = operation
         return tuple(operation.message(now) for operation in sorted(chosen.values(), key=lambda o: o.began))
 

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from areal.observe.curves import COLOURS
+from areal.desk.curves import COLOURS
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "

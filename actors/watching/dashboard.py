@@ -26,10 +26,10 @@ from aiohttp.typedefs import Handler
 from actors.watching.answers import answer, finite, page
 from actors.watching.rollouts import RolloutPages
 from areal.config import UserError
-from areal.observe import timeline
-from areal.observe.comparison import differing_settings, end_figures, value_of
-from areal.observe.digests import Digests
-from areal.observe.report import FILES_OF_A_RUN, Run
+from areal.desk import timeline
+from areal.desk.comparison import differing_settings, end_figures, value_of
+from areal.desk.report import FILES_OF_A_RUN, Run
+from areal.observe.alert_inputs import Digests
 from areal.storage.events import FILE, GONE
 from areal.storage.run_folder import NewRecords, read_summary
 from protocols.addresses import is_loopback

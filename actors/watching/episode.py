@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from areal.rewards.result import Result
+from areal.result import Result
 from areal.text import shown
 from areal.trajectory import Branch, Trajectory, paths
 from areal.workflows.conversation import Generation

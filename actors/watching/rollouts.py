@@ -17,7 +17,7 @@ from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
 from areal.config import UserError
-from areal.observe.rollouts import Rollouts, condition, tokenizer_of
+from areal.desk.rollouts import Rollouts, condition, tokenizer_of
 from areal.text import all_shown, shown
 from areal.tokens import token_texts
 from areal.trajectory import pieces

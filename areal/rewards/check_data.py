@@ -2,7 +2,7 @@
 
 A row is good if what computes nothing does not get the full score, and if the row's own solution does, if it has one.
 For `code`, the former are programs whose functions return None, [], 0, their first argument and so on
-(`areal.rewards.code_rows.TRIVIAL`); the solutions are those of `areal.rewards.code_rows.solutions_of`. For rewards that
+(`areal.programs.code_rows.TRIVIAL`); the solutions are those of `solutions_of` there. For rewards that
 compare with the row's `answer`, the former is an empty completion, and the solution is the answer.
 
 Each line of the output is the result of one line of the input, in the same order:
@@ -23,10 +23,10 @@ from rich.console import Console
 
 from areal.config import ScoringConfig, UserError
 from areal.data.rows import prompt_text
-from areal.rewards import code_rows
+from areal.programs import code_rows
+from areal.result import RewardError, passing
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import RewardError, passing
 from areal.rewards.score import judge_rows, read_rows
 from areal.text import shown
 

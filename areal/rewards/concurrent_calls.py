@@ -13,8 +13,8 @@ from typing import Any
 
 import msgpack
 
+from areal.result import Result
 from areal.rewards.processes import GONE, RewardFailed, WorkerProcess
-from areal.rewards.result import Result
 
 # How long a worker may take to cancel a call.
 CANCEL_SECONDS = 5.0

@@ -38,10 +38,10 @@ from typing import Any, TypeVar
 from areal import plugins
 from areal.config import RewardConfig, SamplingConfig, ScoringConfig, UserError
 from areal.data import addition, reasoning_tasks
+from areal.programs.code_tests import CodeTests
+from areal.result import Result, RewardError, as_result, as_results
 from areal.rewards import math_answers, verl_rewards
-from areal.rewards.code_tests import CodeTests
 from areal.rewards.judge import GroupJudge, Judge, ModelJudge
-from areal.rewards.result import Result, RewardError, as_result, as_results
 from areal.rewards.reward_model import RewardModel
 
 C = TypeVar("C", bound=ScoringConfig)

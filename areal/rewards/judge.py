@@ -2,8 +2,8 @@
 completion, or those of a group, and a rule reads its verdict.
 
 They are async rewards, so a reward actor asks for `reward.concurrent_calls` verdicts at once. The policy is asked by
-the actors that sample (actors.parts.policy_judges). A verdict that the rule cannot read, and an address that does not
-answer, is a failed sample, never a score.
+the actors that sample (actors.sampling.policy_judges). A verdict that the rule cannot read, and an address that does
+not answer, is a failed sample, never a score.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jinja2
 from pydantic import ValidationError
 
 from areal.config import POLICY, SamplingConfig, UserError
-from areal.rewards.result import Result, RewardError, as_score
+from areal.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

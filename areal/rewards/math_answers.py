@@ -1,7 +1,7 @@
 """The `math` reward: 1.0 if the final answer of a completion equals an answer of its row, else 0.0.
 
 `areal.rewards.final_answer` finds the answer in the completion, and math-verify compares the two. Whatever it is asked
-about a completion, it is asked in a child process with limits (`areal.rewards.limits`), so no completion can hang or
+about a completion, it is asked in a child process with limits (`areal.programs.limits`), so no completion can hang or
 end this process. Plain numbers are compared without math-verify.
 """
 
@@ -15,10 +15,10 @@ from decimal import Decimal
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from areal.programs.limits import all_limited, limited
+from areal.result import RewardError
 from areal.rewards import final_answer
 from areal.rewards.final_answer import MARK, rounded, tidy
-from areal.rewards.limits import all_limited, limited
-from areal.rewards.result import RewardError
 
 # Digits to which math-verify evaluates a difference. With its default, 15, all numbers below 1e-15 are equal.
 DIGITS = 50

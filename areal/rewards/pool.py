@@ -25,10 +25,10 @@ import msgpack
 import structlog
 
 from areal.config import RewardConfig, UserError
+from areal.result import Result
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
 from areal.rewards.functions import Traits, check_groups
 from areal.rewards.processes import RewardFailed, WorkerProcess
-from areal.rewards.result import Result
 from areal.trajectory import Tokens
 
 # Number of inputs for which lost workers are counted; far more than should ever cost a worker.

@@ -13,8 +13,8 @@ from typing import Any, Literal, Self
 import msgpack
 
 from areal.config import UserError
+from areal.result import Result, RewardError
 from areal.rewards.functions import Traits
-from areal.rewards.result import Result, RewardError
 from areal.rewards.worker import LENGTH
 
 FailureKind = Literal["raised", "timeout", "died", "not_finite", "unknown", "quarantined", "no_worker"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from areal.result import Result, RewardError
 from areal.rewards.judge import client_of
-from areal.rewards.result import Result, RewardError
 
 
 def chat_of(prompt: str, completion: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:

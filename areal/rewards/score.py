@@ -28,9 +28,9 @@ from areal.config import ScoringConfig, UserError
 from areal.data.files import read_file, unit_of
 from areal.data.rows import prompt_text
 from areal.data.sources import is_prompt
+from areal.result import all_scored, combined
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import all_scored, combined
 
 Line = tuple[int, dict[str, Any]]
 Judge = Callable[[RewardPool, ScoringConfig, dict[str, Any]], Awaitable[dict[str, Any]]]

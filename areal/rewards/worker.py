@@ -31,8 +31,8 @@ import msgpack
 
 from areal.config import UserError
 from areal.processes import die_with_parent
+from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction, resolve
-from areal.rewards.result import Result, RewardError
 from areal.text import error_text
 
 LENGTH = struct.Struct(">I")

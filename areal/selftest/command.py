@@ -48,7 +48,7 @@ CHECKS = CHECKS_OF_ENGINES | NODE | WAY
 
 
 class Links(Protocol):
-    """What `actors.parts.links` knows; this library does not import it."""
+    """What `actors.checks.links` knows; this library does not import it."""
 
     def check_streams(self, ask: Callable[..., Any], folder: Path, size: int) -> list[Finding]: ...
 

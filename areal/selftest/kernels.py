@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from areal.config import TrainerConfig
-from areal.planning.activations import of_layers
+from areal.desk.activations import of_layers
 from areal.selftest import references
 from areal.selftest.findings import GAP, LAYERS, SHARE, Finding, judged
 from areal.training import head
 from areal.training.flops import layers_by_window
 from areal.training.head import Head, linear_logprobs
+from areal.training.model_checks import keeps_apart
 from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, pack, row_inputs
-from areal.training.separation import keeps_apart
 from areal.trajectory import random_groups
 
 LENGTHS, SHARED = ((300, 260, 200), (129, 2), (128,)), 150

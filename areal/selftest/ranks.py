@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from areal.interfaces import GLOO
+from areal.network_interfaces import GLOO
 from areal.selftest.findings import Finding, judged
 
 ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 22}

@@ -64,7 +64,7 @@ def _reference(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from areal.planning.command import count_parameters
+    from areal.desk.plan import count_parameters
 
     size = 4 * count_parameters(str(folder))
     device = torch.device("cpu")

@@ -19,9 +19,9 @@ import torch
 
 from areal.config import Config, UserError
 from areal.cpu import training as cpu
+from areal.desk.plan import count_parameters, read_model, read_modules
+from areal.desk.split import GIB, row_tokens, training_memory
 from areal.devices import ASK_SECONDS, CORES, settle, visible_devices
-from areal.planning.command import count_parameters, read_model, read_modules
-from areal.planning.split import GIB, row_tokens, training_memory
 from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import GAP, LAYERS, Finding, judged
 from areal.selftest.memory import free_memory, peak, resident, wait_for
@@ -31,7 +31,7 @@ from areal.selftest.transport import Sending
 from areal.training.engine import TrainingEngine
 from areal.training.flops import Operations, peak_tflops
 from areal.training.packed import FlatBatch, pack
-from areal.training.tally import StepResult
+from areal.training.step_metrics import StepResult
 from areal.trajectory import Group, random_groups
 
 MOVE, LORA_MOVE = 6.0, 60.0

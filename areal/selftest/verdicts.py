@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from areal.desk.split import GIB
 from areal.generation.engine import LoadTimes
-from areal.planning.split import GIB
 from areal.selftest.findings import GAP, LAYERS, Finding, judged
 from areal.selftest.sequences import Sampled
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from areal.config import Config, TrainerConfig, UserError
 from areal.cpu import training as cpu
-from areal.interfaces import choose_interface
 from areal.models import check_trainable
+from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.storage.disk import Patience
 from areal.training.advantages import advantages, gae
@@ -41,6 +41,7 @@ from areal.training.checkpoint import Share, TrainingState
 from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
+from areal.training.model_checks import keeps_apart, only_attention_mixes, what_is_missing
 from areal.training.objectives import (
     Tokens,
     interpolated_proximal,
@@ -51,6 +52,7 @@ from areal.training.objectives import (
     value_loss,
     within_second_moment,
 )
+from areal.training.offload import Residence, tensors_in
 from areal.training.optimizer import (
     bucket_elements,
     deepspeed_config,
@@ -59,10 +61,8 @@ from areal.training.optimizer import (
     value_head_group,
 )
 from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
-from areal.training.residence import Residence, tensors_in
-from areal.training.separation import keeps_apart, only_attention_mixes, what_is_missing
 from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
-from areal.training.tally import StepResult, Tally
+from areal.training.step_metrics import StepResult, Tally
 from areal.training.ulysses import RowPart, SequenceGroup, register
 from areal.trajectory import NOT_SAMPLED, TOP, Group, TokenValues
 from areal.weights.chunks import Manifest

@@ -47,7 +47,7 @@ class Guard:
         return any(self._streaks.values())
 
     def check(self, metrics: Mapping[str, float | None]) -> str | None:
-        """Check a step's metrics (areal.training.tally.StepResult); a metric that is missing or None is skipped.
+        """Check a step's metrics (areal.training.step_metrics.StepResult); a metric that is missing or None is skipped.
 
         Returns None if the run may go on. Otherwise the run has to stop, and the returned sentence says why and what
         to try.

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from areal.config import Config, DataConfig, EvaluatorConfig, Section, SourceConfig, section_in
-from areal.planning.keys import value_of
+from areal.desk.settings_list import value_of
 from areal.training.sft import SftConfig, SftData
 
 PAGE = Path(__file__).parents[1] / "configuration.md"

@@ -21,13 +21,13 @@ from pydantic import ValidationError
 
 from actors import master as master_module
 from actors.master import EVENTS_OF_ONE_MASTER, Master
-from actors.parts import members as members_module
-from actors.parts.members import next_event
+from actors.mastering import members as members_module
+from actors.mastering.members import next_event
 from areal.__main__ import main as areal_tool
 from areal.config import Config
 from areal.data.history import History
 from areal.data.sources import open_source
-from areal.observe.timeline import read_events, spans
+from areal.desk.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT
 from areal.storage import disk
 from areal.storage import journal as journal_module
@@ -1053,7 +1053,7 @@ async def test_scores_outlive_the_master_but_not_a_change_of_how_rows_are_sample
             await generator.beat()
             await recover(trainer)
             await score_rows(evaluator, 0, {2: ([0.5, 1.0], 9)})
-        monkeypatch.setattr("actors.parts.run_state.COMPACT_EVENTS", 1)
+        monkeypatch.setattr("actors.mastering.run_state.COMPACT_EVENTS", 1)
         for _ in range(2):  # from events, and from a snapshot
             async with master_of(config):
                 assert await known(evaluator) == {2: ([0.5, 1.0], 9)}
@@ -1075,7 +1075,7 @@ async def test_nothing_is_held_where_nobody_could_evaluate(config):
 
 
 async def test_no_generator_is_held_beyond_the_deadline(config, monkeypatch):
-    monkeypatch.setattr("actors.parts.evaluations.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("actors.mastering.evaluations.GRACE_SECONDS", 0.0)
     config = evaluating(config, timeout_seconds=0.5)
     async with evaluated_at_0(config) as actors:
         await step(actors, 0)
@@ -1191,7 +1191,7 @@ async def test_a_reward_is_added_from_the_next_prompt_on_for_all_masters(config,
 
 @pytest.mark.parametrize("role", ["reward", "scorer"])
 async def test_admission_pauses_while_a_reward_or_a_scorer_has_gone(config, monkeypatch, role):
-    monkeypatch.setattr("actors.parts.progress.ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr("actors.mastering.progress.ABSENT_SECONDS", 0.0)
     config = without_evaluation(config)
     if role == "scorer":
         values = {"trainer": {"teacher": "wise", "minibatches": 1}, "scorers": {"wise": {"model": "m"}}}
@@ -1264,7 +1264,7 @@ async def test_a_master_started_again_goes_on_where_the_killed_one_was(config):
 
 
 async def test_a_long_journal_is_replaced_by_what_it_has_led_to(config, monkeypatch):
-    monkeypatch.setattr("actors.parts.run_state.COMPACT_EVENTS", 1)
+    monkeypatch.setattr("actors.mastering.run_state.COMPACT_EVENTS", 1)
     config = without_evaluation(config)
     async with callers_of_several_masters("trainer", "rollout_manager", config=config) as (trainer, manager):
         async with master_of(config):

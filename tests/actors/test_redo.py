@@ -15,7 +15,7 @@ from helpers import flip_a_bit, keys_folder, network, read_jsonl
 from safetensors.torch import load_file
 
 from actors.master import Master
-from actors.parts.fork import configuration_of_fork, fork
+from actors.record.fork import configuration_of_fork, fork
 from actors.runtime.actor import Ending
 from areal.__main__ import main
 from areal.config import Config

@@ -10,10 +10,10 @@ import pytest
 import scripted_policy
 
 from actors.evaluator import Evaluator
-from actors.parts.calls import SampleFailed
-from actors.parts.services import Services
 from actors.rollout_manager import RolloutManager, _GroupStart, _Scored
 from actors.runtime.actor import Signal
+from actors.sampling.calls import SampleFailed
+from actors.sampling.services import Services
 from areal.config import Config
 from areal.data.rows import Row
 from areal.trajectory import TokenScores, Trajectory

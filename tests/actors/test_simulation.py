@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.simulation.costs import Costs
-from actors.simulation.lengths import Lengths
-from actors.simulation.report import Report, run, run_sizes
-from actors.simulation.setups import MODELS, Setup, devices_for, parse_devices
 from areal.config import UserError
+from simulation.cluster.costs import Costs
+from simulation.cluster.lengths import Lengths
+from simulation.cluster.report import Report, run, run_sizes
+from simulation.cluster.setups import MODELS, Setup, devices_for, parse_devices
 
 # As many samples a device as the paper has with 512 devices, but few devices and short samples, and only so many steps
 # as the staleness takes to reach the bound and run-ahead to settle: what takes minutes with the paper's.

@@ -128,7 +128,6 @@ def test_options_that_cannot_be_are_refused_with_the_usage(command, told, capsys
         ("sweep missing.yaml", "no configuration file missing.yaml: correct its path"),
         ("config nonsense", "No key of the configuration has to do with nonsense"),
         ("sweep file", "file must contain keys and values"),
-        ("simulate --devices x", "--devices 'x' is not a list of numbers"),
         ("keys missing --rotate", "no keys in missing"),
         ("keys file", "file cannot hold keys (File exists)"),
     ],

@@ -67,10 +67,11 @@ TRAINS = """
 import os, sys
 from types import SimpleNamespace
 import run
-from actors.parts import commands as parts
+from actors.checks import commands as parts
 from areal.config import Config
 from areal.selftest import child
-from areal.training import commands, replay, sft
+from areal.desk import replay
+from areal.training import commands, sft
 
 def say(*_):
     print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF"))

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.data import addition
+from areal.programs.code_tests import continued, program_in, same_output
 from areal.rewards import final_answer
-from areal.rewards.code_tests import continued, program_in, same_output
 from areal.rewards.functions import exact_match
 from areal.text import python_call, shown
 from areal.workflows.parsers import cut

@@ -22,7 +22,7 @@ import psutil
 from results import show, write
 from runs import QUICKSTART
 
-from actors.parts.run_state import RunState
+from actors.mastering.run_state import RunState
 from areal.config import Config, load_config
 from areal.staleness.ledger import Batch, ReportAnswer
 from areal.storage.journal import Journal

@@ -27,8 +27,8 @@ from torch.nn.functional import linear
 
 from areal.config import Config
 from areal.cpu.processor import avoid_broken_amx
-from areal.planning.command import read_model
-from areal.planning.split import training_memory
+from areal.desk.plan import read_model
+from areal.desk.split import training_memory
 from areal.selftest.memory import peak
 from areal.training.engine import TrainingEngine
 from areal.training.head import linear_logprobs

@@ -33,7 +33,7 @@ from steps import VERSION, arguments, interleaved, model_and_batches, settings, 
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from actors.parts.ranks import Ranks
+from actors.training.ranks import Ranks
 from areal.storage.spool import Spool
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group, Trajectory

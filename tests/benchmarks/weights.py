@@ -38,10 +38,10 @@ import uvloop
 from results import ratio, show, write
 from safetensors.numpy import save_file
 
-from actors.parts.direct_weights import DirectSender
-from actors.parts.weight_service import WeightFetcher, WeightServer
 from actors.runtime.actor import Actor
 from actors.runtime.addresses import Door
+from actors.weights.direct_weights import DirectSender
+from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config import WeightsConfig
 from areal.weights.chunks import CHUNK_BYTES, Holding, Manifest, difference
 from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder

@@ -20,16 +20,16 @@ from zlib import crc32
 
 import numpy as np
 
-from actors.simulation.engines import ModelTokenizer
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import PromptSource
 from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
+from areal.result import Result
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import Result
 from areal.trajectory import Finish, Group, Tokens, TokenScores, Trajectory
 from areal.workflows.conversation import Generation
 from areal.workflows.session import Session
+from simulation.cluster.engines import ModelTokenizer
 
 # A log-prob is -((serial + 1) * MARKS + mark) / SCALE; the mark is the token modulo the prime TOKEN_MARKS. That is
 # exact in float32 for the first 4095 files that a simulation writes.

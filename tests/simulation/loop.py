@@ -12,7 +12,7 @@ from contextvars import Context
 from heapq import heapify
 from typing import Any
 
-from actors.simulation.loop import Call, ProcessLoop, ScheduledCall, Scheduler
+from simulation.cluster.loop import Call, ProcessLoop, ScheduledCall, Scheduler
 
 # States of a process. Not an enumeration, for speed: they are compared for every callback.
 RUNNING, PAUSED, DEAD = "running", "paused", "dead"

@@ -19,19 +19,20 @@ import numpy as np
 from actors import generator, rollout_manager, trainer
 from actors.generator import Generator
 from actors.master import Master
-from actors.parts import run_state, sessions
-from actors.parts.calls import Call
-from actors.parts.evaluations import Evaluations
-from actors.parts.group_scores import GroupScores
-from actors.parts.hangs import Hangs
-from actors.parts.jobs import RoutedGenerators, RoutedRewards, ScoreJob
-from actors.parts.progress import Progress
-from actors.parts.run_state import RunState
-from actors.parts.services import Services
-from actors.parts.sessions import SampleSession
+from actors.mastering import run_state
+from actors.mastering.evaluations import Evaluations
+from actors.mastering.hangs import Hangs
+from actors.mastering.progress import Progress
+from actors.mastering.run_state import RunState
 from actors.rollout_manager import RolloutManager, _GroupStart
 from actors.runtime.actor import Actor
 from actors.runtime.works import Operation
+from actors.sampling import sessions
+from actors.sampling.calls import Call
+from actors.sampling.group_scores import GroupScores
+from actors.sampling.jobs import RoutedGenerators, RoutedRewards, ScoreJob
+from actors.sampling.services import Services
+from actors.sampling.sessions import SampleSession
 from actors.trainer import Trainer
 from areal.data.rows import Row
 from areal.staleness.ledger import (

@@ -13,8 +13,10 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
-from actors.simulation.loop import Scheduler
-from actors.simulation.network import (
+from protocols.codec import Frame
+from protocols.network import OnCrash, Receive
+from simulation.cluster.loop import Scheduler
+from simulation.cluster.network import (
     SPACING,
     SimCaller,
     SimDoor,
@@ -25,8 +27,6 @@ from actors.simulation.network import (
     Wire,
     no_receive,
 )
-from protocols.codec import Frame
-from protocols.network import OnCrash, Receive
 from simulation.loop import DEAD, FaultyLoop
 
 # Time after which the heartbeats of ZMTP give up a silent peer.

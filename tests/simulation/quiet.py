@@ -15,9 +15,9 @@ import structlog
 from structlog.typing import EventDict
 
 from actors import evaluator, rollout_manager
-from actors.parts import run_state, sessions
+from actors.mastering import run_state
 from actors.runtime import actor as runtime
-from actors.simulation.loop import undisturbed
+from actors.sampling import sessions
 from areal.generation import routing
 from areal.generation.routing import GeneratorLoad
 from areal.processes import ROOT
@@ -25,6 +25,7 @@ from areal.storage import disk
 from protocols import transport
 from protocols.codec import decode_body
 from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
+from simulation.cluster.loop import undisturbed
 from simulation.loop import DEAD, FaultyLoop
 from simulation.model import Model
 

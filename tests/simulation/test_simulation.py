@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.parts.weight_service import WeightFetcher
-from actors.simulation.loop import EndlessCallbacks
 from actors.trainer import Trainer
+from actors.weights.weight_service import WeightFetcher
 from areal.config import UserError
 from areal.generation.engine import Chunk, LoadTimes
 from areal.roles import ROLES
@@ -35,6 +34,7 @@ from protocols.messages import AskRecovery, Message, Policy
 from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
+from simulation.cluster.loop import EndlessCallbacks
 from simulation.engines import LIKED, REFERENCE, TEACHER, Mishaps, Pace, SimEngine, SimLearner, stem
 from simulation.faults import HANDLERS, HANGS, Damage, FailPoint, Hang, Kill, Leave, Pause, Plan
 from simulation.loop import FaultyLoop, WorldScheduler

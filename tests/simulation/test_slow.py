@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from actors.simulation.engines import ModelTokenizer
 from areal.config import UserError
 from areal.generation.engine import EngineError, WeightLoadError
+from areal.result import Result
 from areal.rewards.processes import RewardFailed
-from areal.rewards.result import Result
 from areal.staleness import failures
+from simulation.cluster.engines import ModelTokenizer
 from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, score_of
 from simulation.faults import Kill, Pause, Plan
 from simulation.model import Model
@@ -77,7 +77,7 @@ def test_a_recovery_that_loads_for_long_ends_no_run() -> None:
 
 def in_workflow(monkeypatch: pytest.MonkeyPatch, code: Callable[[], Any]) -> None:
     """Let every workflow run `code` of its own between sampling and scoring."""
-    from actors.parts.sessions import SampleSession
+    from actors.sampling.sessions import SampleSession
 
     asked = SampleSession.score
 

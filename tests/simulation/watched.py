@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from actors.evaluator import Evaluator
-from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
+from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.storage.events import GONE
 from areal.storage.journal import Journal

@@ -27,14 +27,12 @@ import safetensors.numpy
 
 from actors.generator import Generator
 from actors.master import Master
-from actors.parts.rollback import undone_by
-from actors.parts.run_state import RunState
+from actors.mastering.run_state import RunState
+from actors.record.rollback import undone_by
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
 from actors.scorer import Scorer
-from actors.simulation.loop import EndlessCallbacks
-from actors.simulation.network import SimNetwork
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import EngineError
@@ -46,6 +44,8 @@ from protocols.messages import Generate, Message
 from protocols.transport import mark_of, token_for
 from simulation import faults
 from simulation.book import Violation
+from simulation.cluster.loop import EndlessCallbacks
+from simulation.cluster.network import SimNetwork
 from simulation.engines import (
     Files,
     Mishaps,

@@ -22,9 +22,9 @@ from actors.api.membership import Membership, _follow
 from actors.api.rows import write_rows
 from actors.api.settings import named_rewards, settings_of
 from actors.master import Master
-from actors.parts.flows import Flow
-from actors.parts.jobs import ScoreJob
 from actors.runtime.addresses import open_network, take_folder
+from actors.sampling.flows import Flow
+from actors.sampling.jobs import ScoreJob
 from areal.config import RewardConfig, UserError, dump_config
 from areal.processes import KEYS, ROOT
 from areal.rewards.functions import of_object

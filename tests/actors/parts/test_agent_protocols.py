@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from scripted_policy import Session, byte_tokenizer
 
-from actors.parts import openai_endpoint
-from actors.parts.openai_endpoint import OpenAIEndpoint
+from actors.sampling import openai_endpoint
+from actors.sampling.openai_endpoint import OpenAIEndpoint
 from areal.data.rows import Row
 from areal.workflows.agents import agent
 from areal.workflows.anthropic_api import MessageReply, MessagesRequest

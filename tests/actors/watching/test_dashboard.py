@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from actors.watching.dashboard import RunsView, RunView, application
 from areal.__main__ import main
-from areal.observe.curves import COLOURS
+from areal.desk.curves import COLOURS
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from actors.watching.episode import LONGEST, CompletionScore, Episode, Turn, show
-from areal.rewards.result import Result
+from areal.result import Result
 from areal.workflows.conversation import Generation
 from areal.workflows.forest import Forest
 from areal.workflows.parsers import Parsed

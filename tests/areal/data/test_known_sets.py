@@ -8,8 +8,8 @@ import pytest
 from areal.config import BenchmarkConfig, EvaluatorConfig, RowsConfig, UserError, benchmarks_in, load_config
 from areal.data.rows import prompt_text
 from areal.data.sources import open_benchmark, open_source
+from areal.programs.code_rows import read_tests
 from areal.rewards import math_answers
-from areal.rewards.code_rows import read_tests
 
 FOLDER = Path(__file__).parents[3] / "configs" / "data"
 BOX = "put your final answer within \\boxed{}."

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal.__main__ import main
-from areal.observe import digests
+from areal.observe import alert_inputs as digests
+from areal.observe.alert_inputs import Digests
 from areal.observe.alerts import Alert, alerts
-from areal.observe.digests import Digests
 from areal.storage.rollouts import FOLDER, SCHEMA, RolloutWriter, files
 from areal.trajectory import Group, Trajectory, notes_of
 

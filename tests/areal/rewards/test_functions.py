@@ -10,8 +10,8 @@ import pytest
 
 from areal.config import Config, DataConfig, RewardConfig, ScoringConfig, UserError
 from areal.data.sources import open_source, reasoning_tasks
+from areal.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 from areal.rewards.functions import BUILT_IN, check, check_groups, find, resolve, with_groups
-from areal.rewards.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 
 
 def test_exact_match_takes_the_completion_or_its_last_line():

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from areal.config import UserError
+from areal.result import RewardError
 from areal.rewards.functions import resolve
-from areal.rewards.result import RewardError
 
 
 @contextlib.asynccontextmanager

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from areal.rewards import final_answer, limits, math_answers
+from areal.programs import limits
+from areal.result import RewardError
+from areal.rewards import final_answer, math_answers
 from areal.rewards.functions import resolve
-from areal.rewards.result import RewardError
 
 GSM8K = Path(__file__).with_name("gsm8k_test_answers.txt").read_text().splitlines()[2:]
 

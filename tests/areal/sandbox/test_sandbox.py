@@ -19,9 +19,9 @@ import pytest
 from helpers import an_eighth_or_all, descendants, drawn, needs_namespaces
 
 from areal.config import SandboxConfig, UserError
-from areal.rewards.code_tests import CodeTests, continued, program_in, same_output
-from areal.sandbox import outside as sandbox_module
-from areal.sandbox.outside import LocalSandbox, SandboxError, open_sandbox
+from areal.programs import outside as sandbox_module
+from areal.programs.code_tests import CodeTests, continued, program_in, same_output
+from areal.programs.outside import LocalSandbox, SandboxError, open_sandbox
 
 pytestmark = needs_namespaces
 
@@ -394,7 +394,7 @@ async def test_a_program_whose_caller_is_cancelled_is_ended(sandbox):
 
 def test_all_programs_end_with_the_worker():
     code = (
-        "import asyncio, os\nfrom areal.config import SandboxConfig\nfrom areal.sandbox.outside import open_sandbox\n"
+        "import asyncio, os\nfrom areal.config import SandboxConfig\nfrom areal.programs.outside import open_sandbox\n"
         "s = open_sandbox(SandboxConfig())\n"
         "async def main():\n"
         "    print(flush=True)\n    await s.run('import time; time.sleep(60)')\n"
@@ -414,7 +414,7 @@ def test_all_programs_end_with_the_worker():
 UNPRIVILEGED = f"""
 import asyncio, attacks, contextlib
 from areal.config import SandboxConfig
-from areal.sandbox.outside import open_sandbox
+from areal.programs.outside import open_sandbox
 
 async def main():
     with contextlib.closing(open_sandbox(SandboxConfig(**{LIMITS | {"cpu_seconds": 3.0}}))) as sandbox:
@@ -443,7 +443,7 @@ def test_it_holds_for_an_unprivileged_user_too(tmp_path):
     nobody = {"user": 65534, "group": 65534, "extra_groups": [], "env": environment, "cwd": "/"}
     system_python = [f"/usr/bin/python3.{sys.version_info.minor}", "-B"]
     try:
-        subprocess.run([*system_python, "-c", "import attacks, areal.sandbox.outside"], check=True, **nobody)
+        subprocess.run([*system_python, "-c", "import attacks, areal.programs.outside"], check=True, **nobody)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("another user cannot run this Python")
     subprocess.run([*system_python, "-c", UNPRIVILEGED], check=True, timeout=200, **nobody)

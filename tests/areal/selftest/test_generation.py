@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areal.desk.split import GIB
 from areal.generation import engine as generation_engine
 from areal.generation.engine import LoadTimes
-from areal.planning.split import GIB
 from areal.selftest import generation, reference_models, sequences, verdicts
 from areal.selftest.generation import GenerationChecks
 from areal.selftest.synthetic import TINY, tiny_config, write_tiny_model

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from areal.config import UserError
 from areal.selftest import references
 from areal.training.engine import TrainingEngine
-from areal.training.separation import what_is_missing
+from areal.training.model_checks import what_is_missing
 from areal.trajectory import random_groups
 from areal.weights.folders import published_shapes
 

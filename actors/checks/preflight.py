@@ -1,0 +1,369 @@
+"""Checks of the configuration before any process is started. Each mistake raises a UserError of one sentence."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from actors.checks.row_checks import check_prompts, check_rows
+from areal.config import JUDGES, Config, EngineConfig, ScorerConfig, UserError
+from areal.cpu.processor import lacks_bf16
+from areal.data.addition import ALPHABET
+from areal.data.rows import prompt_text
+from areal.data.samplers import open_sampler
+from areal.data.sources import PromptSource, open_source
+from areal.devices import host_memory, threads_of_scorers, visible_devices
+from areal.models import (
+    architectures_of,
+    check_adapters,
+    check_trainable,
+    context_of,
+    find_model,
+    hub_id,
+    resolve_model,
+    resolve_reference,
+    weight_sizes,
+)
+from areal.observe import tracking
+from areal.processes import ROOT, tied
+from areal.programs.outside import open_sandbox
+from areal.rewards import functions as rewards
+from areal.storage.claim import can_be_made
+from areal.tokens import load_tokenizer, missing_character, read_template
+from areal.workflows.builtin import rehearse as rehearse_workflow
+from areal.workflows.builtin import resolve_workflow, texts_of
+
+# How long vLLM may take to load its parsers: 6 s on a machine that is free.
+PARSERS_SECONDS = 120.0
+# The most tokens of a sequence of the quickstart's model, and its layers (areal.data.quickstart, which imports torch).
+QUICKSTART_CONTEXT = 512
+QUICKSTART_LAYERS = [f"layers.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+# More engines than this for each core are a mistake.
+MOST_ENGINES_PER_CORE = 8
+# The least memory of an engine's process and of a trainer's rank on a CPU, beside weights, KV cache and activations.
+GIB = 2**30
+ENGINE_BYTES, TRAINER_BYTES = GIB // 2, GIB // 2
+# That of a rollout manager, a reward actor and a worker of it.
+OTHER_BYTES = GIB // 16
+_LOAD_PARSERS = """
+import sys
+from areal.config import UserError
+from areal.tokens import load_tokenizer
+from areal.workflows.parsers import Parsers
+folder, tools, reasoning = sys.argv[1:]
+try:
+    Parsers(load_tokenizer(folder), tools, reasoning or None).load()
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+def check(config: Config, *, weights: bool = True, rows: bool = True, machine: bool = True) -> None:
+    """Check all that can be checked before the start: the number of ranks, the master's port, the tracking and weights
+    settings, rewards, workflow, sandbox, objective, data, models, chat template, parsers, cores and memory.
+
+    weights: whether the weights of a model on the hub are downloaded too. rows: whether rows are read, beside the first
+    ones. machine: whether all roles are to run on this machine. Raises UserError.
+    """
+    if config.trainer.ranks % config.trainer.sequence_parallel:
+        raise UserError(
+            f"trainer.ranks is {config.trainer.ranks}, but trainer.sequence_parallel is "
+            f"{config.trainer.sequence_parallel}: make trainer.ranks a multiple of it."
+        )
+    check_port(config.master.address)
+    tracking.check(config.observe)
+    if config.weights.folder is not None:
+        check_folder(config.weights.folder)
+    check_code(config)
+    source = open_source(config.data, config.seed)
+    if config.steps:
+        open_sampler(config.data, source)
+    folder = None
+    scorers = {
+        name: find_model(scorer.model, f"scorers.{name}.model", weights=weights)
+        for name, scorer in config.scorers.items()
+        if scorer.model != "quickstart"
+    }
+    if config.model == "quickstart":
+        check_quickstart(config, source)
+    else:
+        folder = resolve_model(config, weights=weights)
+        check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
+    resolve_reference(config, weights=weights)
+    for name, model in scorers.items():
+        check_scorer(config, name, model, folder)
+    if machine and not visible_devices():
+        check_machine(config, weight_sizes(folder) if folder else {}, scorers)
+    if rows:
+        check_rows(config, source)
+
+
+def check_code(config: Config) -> None:
+    """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
+    for name in {**dict.fromkeys(config.own_rewards), **config.reward.options}:
+        rewards.check(name, config.reward.options.get(name, {}))
+    for name in config.policy_judges:  # no reward actor looks at the values of their options
+        rewards.resolve(name, config.reward.options[name])
+    for name, scorer in config.scorers.items():
+        if scorer.kind in JUDGES:
+            check_judge(name, scorer)
+    groups = config.rollout_manager.workflow == "multi_turn" and [*set(config.rewards) & set(config.reward.groups)]
+    if groups:
+        raise UserError(
+            f"The workflow multi_turn scores each attempt by itself, but the reward {', '.join(sorted(groups))} scores "
+            f"all samples of a group at once: choose another workflow, such as single_turn."
+        )
+    if not config.rollout_manager.external:
+        resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+        rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+    if "code" in config.own_rewards or config.rollout_manager.workflow == "python_tool":
+        open_sandbox(config.sandbox).close()
+    if ":" in config.trainer.objective:
+        from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs
+
+        rehearse(config.trainer)
+
+
+def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
+    """The most tokens of a row at each scorer that gives log-probs, where they are known."""
+    rooms = {name: _room(config.scorers[name], model) for name, model in models.items()}
+    return {name: room for name, room in rooms.items() if room and name in config.logprob_scorers}
+
+
+def _room(scorer: ScorerConfig, model: Path) -> int | None:
+    return scorer.max_model_len or context_of(model)
+
+
+def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
+    """Check whether a scorer's model can read the samples. folder: the run's model, if it is there. Raises
+    UserError."""
+    scorer = config.scorers[name]
+    room = _room(scorer, model)
+    if room and room <= config.sampling.max_new_tokens:
+        raise UserError(
+            f"scorers.{name} has room for {room} tokens, but sampling.max_new_tokens is "
+            f"{config.sampling.max_new_tokens}, and a prompt comes before: lower it."
+        )
+    if scorer.kind == "reward_model":
+        check_reward_model(scorer, name, model)
+    if scorer.kind != "logprobs":
+        return
+    both = [load_tokenizer(str(of), config.data).get_vocab() for of in (folder, model) if of]
+    if both[0] != both[-1]:
+        raise UserError(
+            f"scorers.{name}.model, {model}, has another tokenizer than the model {folder}, whose tokens it is to "
+            f"score: name a model with the same tokenizer."
+        )
+
+
+def check_judge(name: str, scorer: ScorerConfig) -> None:
+    """Raises UserError if a scorer's options are not those of a judge."""
+    try:
+        rewards.resolve(scorer.kind, scorer.judge_options)
+    except UserError as error:
+        raise UserError(f"scorers.{name}.options: {error}") from None
+
+
+def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:
+    """Raises UserError if the model has no head that scores, or cannot read a chat."""
+    if all(architecture.endswith("ForCausalLM") for architecture in architectures_of(model)):
+        raise UserError(
+            f"scorers.{name}.model, {model}, is a language model without a head that gives a score: name a sequence "
+            f"classifier, or set scorers.{name}.kind=logprobs."
+        )
+    if scorer.chat and not load_tokenizer(str(model)).chat_template:
+        raise UserError(
+            f"scorers.{name}.model, {model}, has no chat template: set scorers.{name}.chat=false, and it reads prompt "
+            f"and completion as one text."
+        )
+
+
+def check_parsers(config: Config, folder: Path) -> None:
+    """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need."""
+    section = config.rollout_manager
+    # A process of its own: vLLM would stay in the memory of this one.
+    command = tied(
+        sys.executable, "-c", _LOAD_PARSERS, str(folder), section.tool_call_parser, section.reasoning_parser or ""
+    )
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PARSERS_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"vLLM's parsers did not load within {PARSERS_SECONDS:g} s: leave out rollout_manager.tool_call_parser and "
+            f"reasoning_parser, or start the run on a machine that is less busy."
+        ) from None
+    if process.returncode:
+        raise UserError(
+            (process.stderr.strip() or f"vLLM's parsers exited with {process.returncode}.").splitlines()[-1]
+        )
+
+
+def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int]) -> None:
+    """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
+    there. rooms: of scorers. Raises UserError."""
+    if config.steps:
+        check_trainable(folder, config.trainer.sequence_parallel)
+    context = context_of(folder)
+    check_context(config, context, f"the model {folder}")
+    if config.trainer.lora:
+        check_adapters(folder, weight_sizes(folder), config.trainer.lora)
+    if config.rollout_manager.names_parsers:
+        check_parsers(config, folder)
+    tokenizer = load_tokenizer(str(folder), config.data)
+    workflow = config.rollout_manager.workflow
+    for text in texts_of(workflow, config.rollout_manager.workflow_options):
+        if character := missing_character(tokenizer, text):
+            raise UserError(
+                f"The workflow {workflow} writes {text!r:.80}, but the tokenizer of {folder} has no token for "
+                f"{character!r}: change rollout_manager.workflow_options, or use another model."
+            )
+    if workflow in ("single_turn", "multi_turn", "python_tool"):  # others may have prompts of their own
+        check_prompts(config, source, tokenizer, context, rooms)
+    if (weights or not hub_id(str(folder))) and not weight_sizes(folder):
+        raise UserError(f"The model folder {folder} has no weights, *.safetensors: copy or download them.")
+
+
+def check_quickstart(config: Config, source: PromptSource) -> None:
+    """As `check_model`, for the quickstart's model, which need not be there. Raises UserError."""
+    check_context(config, QUICKSTART_CONTEXT, "model=quickstart")
+    if config.trainer.lora:
+        check_adapters("quickstart", QUICKSTART_LAYERS, config.trainer.lora)
+    if config.data.chat_template:
+        read_template(config.data.chat_template)
+    workflow = config.rollout_manager.workflow
+    texts = {f"the workflow {workflow}": texts_of(workflow, config.rollout_manager.workflow_options)}
+    if config.data.parts:
+        texts[f"a prompt in {config.data.named}"] = [prompt_text(source.row(0).prompt)]
+    for place, written in texts.items():
+        if unknown := [character for character in "".join(written) if character not in ALPHABET]:
+            raise UserError(
+                f"model=quickstart reads only the characters {ALPHABET}, but {place} has {unknown[0]!r}: "
+                f"use another model."
+            )
+
+
+def check_context(config: Config, context: int | None, model: str) -> None:
+    """Raises UserError if no prompt is short enough for `sampling.max_new_tokens` more. context: the most tokens of a
+    sequence of `model`."""
+    longest = config.generator.max_model_len
+    if context and longest and longest > context:
+        raise UserError(f"generator.max_model_len is {longest}, but {model} has room for {context} tokens: lower it.")
+    limits = {"generator.max_model_len": config.generator.max_model_len, model: context}
+    name, limit = min(((n, limit) for n, limit in limits.items() if limit), key=lambda item: item[1], default=("", 0))
+    if config.steps and limit and config.sampling.max_new_tokens >= limit:
+        raise UserError(
+            f"sampling.max_new_tokens is {config.sampling.max_new_tokens}, but {name} has room for {limit} tokens of "
+            f"prompt and completion: lower it."
+        )
+
+
+def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str, Path]) -> None:
+    """Check whether this machine, without GPUs, has the cores and the memory for all roles. sizes: the numbers of
+    elements of the model's weights, if they are known. scorers: the folders of their models, as far as they are there.
+
+    Raises UserError if the least that they need is more than there is; prints a note if engines share cores.
+    """
+    config, cores = config.on(cuda=False), len(os.sched_getaffinity(0))
+    engines = config.generator.count * config.generator.devices
+    if engines > MOST_ENGINES_PER_CORE * cores:
+        raise UserError(
+            f"generator.count is {config.generator.count}, but this machine has {cores} cores and no GPU: lower it to "
+            f"{max(1, cores - 1)}."
+        )
+    if (threads := engines * config.generator.threads + threads_of_scorers(config)) > cores:
+        print(
+            f"Note: the engines have {threads} threads together, but this machine has {cores} cores: one for each "
+            f"core, and one core for the trainer, are fastest.",
+            file=sys.stderr,
+        )
+    halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]
+    if halves and lacks_bf16():
+        print(
+            f"Note: this processor has no instructions for bfloat16, which makes matrix products several times slower: "
+            f"set {' and '.join(halves)} to float32.",
+            file=sys.stderr,
+        )
+    elements = sum(sizes.values())
+    needs = {"generators": config.generator.count * _engine_bytes(config.generator, elements)}
+    if config.steps:
+        # Weights, gradients and Adam's moments in fp32.
+        needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
+    processes = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
+    if config.started_scorers:
+        of_scorer = {name: sum(weight_sizes(model).values()) for name, model in scorers.items()}
+        needs["scorers"] = sum(
+            _engine_bytes(config.scorers[name], of_scorer.get(name, 0)) for name in config.started_scorers
+        )
+    needs["other roles"] = processes * OTHER_BYTES
+    room = host_memory()
+    if sum(needs.values()) > room:
+        listed = ", ".join(f"{count / GIB:.1f} for the {name}" for name, count in needs.items())
+        raise UserError(
+            f"This machine has {room / GIB:.0f} GiB of memory, but the run needs at least {listed}: take a smaller "
+            f"model, fewer processes or trainer.lora, or a machine with more."
+        )
+
+
+def _engine_bytes(engine: EngineConfig, elements: int) -> int:
+    """The least memory of an engine on a CPU with a model of so many elements."""
+    return engine.devices * ENGINE_BYTES + (4 if engine.dtype == "float32" else 2) * elements
+
+
+@contextmanager
+def free_port(address: str) -> Iterator[str]:
+    """`address`, with another port if its port is in use or held by another start. Until the end of the block no other
+    start takes it, and no other program, but the master, which listens only later, can. Raises UserError if the master
+    cannot listen at its host."""
+    host = address.rpartition(":")[0]
+    with ExitStack() as held:
+        holder = held.enter_context(socket.socket(socket.AF_UNIX))
+        for candidate in (address, f"{host}:0"):
+            try:
+                chosen = f"{host}:{held.enter_context(_bound(candidate))}"
+                # An abstract name belongs to the network that the port belongs to, and ends with the process.
+                holder.bind(f"\0areal-master {chosen}")
+            except OSError:
+                continue
+            yield chosen
+            return
+    check_port(address)
+    raise UserError(f"No port is free at {host}: choose the address of the master with master.address=tcp://HOST:PORT.")
+
+
+def check_port(address: str) -> None:
+    """Raises UserError if the master cannot listen at `address`."""
+    try:
+        with _bound(address):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"The master cannot listen at {address} ({error.strerror}): stop the process that uses it, "
+            f"or choose another address with master.address=tcp://HOST:PORT."
+        ) from None
+
+
+@contextmanager
+def _bound(address: str) -> Iterator[int]:
+    """The port of a socket with the address, at which it does not listen; the system chooses one in place of 0. As long
+    as none listens there, others may have the address that are shared as this one is: those of ZeroMQ are. Raises
+    OSError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]").replace("*", "0.0.0.0"), int(port))[0]
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(target)
+        yield holder.getsockname()[1]
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UserError if weights cannot be written to `folder`."""
+    if not can_be_made(folder):
+        raise UserError(
+            f"Weights cannot be written to {folder}: set weights.folder to a writable folder, "
+            f"or leave it out to write the weights into the run folder."
+        )

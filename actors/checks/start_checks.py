@@ -1,0 +1,107 @@
+"""What a start of a run on this machine checks, before a process is started or a file written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from actors.checks.preflight import check, free_port
+from actors.runtime.addresses import check_keys
+from actors.weights.direct_weights import check_transport
+from areal.config import Config, UserError
+from areal.cpu.op_folder import BUILDS, is_built
+from areal.desk.sweep import SweptRun
+from areal.devices import deal_out, visible_devices
+from areal.models import lacks_quickstart
+from areal.roles import ROLES
+from areal.storage.claim import check_free, check_room
+from protocols.addresses import host_of, is_loopback
+from protocols.messages import MAX_SERVED
+
+# The sections and keys by which rows are read and checked.
+_OF_ROWS = {"data", "reward", "sandbox", "evaluator", "max_failed_share"}
+
+
+def on_this_machine(config: Config) -> Config:
+    """`config` with the values that `auto` stands for on the devices of this machine."""
+    return config.on(cuda=bool(visible_devices()))
+
+
+@contextmanager
+def own_port(config: Config, named_by_user: bool) -> Iterator[Config]:
+    """`config` with a free port of the master if the one that nobody has asked for is in use, as when a second run is
+    started on one machine. Other starts do not take it before the end of the block."""
+    if named_by_user or not is_loopback(host_of(config.master.address)):
+        yield config
+        return
+    with free_port(config.master.address) as address:
+        yield config.model_copy(update={"master": config.master.model_copy(update={"address": address})})
+
+
+def roles_here(config: Config) -> list[str]:
+    """The roles of a run on one machine, one entry for each process."""
+    return [name for name, role in ROLES.items() for _ in range(role.started(config))]
+
+
+def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> dict[str, dict[str, str]]:
+    """Check all that can be checked before a run is started on this machine. rows, weights: as `preflight.check` takes
+    them. Returns environment variables of its actors, by their names. Raises UserError."""
+    if len(config.own_rewards) > MAX_SERVED:
+        raise UserError(f"reward.functions names more than {MAX_SERVED} rewards, the most of an actor: leave some out.")
+    check_transport(config)
+    check(config, weights=weights, rows=rows)
+    roles = roles_here(config)
+    environments = deal_out(config, roles)
+    ports, processes = config.network.ports, len(roles)
+    if ports and ports[1] - ports[0] <= processes:
+        raise UserError(
+            f"network.ports has {ports[1] - ports[0] + 1} ports, but each of {processes} processes listens at one, and "
+            f"the master at one more: give {processes + 1}."
+        )
+    return environments
+
+
+def rehearse_start(config: Config, *, resume: bool, rows: bool = True, alone: bool = False) -> None:
+    """Check what a start checks, and whether the run's folder can be taken, without changing anything. alone: the
+    master is started by itself. Raises UserError."""
+    if alone:
+        check(config, weights=False, rows=rows, machine=False)
+    else:
+        check_start(config, rows=rows, weights=False)
+    check_keys(config)
+    check_room(config.folder, resume)
+    check_free(config.folder, resume)
+
+
+def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> None:
+    """Check each run of a sweep that is not finished as its start would, and `tell` of it. Rows are checked once for
+    all runs that have them in common. Raises UserError, which names the run."""
+    checked = set()
+    for run in runs:
+        if not run.finished:
+            rows = json.dumps(run.config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
+            try:
+                with own_port(on_this_machine(run.config), False) as config:
+                    rehearse_start(config, resume=run.begun, rows=rows not in checked)
+            except UserError as error:
+                raise UserError(f"{run.name}: {error}") from None
+            checked.add(rows)
+        tell(run)
+
+
+def first_waits(config: Config) -> list[str]:
+    """What makes the start of a run on this machine take long, in sentences."""
+    cuda = bool(visible_devices())
+    waits = []
+    if lacks_quickstart(config):
+        waits.append("The quickstart's model is made first, once, for one to two minutes.")
+    if config.steps and not cuda and not is_built():
+        waits.append(f"{BUILDS}.")
+    if cuda and not config.generator.enforce_eager:
+        waits.append(
+            "vLLM compiles for the GPU, for minutes at the first start (not with generator.enforce_eager=true)."
+        )
+    more = ", and the first time twice as long" if waits else ""
+    logs = config.folder / "logs"
+    return [*waits, f"The engines are loaded, which takes half a minute or more{more}. Logs: {logs}."]

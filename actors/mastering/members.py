@@ -1,0 +1,178 @@
+"""The directory of a run: its members, what each of them has said last, and how much of that fits into a message.
+
+The journal has the members (`RunState.members`), but not their heartbeats.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.mastering.run_state import RunState
+from areal.roles import ROLES
+from protocols.codec import MAX_BODY_BYTES
+from protocols.errors import BusyError, RefusedError
+from protocols.messages import Heartbeat, Join, LoadColumns, Member, MembersChanged, Message, Policy
+
+# All members have to fit into one snapshot, which is one message, and so do the changes that one event reports.
+MAX_MEMBERS = 4096
+MAX_DIRECTORY_BYTES = MAX_BODY_BYTES * 3 // 4
+# Of how many former members the reason is kept.
+REMOVED_KEPT = 64
+# So much of the members' numbers is in a status, which is one message too.
+MAX_STATUS_BYTES = MAX_BODY_BYTES // 2
+
+NO_BEAT = Heartbeat(state="stale", serves=(), activity="starting", stats={})
+
+
+@dataclass(slots=True)
+class Pulse:
+    """The last heartbeat of a member, and its time by the master's clock. `restored`: the member joined an earlier
+    master, and this one has not heard from it yet. `sequences`: all those in the engagement."""
+
+    time: float
+    beat: Heartbeat = NO_BEAT
+    restored: bool = False
+    sequences: int = 0
+
+
+class Members:
+    """Changes of the directory are journaled and handed to `publish`. `clock`: the master's, in seconds. The members of
+    an earlier master count as heard from now."""
+
+    def __init__(self, state: RunState, publish: Callable[[Message], None], clock: Callable[[], float]) -> None:
+        self._state = state
+        self._publish = publish
+        self.clock = clock
+        self.pulses = {identity: Pulse(clock(), restored=True) for identity in state.members}
+        self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
+        self._sizes = Counter({identity: _bytes_of(member) for identity, member in state.members.items()})
+
+    def with_role(self, role: str, healthy: bool = True) -> list[Member]:
+        return [m for m in self._state.members.values() if m.role == role and (m.state == "healthy" or not healthy)]
+
+    # --- the directory
+
+    def find_joined(self, join: Join, mark: str) -> Member | None:
+        """The member that this Join already created, if an earlier master answered the same Join."""
+        return next((m for m in self.with_role(join.role, healthy=False) if m.identity.endswith(f"#{mark}")), None)
+
+    def new_entry(self, join: Join, mark: str) -> Member:
+        """The entry of an actor that wants to join. Raises RefusedError if there is no such role, and BusyError if
+        there are too many members."""
+        if join.role not in ROLES:
+            raise RefusedError(f"there is no role {join.role!r}")
+        if len(self._state.members) >= MAX_MEMBERS:
+            raise BusyError(f"a run may have at most {MAX_MEMBERS} members")
+        index = 0 if ROLES[join.role].single else join.index
+        if index is None:
+            taken = {m.index for m in self.with_role(join.role, healthy=False)}
+            index = next(i for i in range(len(taken) + 1) if i not in taken)
+        identity = f"{join.role}/{index}#{mark}"
+        return Member(identity=identity, role=join.role, index=index, address=join.address, state="stale")
+
+    def add(self, member: Member) -> None:
+        """Raises BusyError if the directory has no room for the member."""
+        self._check_room(member)
+        self.pulses[member.identity] = Pulse(self.clock())
+        self._enter("joined", member)
+
+    def update(self, member: Member, beat: Heartbeat) -> bool:
+        """Enter what the member says of itself. Returns True if that is new. Raises BusyError as `add` does."""
+        updated = member.model_copy(update={"state": beat.state, "serves": beat.serves})
+        if updated == member:
+            return False
+        self._check_room(updated)
+        self._enter("member_changed", updated)
+        return True
+
+    def hold(self, generator: Member, policy: Policy | None) -> None:
+        """Have the generator load no policy newer than `policy`; None: it goes on to the newest one."""
+        self._enter("member_changed", generator.model_copy(update={"held": policy}))
+
+    def remove(self, identity: str, reason: str) -> None:
+        self._state.emit("left", identity=identity)
+        self.removed[identity] = reason
+        while len(self.removed) > REMOVED_KEPT:
+            del self.removed[next(iter(self.removed))]
+        del self.pulses[identity], self._sizes[identity]
+        self._publish(MembersChanged(gone=(identity,)))
+
+    def _enter(self, kind: str, member: Member) -> None:
+        self._state.emit(kind, member=member.model_dump())
+        self._sizes[member.identity] = _bytes_of(member)
+        self._publish(MembersChanged(changed=(member,)))
+
+    def _check_room(self, member: Member) -> None:
+        if self._sizes.total() - self._sizes[member.identity] + _bytes_of(member) > MAX_DIRECTORY_BYTES:
+            raise BusyError(f"the directory of the run has no room for what {member.identity} tells of itself")
+
+    # --- heartbeats
+
+    def silent(self, seconds: float) -> list[tuple[str, float]]:
+        """The members that were silent for longer than `seconds`, and for how long."""
+        silences = [(identity, self.clock() - pulse.time) for identity, pulse in self.pulses.items()]
+        return [(identity, silence) for identity, silence in silences if silence > seconds]
+
+    def record_heartbeat(self, identity: str, beat: Heartbeat) -> None:
+        sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
+        self.pulses[identity] = Pulse(self.clock(), beat, sequences=sequences)
+
+    def activity(self, role: str) -> str:
+        """What the first member of the role does."""
+        return next((self.pulses[m.identity].beat.activity for m in self.with_role(role, healthy=False)), "gone")
+
+    def loads_for(self, asker: str) -> LoadColumns:
+        """The load of each generator, and how much of it is the asker's."""
+        loads = {name: p.beat.engagement for name, p in self.pulses.items() if p.beat.engagement is not None}
+        return LoadColumns(
+            names=tuple(loads),
+            sequences=np.array([self.pulses[name].sequences for name in loads], np.int64),
+            asker_sequences=np.array([load.sequences.get(asker, 0) for load in loads.values()], np.int64),
+            limits=np.array([load.limit for load in loads.values()], np.int64),
+            versions=np.array([load.version for load in loads.values()], np.int64),
+        )
+
+    def status_rows(self) -> list[dict[str, Any]]:
+        """The members, with activities and numbers until these take MAX_STATUS_BYTES. silent: the seconds since this
+        master heard from a member; None if it never did."""
+        rows, size, now = [], 0, self.clock()
+        for identity, member in self._state.members.items():
+            pulse = self.pulses[identity]
+            beat, silent = pulse.beat, None if pulse.restored else now - pulse.time
+            size += len(beat.activity.encode()) + sum(len(name.encode()) + 11 for name in beat.stats)
+            fits = size <= MAX_STATUS_BYTES
+            details = {"activity": beat.activity if fits else "", "stats": beat.stats if fits else {}}
+            rows.append({"identity": identity, "state": member.state, "silent": silent, **details})
+        return rows
+
+
+def next_event(outbox: deque[Message]) -> Message:
+    """Take the first event out of `outbox`. A change of the directory is merged with those that directly follow it, as
+    many as one message holds. Thousands of actors may join at once, and each event is sent to all of them."""
+    event = outbox.popleft()
+    if not isinstance(event, MembersChanged):
+        return event
+    changed, gone = {m.identity: m for m in event.changed}, list(event.gone)
+    size = _bytes_of_change(event)
+    while outbox and isinstance(following := outbox[0], MembersChanged):
+        size += _bytes_of_change(following)
+        if size > MAX_DIRECTORY_BYTES:
+            break
+        outbox.popleft()
+        changed |= {m.identity: m for m in following.changed}
+        gone += following.gone
+    return MembersChanged(changed=tuple(m for i, m in changed.items() if i not in gone), gone=tuple(gone))
+
+
+def _bytes_of(member: Member) -> int:
+    """What the entry of a member takes in a message, at the most: msgpack is shorter than JSON."""
+    return len(member.model_dump_json().encode())
+
+
+def _bytes_of_change(event: MembersChanged) -> int:
+    return sum(map(_bytes_of, event.changed)) + sum(len(identity) + 5 for identity in event.gone)

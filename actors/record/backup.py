@@ -1,0 +1,75 @@
+"""`areal backup`: a copy of a run folder, also of a run that goes on, from which the run can be resumed.
+
+A group is in the spool before the journal says that it is ready. It leaves the spool, an old checkpoint is removed, and
+steps are no longer redone, only after the journal says that a newer checkpoint covers them. So copies of rollouts,
+checkpoints, journal and spool, made in this order, fit together whatever is written meanwhile, unless a checkpoint is
+reported in between. Then all is copied anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+from actors.mastering.run_state import RunState
+from areal.config import Config, UserError
+from areal.storage.database import copy_store
+from areal.storage.journal import journal_copy
+from areal.storage.run_folder import config_of_run, metrics_up_to
+from areal.weights.folders import atomic_folder, link
+
+JOURNAL, SPOOL, METRICS = "journal.db", "spool.db", "metrics.jsonl"
+# What belongs to the processes of a run, is made again when it is resumed, or is copied in another way.
+ELSEWHERE = ("address", "keys", "reserve", "weights", "*.lock", "*.tmp", ".*", f"{JOURNAL}*", f"{SPOOL}*", METRICS)
+# Files in these folders are never written again, so links to them are copies.
+LINKED = ("checkpoints", "rollouts", "abandoned")
+ATTEMPTS = 20
+
+
+class OvertakenError(Exception):
+    """A checkpoint was reported while the run was copied."""
+
+
+def backup(options: Namespace) -> None:
+    """Copy the folder of a run. Raises UserError if there is none, if the copy exists, or if it cannot be made."""
+    folder, copy = options.folder.absolute(), options.copy.absolute()
+    config: Config = config_of_run(folder, secrets=True)
+    if not (folder / JOURNAL).is_file():
+        raise UserError(f"There is no run in {folder} that could be resumed from a copy: it has no {JOURNAL}.")
+    if copy.exists():
+        raise UserError(f"{copy} exists: name a new folder for the copy.")
+    for attempt in range(ATTEMPTS):
+        try:
+            with atomic_folder(copy) as partial:
+                version = _fill(config, folder, partial)
+            break
+        except (OvertakenError, FileNotFoundError, shutil.Error) as error:  # a file that was removed meanwhile
+            if attempt == ATTEMPTS - 1:
+                raise UserError(f"{folder} cannot be copied to {copy}: {error}.") from error
+    print(f"The run with its {version} steps is in {copy}: python run.py --resume {copy} goes on from it.")
+
+
+def _fill(config: Config, folder: Path, copy: Path) -> int:
+    """Copy the run into an empty folder. Returns its version."""
+    checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version
+    for name in LINKED:
+        if (folder / name).exists():
+            ignored = shutil.ignore_patterns(*ELSEWHERE)
+            shutil.copytree(folder / name, copy / name, copy_function=link, ignore=ignored)
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*ELSEWHERE, *LINKED), dirs_exist_ok=True)
+    copy.chmod(0o700)  # it holds completions, and perhaps secrets
+    state = _state(config, folder / JOURNAL, copy)
+    if (folder / SPOOL).exists():  # else it is on the trainer's host
+        copy_store(folder / SPOOL, copy)
+    if _state(config, folder / JOURNAL).checkpoint_version != checkpoint_version:
+        raise OvertakenError("a checkpoint was saved meanwhile")
+    # The journal was copied before, and must not be the older.
+    (copy / METRICS).write_bytes(metrics_up_to(folder / METRICS, state.ledger.version))
+    return state.ledger.version
+
+
+def _state(config: Config, journal: Path, copy: Path | None = None) -> RunState:
+    """The state in a journal that may be in use. copy: a folder that gets a copy of it."""
+    with journal_copy(journal, copy) as opened:
+        return RunState(config, opened)

@@ -1,0 +1,30 @@
+"""The record of a run as one thing: whether a run folder has all of it."""
+
+from __future__ import annotations
+
+from actors.mastering.run_state import RunState
+from actors.record.rollback import go_back
+from areal.config import Config, UserError
+from areal.storage.journal import journal_copy
+from areal.storage.run_folder import compare_record, keep_changes
+
+
+def check_record(config: Config, from_step: int | None = None) -> list[str]:
+    """Raises UserError if what the folder of a run to resume has is not the whole record of one run, or if it has
+    trained more than `steps`. The journal is not changed, so that a missing log may be put back beside it, unless the
+    run goes back to `from_step`. Returns that, and what is changed in the configuration, in words."""
+    state, lines = _state(config), []
+    if state.abandoning is None:
+        compare_record(config.folder, state.journal.run, state.ledger.version)
+    if from_step is not None or state.abandoning is not None:
+        lines = go_back(config, from_step)
+        state = _state(config)
+    ledger = state.ledger
+    if config.steps < ledger.version:
+        raise UserError(f"The run in {config.folder} has trained {ledger.version} steps: set steps to at least that.")
+    return [*lines, *keep_changes(config, ledger.batches_logged, state.checkpoint_version)]
+
+
+def _state(config: Config) -> RunState:
+    with journal_copy(config.folder / "journal.db") as journal:
+        return RunState(config, journal)

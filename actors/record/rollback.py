@@ -1,0 +1,152 @@
+"""`run.py --resume RUN --from-step N`: a run goes back to a checkpoint, and on from there.
+
+With each version that gets a checkpoint, the journal keeps the master's state at that moment. To go back is to take
+that state again. Groups that were ready then and are still in the spool remain; the others that were alive are
+generated anew, as new attempts. What the run has done since is moved into a folder, `abandoned/1` and so on.
+
+The journal is written first, in one transaction, which also says that files have to be moved. Whoever resumes a run
+that was killed in between moves the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import sqlite3
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from actors.mastering.run_state import RunState
+from areal.config import Config, UserError
+from areal.storage.disk import rename, shortage
+from areal.storage.journal import Journal
+from areal.storage.rollouts import FOLDER as ROLLOUTS
+from areal.storage.rollouts import move_rollouts
+from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, move_records, version_of
+from areal.storage.spool import Spool, SpoolError
+
+ABANDONED, SPOOL, METRICS, EVALUATIONS = "abandoned", "spool.db", "metrics.jsonl", "evaluations.jsonl"
+# What the trackers have got is sent again, to new ones.
+MOVED_WHOLE = ("summary.json", "report.html", "tracked.json", "tensorboard")
+
+
+def go_back(config: Config, version: int | None) -> list[str]:
+    """Go back to the checkpoint of `version`, or only finish what was begun (None). Returns what was done, in words.
+    Raises UserError, before anything is changed, if that checkpoint is not kept, or if another process uses the journal
+    or the spool."""
+    journal = Journal.open(config.folder / "journal.db")
+    try:
+        state = RunState(config, journal)
+        _move_files(config, state)
+        lines = [] if version is None else [_take_state(config, state, version)]
+        _move_files(config, state)
+        return lines
+    finally:
+        journal.close()
+
+
+def versions_kept(folder: Path, journal: Journal) -> list[int]:
+    """The versions that the run in `folder` can go back to."""
+    return [version for version in journal.kept_versions() if checkpoint_of(folder, version).is_dir()]
+
+
+def _take_state(config: Config, state: RunState, version: int) -> str:
+    versions = versions_kept(config.folder, state.journal)
+    if version not in versions:
+        choice = (
+            f"choose --from-step from {', '.join(map(str, versions))}" if versions else "it has none with its state"
+        )
+        raise UserError(f"The run in {config.folder} has no checkpoint of step {version} to go back to: {choice}.")
+    past, newest = state.journal.kept(version), state.ledger.version
+    alive = past["ledger"]["groups"]
+    ready = [group["group_id"] for group in alive if group["state"] != "admitted"]
+    abandoned = _abandoned(config, state.rollbacks + 1)
+    spooled = _whole_groups(config.folder / SPOOL, ready, config.group_size, abandoned)
+    state.go_back(past, spooled)
+    state.journal.compact(state.dump())
+    asyncio.run(state.journal.durable())
+    lost = len(ready) - len(spooled)
+    return (
+        f"The run goes back from step {newest} to step {version}; what came after is in {abandoned}. "
+        f"Of the groups that were alive at that step, {len(spooled)} are ready in the spool, and the prompts of "
+        f"{len(alive) - len(spooled)} are generated anew{f' ({lost} were lost with the spool)' if lost else ''}."
+    )
+
+
+def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Whether what became of a group was decided after the state: it was alive then, or was admitted later."""
+    ledger = past["ledger"]
+    alive = {row["group_id"] for row in ledger["groups"]}
+    waiting = {row["prompt_index"]: row["attempt"] for row in ledger["requeued"]}
+
+    def undone(group_id: str) -> bool:
+        prompt, attempt = map(int, group_id.removeprefix("g").split("."))
+        is_later = prompt >= ledger["next_prompt"] or attempt >= waiting.get(prompt, math.inf)
+        return is_later or group_id in alive
+
+    return undone
+
+
+def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path) -> set[str]:
+    """Those of the groups, of `size` samples, that are in the spool as they were stored. A spool that cannot be read is
+    moved away."""
+    if not spool.exists():
+        return set()
+    try:
+        opened = Spool.open(spool)
+    except UserError as error:
+        if not isinstance(error.__cause__, sqlite3.DatabaseError) or shortage(error.__cause__, spool.parent):
+            raise  # in use, or it only cannot be written
+        for file in spool.parent.glob(f"{spool.name}*"):
+            _move(file, abandoned)
+        return set()
+    try:
+        return {group for group in ids if _is_whole(opened, group, size)}
+    finally:
+        opened.close()
+
+
+def _is_whole(spool: Spool, group: str, size: int) -> bool:
+    try:
+        return len(spool.get([group])[0].trajectories) == size
+    except SpoolError:
+        return False
+
+
+def _move_files(config: Config, state: RunState) -> None:
+    """Move what the run has done after the version that it has gone back to. Every part may be repeated."""
+    if (version := state.abandoning) is None:
+        return
+    folder, abandoned, past = config.folder, _abandoned(config, state.rollbacks), state.journal.kept(version)
+    for path in [folder / name for name in MOVED_WHOLE]:
+        _move(path, abandoned)
+    for path in checkpoints_in(folder):
+        if version_of(path) > version:
+            _move(path, abandoned / "checkpoints")
+    for path in (folder / "benchmarks").glob("*.jsonl"):
+        if int(path.stem.rpartition("-")[2]) > version:
+            _move(path, abandoned / "benchmarks")
+    move_records(folder / METRICS, abandoned / METRICS, lambda record: record["step"] > version)
+    move_records(folder / EVALUATIONS, abandoned / EVALUATIONS, lambda record: record["version"] > version)
+    hold_changes_from(folder, version + 1)
+    move_rollouts(folder / ROLLOUTS, abandoned / ROLLOUTS, undone_by(past))
+    shutil.rmtree(config.weights_folder, ignore_errors=True)
+    if (folder / SPOOL).exists():  # before any group is admitted: ids of later groups are given again
+        spool = Spool.open(folder / SPOOL)
+        spool.forget(group for group in spool.ids() if not state.ledger.needs_payload(group))
+        spool.close()
+    state.emit("abandoned", version=version)
+    asyncio.run(state.journal.durable())
+
+
+def _abandoned(config: Config, number: int) -> Path:
+    """The folder for what came after the checkpoint that the run has gone back to, or is about to."""
+    return config.folder / ABANDONED / f"{number}"
+
+
+def _move(path: Path, folder: Path) -> None:
+    if path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        rename(path, folder / path.name)

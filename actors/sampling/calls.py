@@ -1,0 +1,240 @@
+"""The calls of a sample to the policy: each is a sequence of tokens, which one generator after another may sample."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from actors.sampling.flows import Job
+from areal.config import SamplingConfig
+from areal.result import Result, RewardError
+from areal.trajectory import Finish
+from areal.workflows.conversation import Generation, Keep
+from protocols.errors import BusError
+from protocols.messages import (
+    FINISHES,
+    SAMPLING,
+    Cause,
+    Generate,
+    JobFailed,
+    Member,
+    Message,
+    NewSequence,
+    TokenColumns,
+    slices,
+)
+
+
+class SampleFailed(Exception):
+    """A sample, or a group, cannot be finished or scored, because of `cause`. It never gets a score of 0 instead."""
+
+    def __init__(self, cause: Cause, why: str) -> None:
+        super().__init__(why)
+        self.cause = cause
+
+
+async def score_with_retries(
+    name: str, retries: int, score: Callable[[], Awaitable[list[Result]]],
+    on_refusal: Callable[[Cause, str], None] = lambda cause, reason: None,
+) -> list[Result]:  # fmt: skip
+    """What `score` returns, which is called up to `retries` times more while the reward `name` fails. on_refusal: is
+    called with the first failure. Raises SampleFailed."""
+    reason = ""
+    for attempt in range(retries + 1):
+        try:
+            return await score()
+        except RewardError as error:
+            reason = f"reward {name!r}: {error}"
+        if not attempt:
+            on_refusal("reward", reason)
+    raise SampleFailed("reward", reason)
+
+
+class SampleState:
+    """What the calls of a sample have in common.
+
+    `home`: the generator on which the next call starts, because it has the prefix; None: any. `place`: counts as a
+    request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
+    `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
+    `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
+    asked, in order.
+    """
+
+    def __init__(
+        self, sampling: SamplingConfig, min_version: int, home: Member | None, place: ExitStack | None,
+        on_start: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.sampling = sampling
+        self.min_version = min_version
+        self.home = home
+        self.place = place or ExitStack()
+        self.first_version: int | None = None
+        self.tokens_sampled = 0
+        self.generators: dict[str, None] = {}
+        self.closed = False
+        self._on_start = on_start
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that the sample may still sample."""
+        return max(0, self.sampling.max_new_tokens - self.tokens_sampled)
+
+    def count(self, versions: np.ndarray) -> None:
+        """New tokens have arrived, of these versions."""
+        self.tokens_sampled += len(versions)
+        if self.first_version is None and len(versions):
+            self.first_version = int(versions[0])
+            self._on_start(self.first_version)
+
+
+class Call(Job):
+    """A call of a sample to the policy (areal.generation.routing.Sequence). All tokens that arrive are kept: where a
+    generator is lost, another one continues from the last token. Calls with the same prompt send it once.
+
+    limit: the most tokens to sample. keep: gets all tokens of the completion so far, and returns how many of them to
+    keep and end with, or None to continue. `generator`: identity of the one that has the sequence, since the time
+    `since`; None: none has. `target`: the one on which it should continue. `finish`: what the last tokens came with.
+    """
+
+    def __init__(self, sample: SampleState, prompt: np.ndarray, limit: int, keep: Keep | None) -> None:
+        self.sample = sample
+        self.target: Member | None = None
+        self.generator: str | None = None
+        self.since = 0.0
+        self.sampled = 0
+        self.finish: Finish | None = None
+        self._prompt = prompt
+        self._limit = limit
+        self._keep = keep
+        self._tokens, self._logprobs, self._versions = (np.empty(0, t) for t in (np.int32, np.float32, np.int32))
+
+    @staticmethod
+    def request(flow: int, jobs: Sequence[Call]) -> Generate:
+        prompts: dict[bytes, tuple[int, np.ndarray]] = {}  # the number of each, and its tokens
+        new = []
+        for call in jobs:
+            tokens, sampling = call.tokens, call.sampling
+            prompt, _ = prompts.setdefault(tokens.tobytes(), (len(prompts), tokens))
+            new.append(
+                NewSequence(
+                    job=call.number,
+                    prompt=prompt,
+                    **{name: getattr(sampling, name) for name in SAMPLING},
+                    min_version=call.min_version,
+                    first_version=call.sample.first_version,
+                )
+            )
+        return Generate(flow=flow, prompts=tuple(tokens for _, tokens in prompts.values()), sequences=tuple(new))
+
+    @staticmethod
+    def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:
+        if not isinstance(part, TokenColumns):
+            raise BusError(f"a generator sent {part.kind!r} instead of tokens")
+        for number, places, finish in zip(part.jobs.tolist(), slices(part.counts), part.finishes.tolist(), strict=True):
+            if call := jobs.get(number):
+                call.receive(part.tokens[places], part.logprobs[places], part.versions[places], FINISHES[finish])
+                if finish:
+                    del jobs[number]
+        return part.failed
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [prefix]: the prompt and what is sampled."""
+        return np.concatenate([self._prompt, self._tokens[: self.sampled]])
+
+    @property
+    def prefix(self) -> int:
+        return len(self._prompt) + self.sampled
+
+    @property
+    def remaining(self) -> int:
+        return self._limit - self.sampled
+
+    @property
+    def min_version(self) -> int:
+        return self.sample.min_version
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The settings for the tokens that remain. A call may be limited to fewer than its sample must have."""
+        settings, limit = self.sample.sampling, self.remaining
+        least = min(limit, max(0, settings.min_new_tokens - self.sample.tokens_sampled))
+        return settings.model_copy(update={"max_new_tokens": limit, "min_new_tokens": least})
+
+    def run_at(self, generator: str) -> None:
+        """Note that this generator has the sequence from now on."""
+        self.generator, self.since = generator, asyncio.get_running_loop().time()
+
+    def move(self, target: Member) -> None:
+        """Have the current generator hand the running sequence over, and continue it on `target`."""
+        self.target = target
+        self.stop()
+
+    def abort(self) -> None:
+        self.fail(ended())
+
+    def receive(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, finish: Finish | None) -> None:
+        """Add tokens that a flow has brought (see `add`), unless the call has ended meanwhile."""
+        if not self.runs:
+            return
+        try:
+            if (completion := self.add(tokens, logprobs, versions, finish)) is not None:
+                self.succeed(completion)
+        except Exception as error:  # of the workflow's `keep`, to which it belongs
+            self.fail(error)
+
+    def add(
+        self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, finish: Finish | None
+    ) -> Generation | None:
+        """Add the next tokens. Returns the completion if it is finished with them, if `keep` ends it, or if the sample
+        has no room for more, since its other calls sample too. Raises SampleFailed if the sample is closed."""
+        if self.sample.closed:
+            raise ended()
+        room = self.sample.room
+        self._append(tokens, logprobs, versions)
+        self.finish = finish
+        self.sample.count(versions)
+        end = self._kept_length()
+        length = self.sampled - max(0, len(tokens) - room)
+        if length < self.sampled and (end is None or end > length):
+            return self.completion("length", length)
+        if end is not None:
+            return self.completion("stop", end)
+        if finish:
+            return self.completion(finish)
+        return None if room > len(tokens) else self.completion("length")
+
+    def completion(self, finish: Finish, length: int | None = None) -> Generation:
+        """The first `length` of the tokens that have arrived."""
+        end = self.sampled if length is None else min(length, self.sampled)
+        return Generation(self._tokens[:end], self._logprobs[:end], self._versions[:end], finish)
+
+    def refused(self, error: Exception) -> Generation:
+        """The completion after a generator has refused the tokens. Raises SampleFailed if the sample has none yet."""
+        if self.sample.tokens_sampled:  # the prompt has become too long
+            return self.completion("length")
+        raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
+
+    def _append(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+        begin, end = self.sampled, self.sampled + len(tokens)
+        if end > len(self._tokens):  # twice as long, so that each token is copied a few times at most
+            self._tokens, self._logprobs, self._versions = (
+                np.concatenate([column[:begin], np.empty(2 * end - begin, column.dtype)])
+                for column in (self._tokens, self._logprobs, self._versions)
+            )
+        self._tokens[begin:end], self._logprobs[begin:end], self._versions[begin:end] = tokens, logprobs, versions
+        self.sampled = end
+
+    def _kept_length(self) -> int | None:
+        if self._keep is None:
+            return None
+        tokens = self._tokens[: self.sampled]
+        tokens.flags.writeable = False  # they are the sample's
+        return self._keep(tokens)
+
+
+def ended() -> SampleFailed:
+    return SampleFailed("workflow", "its workflow ended before this call")

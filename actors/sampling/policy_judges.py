@@ -1,0 +1,44 @@
+"""The policy as a judge of completions: the rewards `judge` and `group_judge` with `url: policy`.
+
+Whoever samples asks the run's generators, at the version that they have. What they answer is not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from actors.sampling.calls import Call, SampleState
+from actors.sampling.services import Generators
+from areal.config import Config, SamplingConfig
+from areal.result import Result
+from areal.rewards.functions import judge_by
+from areal.workflows.conversation import Conversation, user
+
+
+class PolicyJudges:
+    """The judges of the configuration for which the policy is asked. Raises UserError if their options do not fit."""
+
+    def __init__(self, config: Config, generators: Generators, tokenizer: Any) -> None:
+        self._generators = generators
+        self._tokenizer = tokenizer
+        options = config.reward.options
+        self._judges = {name: judge_by(self._answer, name, options[name]) for name in config.policy_judges}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._judges
+
+    async def score(self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+        """As of actors.sampling.services.Rewards, but raises RewardError if a verdict cannot be read."""
+        judge = self._judges[name]
+        return judge.results(await judge.call(prompt, completions, row), completions)
+
+    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
+        """The policy's answer, and how many tokens it and the prompt have. Raises SampleFailed."""
+        talk = Conversation(self._tokenizer)
+        prompt = np.asarray(talk.prompt([user(text)]), np.int32)
+        sample = SampleState(sampling, min_version=0, home=None, place=None, on_start=lambda version: None)
+        sampled = await self._generators.sample(Call(sample, prompt, sampling.max_new_tokens, None))
+        return talk.text(sampled), len(prompt) + len(sampled.tokens)

@@ -1,0 +1,165 @@
+"""What the samples of an actor may use, as one object: generators, rewards, a sandbox, an endpoint for agents."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from actors.sampling.calls import Call, SampleFailed
+from areal.config import Config, SandboxConfig, UserError
+from areal.data.rows import Row
+from areal.programs.outside import Sandbox, SandboxError, open_sandbox
+from areal.result import Result, overlong_penalty
+from areal.staleness.standstills import UNKNOWN, Standstills
+from areal.trajectory import TokenScores, Trajectory
+from areal.workflows.conversation import Generation, begin
+from areal.workflows.openai_api import Access
+from areal.workflows.parsers import Parsers
+from areal.workflows.session import Session
+
+if TYPE_CHECKING:
+    from actors.sampling.openai_endpoint import OpenAIEndpoint
+
+P = TypeVar("P", bound=Parsers)
+# The least limit of a workflow's own code, in `master.hang_seconds`. One sample may wait far longer than all before it.
+OWN_CODE = 5.0
+
+
+class Generators(Protocol):
+    """What samples tokens."""
+
+    async def sample(self, call: Call) -> Generation:
+        """The completion of a call. Raises SampleFailed."""
+
+
+class Rewards(Protocol):
+    """What scores completions."""
+
+    async def score(
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> list[Result]:
+        """The score by the reward `name` of one completion, or if it is one of groups of each of those of a group.
+        Raises SampleFailed if the reward failed on every attempt."""
+
+    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
+        """What the scorer `name` gives int32 [T] tokens. Raises SampleFailed."""
+
+
+class Programs:
+    """Python programs, in a sandbox that is opened for the first one."""
+
+    def __init__(self, config: SandboxConfig, open_sandbox: Callable[[SandboxConfig], Sandbox] = open_sandbox) -> None:
+        self._config = config
+        self._open_sandbox = open_sandbox
+        self._sandbox: asyncio.Task[Sandbox] | None = None
+        # Further programs wait: more at once would only delay each other, up to their time limit.
+        self._slots = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+    async def run(self, code: str) -> str:
+        """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
+        try:
+            async with self._slots:
+                if self._sandbox is None:
+                    self._sandbox = asyncio.create_task(asyncio.to_thread(self._open_sandbox, self._config))
+                outcome = await (await asyncio.shield(self._sandbox)).run(code)
+        except (SandboxError, UserError) as error:
+            raise SampleFailed("sandbox", f"the sandbox cannot run Python: {error}") from None
+        return outcome.transcript
+
+    async def close(self) -> None:
+        if self._sandbox is not None:
+            with contextlib.suppress(UserError):
+                (await self._sandbox).close()
+
+
+class Endpoint:
+    """The endpoint for agents, which starts for the first one. on_refusal: as of OpenAIEndpoint."""
+
+    def __init__(self, config: Config, on_refusal: Callable[[str], None] = lambda request: None) -> None:
+        self._config = config
+        self._on_refusal = on_refusal
+        self._endpoint: OpenAIEndpoint | None = None
+
+    def serve(self, session: Session) -> AbstractAsyncContextManager[Access]:
+        if self._endpoint is None:
+            from actors.sampling.openai_endpoint import OpenAIEndpoint  # imports a web server, which few runs need
+
+            host = self._config.rollout_manager.endpoint_host
+            self._endpoint = OpenAIEndpoint(self._config.model, host, self._on_refusal)
+        return self._endpoint.serve(session)
+
+    async def close(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
+
+
+@dataclass(eq=False)
+class Services:
+    """See the module. `succeeded`: number of samples that were finished and scored. `own_code`: samples in their
+    workflow's own code, and since when. `own_limits`: of how long one may be there."""
+
+    config: Config
+    tokenizer: Any
+    parsers: Parsers
+    generators: Generators
+    rewards: Rewards
+    programs: Programs
+    endpoint: Endpoint
+    succeeded: int = 0
+    own_code: dict[object, float] = field(default_factory=dict)
+    own_limits: Standstills = field(init=False)
+
+    def __post_init__(self) -> None:
+        seconds = self.config.master.hang_seconds
+        self.own_limits = Standstills(OWN_CODE * seconds, UNKNOWN * seconds)
+
+    @property
+    def sample_seconds(self) -> float:
+        """The limit of one stretch of a workflow's own code."""
+        return self.config.rollout_manager.sample_seconds or self.own_limits.limit("sample")
+
+    def weights(self, row: Row, changes: Mapping[str, float]) -> Mapping[str, float]:
+        """The weights of the row's rewards, by name. changes: those that replace or join the configuration's."""
+        return row.reward or {**self.config.reward.functions, **changes}
+
+    def of_groups(self, rewards: Iterable[str]) -> list[str]:
+        """Those of these rewards that score all completions of a group at once."""
+        return [name for name in rewards if name in self.config.reward.groups]
+
+    def too_long(self, row: Row) -> str | None:
+        """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not, or if no
+        tokens can be made of it."""
+        limit = self.config.data.max_prompt_tokens
+        if limit is None:
+            return None
+        talk, messages = begin(self.tokenizer, row.prompt)
+        try:
+            tokens = len(talk.prompt(messages))
+        except Exception:  # chat templates raise anything; it fails the sample, in the workflow
+            return None
+        return f"the prompt has {tokens} tokens, and data.max_prompt_tokens is {limit}" if tokens > limit else None
+
+    def overlong(self, sample: Trajectory) -> float:
+        """The penalty for a completion that is too long (`reward.overlong_tokens`)."""
+        limit, buffer = self.config.sampling.max_new_tokens, self.config.reward.overlong_tokens
+        return overlong_penalty(int(sample.sampled.sum()), limit, buffer) if buffer else 0.0
+
+    async def close(self) -> None:
+        await self.endpoint.close()
+        await self.programs.close()
+
+
+async def load_parsers(config: Config, tokenizer: Any, make: type[P]) -> P:
+    """The parsers of the run; those that the configuration names are loaded. Raises UserError."""
+    settings = config.rollout_manager
+    parsers = make(tokenizer, settings.tool_call_parser, settings.reasoning_parser, config.data.chat_template_kwargs)
+    if settings.names_parsers:
+        await asyncio.to_thread(parsers.load)
+    return parsers

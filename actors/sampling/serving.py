@@ -1,0 +1,85 @@
+"""The base class of the roles that score, which serve names and do jobs on flows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from actors.runtime.actor import Actor, handles
+from actors.sampling.flows import Flows, Work
+from protocols.errors import BusyError, RefusedError
+from protocols.messages import (
+    Completion,
+    CompletionsScored,
+    Done,
+    EndJobs,
+    JobFailed,
+    Message,
+    OpenFlow,
+    Score,
+    Scored,
+)
+from protocols.transport import Request
+
+
+class Serving(Actor):
+    """A subclass implements `score_completions` and `size`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._flows = Flows[Any](self.size, self.part, self.spawn)
+        self._scored = self._failed = 0
+
+    def size(self, result: Any) -> int:
+        """Bytes of a result in a message, about."""
+        raise NotImplementedError
+
+    def part(self, results: list[Any], failed: list[JobFailed]) -> Message:
+        """A part of a flow."""
+        return CompletionsScored(scored=tuple(results), failed=tuple(failed))
+
+    async def score_completions(
+        self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
+    ) -> None:
+        """Score a completion, or all of a group. key: a name of the job that no other has. Raises a BusError."""
+        raise NotImplementedError
+
+    async def hand_over(self) -> None:
+        await self._flows.wait_until_empty()
+
+    def stats(self) -> dict[str, float]:
+        return {"scored": self._scored, "failed": self._failed}
+
+    @handles(OpenFlow)
+    def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[Message]:
+        return self._flows.serve(request)
+
+    @handles(Score)
+    async def score(self, request: Request[Score]) -> Done:
+        rows = request.message.rows
+        completions = {
+            completion.job: functools.partial(
+                self.score_completions, f"{request.owner} {completion.job}", completion, rows[completion.row]
+            )
+            for completion in request.message.completions
+        }
+        return self.begin(request, request.message.flow, completions)
+
+    @handles(EndJobs)
+    async def end_jobs(self, request: Request[EndJobs]) -> Done:
+        self._flows.cancel(request)
+        return Done()
+
+    def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, Work[Any]]) -> Done:
+        """Begin jobs, which have no deadline while this actor is alive, however long its queue is. Raises BusError."""
+        if self.state != "healthy":
+            raise BusyError(f"this {self.role} actor accepts no jobs: it is starting or draining")
+        self._flows.begin(request, flow, jobs)
+        return Done()
+
+    def check_served(self, name: str) -> None:
+        """Raises RefusedError if this actor does not serve the name."""
+        if name not in self.serves():
+            served = ", ".join(self.serves())
+            raise RefusedError(f"this {self.role} actor does not serve {self.role} {name!r}, only {served}")

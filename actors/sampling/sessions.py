@@ -1,0 +1,271 @@
+"""The session of a sample: what its workflow calls, and what it has sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import sysconfig
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import replace
+from operator import index
+from typing import NamedTuple
+
+import numpy as np
+
+from actors.sampling.calls import Call, SampleFailed, SampleState
+from actors.sampling.group_scores import GroupScores
+from actors.sampling.services import Generators, Services
+from areal.config import SamplingConfig
+from areal.data.rows import Row, prompt_text
+from areal.result import all_scored, combined
+from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
+from areal.trajectory import Tokens, Trajectory
+from areal.workflows.conversation import Generation, Keep, first_of, keep_until_text
+from areal.workflows.forest import Forest
+from areal.workflows.openai_api import Access
+from protocols.messages import Member
+
+NO_CHANGES: Mapping[str, float] = {}
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+class SampleSession(SampleState):
+    """The session that a workflow gets for one sample (areal.workflows.Session).
+
+    rewards: weights that replace or join those of the configuration. home: the generator that all samples of the group
+    start on, because they share the prompt prefix. generators: those that sample this one, if they are not those of
+    `services`. `running`: its calls in progress. `forest`: the calls that are trained. `reward_parts`: of the last
+    score.
+
+    `saved_calls`: calls of an earlier attempt, which calls with the same prompts begin with. `save`: begins to save the
+    calls so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on. `group`: scores it
+    with the others of its group; None: rewards of groups score it as a group of one.
+    """
+
+    save: Callable[[], asyncio.Task[None]]
+    save_every: float = math.inf
+    unsaved = 0
+    _saving: asyncio.Task[None] | None = None
+    group: GroupScores | None = None
+
+    def __init__(
+        self, services: Services, row: Row, sampling: SamplingConfig, min_version: int = 0, *,
+        home: Member | None = None, place: ExitStack | None = None,
+        on_start: Callable[[int], None] = lambda version: None, generators: Generators | None = None,
+        rewards: Mapping[str, float] = NO_CHANGES,
+    ) -> None:  # fmt: skip
+        super().__init__(sampling, min_version, home, place, on_start)
+        self._changed_weights = rewards
+        self.tokenizer = services.tokenizer
+        self.parsers = services.parsers
+        self._services = services
+        self._generators = generators or services.generators
+        self._row = row
+        self.reward_parts: dict[str, float] = {}
+        self.running: dict[Call, _CallKey] = {}
+        self.saved_calls: list[SavedCall] = []
+        self._finished: list[_CallKey] = []  # for each of `calls`
+        self._numbers = itertools.count()
+        self.forest = Forest()
+        self._waits = 0
+        self._timer: asyncio.Timeout | None = None  # of the workflow's own code, while the workflow runs
+        self._longest = 0.0  # stretch of its own code
+
+    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
+        """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
+        where `keep` or one of `sampling.stop` ends it. Calls at the same time run at the same time.
+
+        max_new_tokens: a limit for this call; the sample's own limit, over all calls, holds as well. keep: see
+        `Call`. Raises SampleFailed if a generator refuses the first prompt of the sample.
+        """
+        prompt = _row(tokens)
+        limit = self.room if max_new_tokens is None else min(self.room, index(max_new_tokens))
+        if self.sampling.stop:
+            keep = first_of(keep, keep_until_text(self.tokenizer, self.sampling.stop))
+        call = Call(self, prompt, limit, keep)
+        if limit <= 0:
+            return call.completion("length")
+        key = _CallKey(next(self._numbers), digest_of(prompt), NO_LIMIT if max_new_tokens is None else max_new_tokens)
+        self.running[call] = key
+        try:
+            sampled = self._begin(call, key)
+            if sampled is None:
+                with self._waiting():
+                    sampled = await self._generators.sample(call)
+        finally:
+            del self.running[call]
+        if len(sampled.tokens):
+            self.forest.add(prompt, sampled)
+            self._finished.append(key)
+        return sampled
+
+    def _begin(self, call: Call, key: _CallKey) -> Generation | None:
+        """Have the call begin with what an earlier attempt has sampled of it. Returns the completion if that is all."""
+        for number, saved in enumerate(self.saved_calls):
+            fits = len(saved.tokens) + (saved.finish is None) <= call.remaining
+            if fits and (saved.prompt, saved.limit) == (key.prompt, key.limit):
+                del self.saved_calls[number]
+                self.unsaved -= len(saved.tokens)  # they are counted now
+                return call.add(saved.tokens, saved.logprobs, saved.versions, saved.finish)
+        return None
+
+    def count(self, versions: np.ndarray) -> None:
+        super().count(versions)
+        self.unsaved += len(versions)
+        if self.unsaved >= self.save_every and (self._saving is None or self._saving.done()):
+            self._saving = self.save()
+
+    async def save_rest(self) -> None:
+        """Begin to save all calls so far, once the last save has ended."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
+        if self.unsaved:
+            self.save_every = 1
+            self._saving = self.save()
+
+    def calls_so_far(self) -> list[SavedCall]:
+        """All calls that have tokens, in the order in which they began, and then those that are still `saved_calls`."""
+        calls = {key.number: key.saved(call) for key, call in zip(self._finished, self.calls, strict=True)}
+        for call, key in self.running.items():
+            if call.sampled:
+                calls[key.number] = replace(key.saved(call.completion("length")), finish=call.finish)
+        return [*(calls[number] for number in sorted(calls)), *self.saved_calls]
+
+    def reward(self, call: Generation, value: float) -> None:
+        self.forest.reward(call, value)
+
+    def trajectory(self, reward: float | None = None) -> Trajectory:
+        settings = self._services.config.reward
+        return self.forest.trajectory(reward, settings.credit, settings.turn_discount)
+
+    @property
+    def calls(self) -> Sequence[Generation]:
+        return self.forest.calls
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Mark the block as waiting for other actors. While a sample does not wait, its workflow's own code runs, which
+        counts as work of this actor, and has a limit."""
+        self._waits += 1
+        self._leave_own_code()
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            self._enter_own_code()
+
+    def _enter_own_code(self) -> None:
+        if self._timer is not None and not self._waits and not self._timer.expired():
+            self._services.own_code[self] = now = asyncio.get_running_loop().time()
+            self._timer.reschedule(now + self._services.sample_seconds)
+
+    def _leave_own_code(self) -> None:
+        since = self._services.own_code.pop(self, None)
+        if since is not None and self._timer is not None and not self._timer.expired():
+            self._longest = max(self._longest, asyncio.get_running_loop().time() - since)
+            self._timer.reschedule(None)
+
+    @contextlib.asynccontextmanager
+    async def in_workflow(self) -> AsyncIterator[None]:
+        """Mark the block as the run of this sample's workflow. Raises TimeoutError if the workflow waits for too long
+        for something else than the actors of the run."""
+        try:
+            async with asyncio.timeout(None) as self._timer:
+                self._enter_own_code()
+                try:
+                    yield
+                finally:
+                    self._leave_own_code()
+            self._services.own_limits.end("sample", self._longest)
+        except TimeoutError as error:
+            if not self._timer or not self._timer.expired():
+                raise
+            seconds = self._services.sample_seconds
+            raise TimeoutError(
+                f"it has waited for {seconds:.0f} s for something that is no actor of the run "
+                f"(rollout_manager.sample_seconds){place_of(error.__cause__)}"
+            ) from error
+        finally:
+            self._timer = None
+
+    def close(self) -> None:
+        """End the calls in progress, and stop counting towards any generator's load."""
+        self.closed = True
+        if self._saving is not None:
+            self._saving.cancel()
+        for call in self.running:
+            call.abort()
+        self.place.close()
+
+    async def logprobs(self, scorer: str, tokens: Tokens) -> np.ndarray:
+        """See areal.workflows.Session. Raises SampleFailed."""
+        if scorer not in (names := self._services.config.logprob_scorers):
+            known = ", ".join(names) or "none"
+            raise SampleFailed("workflow", f"no scorer {scorer!r} gives log-probs: scorers has {known} that does")
+        with self._waiting():
+            return (await self._services.rewards.score_tokens(scorer, _row(tokens))).logprobs
+
+    async def run_python(self, code: str) -> str:
+        """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
+        with self._waiting():
+            return await self._services.programs.run(code)
+
+    def endpoint(self) -> AbstractAsyncContextManager[Access]:
+        return self._services.endpoint.serve(self)
+
+    async def score(self, completion: str, tokens: Tokens | None = None, reward: str | None = None) -> float:
+        """The weighted sum of the row's rewards on this completion, or the score of one `reward`. Raises SampleFailed
+        if a reward failed on every attempt."""
+        services, row = self._services, self._row
+        weights = {reward: 1.0} if reward else services.weights(row, self._changed_weights)
+        if reward and services.of_groups(weights):
+            raise SampleFailed(
+                "workflow", f"the reward {reward!r} scores all samples of a group: it cannot be asked alone"
+            )
+        if not weights and services.config.rollout_manager.gives_rewards:
+            raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
+        if not isinstance(completion, str):
+            raise TypeError(f"session.score takes a completion as text, not of type {type(completion).__name__}")
+        prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else _row(tokens)
+        with self._waiting():
+            later = services.of_groups(weights) if self.group else []
+            results = await all_scored(
+                [name for name in weights if name not in later],
+                lambda name: services.rewards.score(name, prompt, [completion], row.fields, own_tokens),
+            )
+            of_sample = {name: result for name, (result,) in results.items()}
+            if self.group and later:
+                of_sample |= await self.group.score(self, later, completion)
+        score, parts = combined(weights, of_sample)
+        self.reward_parts |= parts | ({reward: score} if reward else {})
+        return score
+
+
+def _row(tokens: Tokens) -> np.ndarray:
+    """int32 [n]. Raises ValueError if the workflow gives anything else: a message could not be made of it."""
+    row = np.asarray(tokens, np.int32)
+    if row.ndim != 1:
+        raise ValueError(f"tokens are given in the shape {row.shape}: give one row of them, [n]")
+    return row
+
+
+class _CallKey(NamedTuple):
+    """A call: its number in the sample, and what SavedCall has of it."""
+
+    number: int
+    prompt: bytes
+    limit: int
+
+    def saved(self, call: Generation) -> SavedCall:
+        return SavedCall(self.prompt, self.limit, call.tokens, call.logprobs, call.versions, call.finish)
+
+
+def place_of(error: BaseException | None, libraries: tuple[str, ...] = LIBRARIES) -> str:
+    """The line of the user's code at which `error` was raised, in words. libraries: folders of other code."""
+    frames = traceback.extract_tb(error.__traceback__) if error else []
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    return f", in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""

@@ -1,0 +1,1 @@
+"""The trainer's ranks and its probes of the engines."""

@@ -1,0 +1,1 @@
+"""Published weights on their way into engines."""

@@ -1,0 +1,337 @@
+"""The reward `code`: runs a row's tests on the program in a completion, in a sandbox.
+
+`areal.programs.code_rows` reads the tests. How each kind is run:
+
+* Outputs: once per test. The program reads stdin; what it prints is compared outside the sandbox.
+* Calls: `areal.programs.call_runner` calls the program's function; the results are compared outside the sandbox.
+* Asserts: `areal.programs.assert_runner` runs them in a process that the program cannot reach.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import json
+import marshal
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from decimal import Decimal
+from hashlib import sha256
+from importlib.util import MAGIC_NUMBER
+from pathlib import Path
+from typing import Any
+
+from areal.config import SandboxConfig
+from areal.programs.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests, solutions_of
+from areal.programs.outside import open_sandbox
+from areal.result import RewardError, passing
+
+_FENCE = re.compile(r"`{3,}|^~{3,}", re.MULTILINE)
+_LABEL = re.compile(r"[ \t]*([\w+#-]*)")
+# To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
+# parsed for it in all.
+_MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
+# How many facts about rows are remembered.
+_KEPT_FACTS = 4096
+# Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
+_GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
+# What runs in the sandbox, and is not imported here.
+_SOURCES = {
+    name: Path(__file__).with_name(f"{name}.py").read_text()
+    for name in ("assert_runner", "call_runner", "plain_data", "pytest_standin")
+}
+# The exit code of tests that take too long by themselves.
+_TOO_LONG = 97
+_ASSERTER = "import assert_runner\nassert_runner.main({})\n"
+# How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
+_RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-6, 1e-12
+_FEW_DECIMALS = 6
+_NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})(e[+-]?\d{1,3})?", re.IGNORECASE)
+
+
+class CodeTests:
+    """1.0 if the program in a completion passes all tests of its row, else 0.0. Part `passed`: the share it passes.
+
+    Options are the fields of SandboxConfig, and refuse_weak: a row that a program passes is no row if one that computes
+    nothing passes it, too (`weakness`).
+    """
+
+    concurrent = False  # each call has the cores that its programs need
+
+    def __init__(self, refuse_weak: bool = False, **options: Any) -> None:
+        """Raises UserError if programs cannot be run safely."""
+        config = SandboxConfig(**options)
+        self._refuse_weak = refuse_weak
+        self._facts: dict[bytes, str | None] = {}
+        self._seconds, self._cpu_seconds = config.wall_seconds, config.cpu_seconds
+        self._sandbox = open_sandbox(config)
+        names = ("assert_runner", "plain_data", "pytest_standin")
+        # A sandbox on this machine runs this very Python.
+        self._asserter = dict(_compiled(name) if config.url is None else _source(name) for name in names)
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """The score and its parts. Raises RewardError if the row has no usable tests, and SandboxError if the sandbox
+        fails; neither counts as a score."""
+        tests = read_tests(row)
+        results = [False] * len(tests)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds):
+                await self._run_for(row, program_in(completion, tests.language), tests, results)
+                if self._refuse_weak and all(results) and (weakness := await self.weakness(tests)):
+                    raise RewardError(f"the row's tests are weak: a program in which {weakness} passes them")
+        return float(all(results)), {"passed": sum(results) / len(results)}
+
+    async def _run_for(self, row: Mapping[str, Any], code: str, tests: Tests, results: list[bool]) -> None:
+        """As `_run`. Tests that cannot be run with the program fail if they can be run with the row's own solution:
+        so no program decides that a row is refused."""
+        try:
+            await self._run(code, tests, results)
+        except RewardError:
+            solutions = solutions_of(row)[:1]
+            if not solutions or await self._fact("refused", tests, lambda: self._refusal(solutions[0], tests)):
+                raise
+
+    async def _refusal(self, solution: str, tests: Tests) -> str | None:
+        """Why the tests cannot be run with a program, or None."""
+        try:
+            await self._passes(program_in(solution, tests.language), tests)
+        except RewardError as error:
+            return str(error)
+        return None
+
+    async def weakness(self, tests: Tests) -> str | None:
+        """What happens in a program that passes the tests although it computes nothing, or None. Raises RewardError if
+        the tests can be run with none of these programs."""
+        return await self._fact(
+            "weakness", tests, lambda: passing(tests.trivial_programs(), lambda program: self._passes(program, tests))
+        )
+
+    async def _passes(self, code: str, tests: Tests) -> bool:
+        results = [False] * len(tests)
+        await self._run(code, tests, results)
+        return all(results)
+
+    async def _fact(self, kind: str, tests: Tests, find: Callable[[], Awaitable[str | None]]) -> str | None:
+        """What is found out about tests once."""
+        key = sha256(f"{kind} {tests!r}".encode(errors="replace")).digest()
+        if key not in self._facts:
+            fact = await find()
+            while len(self._facts) >= _KEPT_FACTS:
+                del self._facts[next(iter(self._facts))]
+            self._facts[key] = fact
+        return self._facts[key]
+
+    async def _run(self, code: str, tests: Tests, results: list[bool]) -> None:
+        """Sets which of the tests a program passes."""
+        match tests:
+            case Outputs():
+                await self._run_outputs(code, tests, results)
+            case Calls():
+                await self._run_calls(code, tests, results)
+            case Asserts():
+                await self._run_asserts(code, tests, results)
+
+    async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
+        for i, (stdin, expected) in enumerate(tests.pairs):
+            outcome = await self._sandbox.run(code, tests.language, stdin=stdin, expected=len(expected.encode()))
+            results[i] = outcome.succeeded and same_output(outcome.stdout, expected)
+            if outcome.status in _GIVE_UP:
+                break
+
+    async def _run_calls(self, code: str, tests: Calls, results: list[bool]) -> None:
+        """All calls in one run. If a limit ends it after some answers, the other calls get another run: so each call
+        may take as much as a program."""
+        files = {"program.py": code.encode(errors="replace")}
+        job = json.dumps({"function": tests.function, "int_keys": tests.int_keys})
+        calls = [json.dumps(arguments) for arguments in tests.arguments]
+        position = 0
+        while position < len(tests):
+            size = len(json.dumps(tests.expected[position:]))
+            stdin = "\n".join([job, *calls[position:]])
+            outcome = await self._sandbox.run(_SOURCES["call_runner"], stdin=stdin, files=files, expected=size)
+            answers = outcome.stdout.split("\n")[:-1][: len(tests) - position]
+            if not answers:
+                break
+            for answer in answers:
+                results[position] = any(same_result(answer, expected) for expected in tests.expected[position])
+                position += 1
+
+    async def _run_asserts(self, code: str, tests: Asserts, results: list[bool]) -> None:
+        """All tests in one run, in which the program and the tests may each use `cpu_seconds`."""
+        if tests.prompt and tests.candidate:
+            code = continued(tests.prompt, code, tests.candidate)
+        nonce = secrets.token_hex(16)
+        job = {
+            "nonce": nonce,
+            "names": tests.needs.names,
+            "modules": tests.needs.modules,
+            "prepare": tests.prepare,
+            "tests": tests.tests,
+            "candidate": tests.candidate,
+            "collect": tests.pytest_style,
+            "wall_seconds": self._seconds,
+            "too_long": _TOO_LONG,
+        }
+        files = {"program.py": code.encode(errors="replace"), **self._asserter}
+        outcome = await self._sandbox.run(
+            _ASSERTER.format(self._cpu_seconds), stdin=json.dumps(job), files=files, cpu_seconds=2 * self._cpu_seconds
+        )
+        lines = [line.split(" ", 2)[1:] for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")]
+        verdicts = {line[0]: line[1] for line in lines if len(line) == 2}
+        if outcome.exit == _TOO_LONG:
+            verdicts["unusable"] = "they take longer than a program may"
+        if reason := verdicts.get("unusable"):
+            raise RewardError(f"the row's tests cannot be run: {reason}")
+        if verdicts.get("tests") == "0":
+            raise RewardError("the row's tests are none: no test is collected from them")
+        results[:] = [verdicts.get(str(i)) == "1" for i in range(int(verdicts.get("tests", len(tests))))]
+
+
+def _source(name: str) -> tuple[str, bytes]:
+    return f"{name}.py", _SOURCES[name].encode()
+
+
+def _compiled(name: str) -> tuple[str, bytes]:
+    """A module without its source, in Python's format: a head of 16 bytes and the code."""
+    code = compile(_SOURCES[name], f"{name}.py", "exec", dont_inherit=True)
+    return f"{name}.pyc", MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
+
+
+def program_in(completion: str, language: str = "python") -> str:
+    """The last fenced block of `language`; without one, the last block that names no language; without that, the whole
+    completion."""
+    blocks = list(_blocks(completion))
+    named = [code for label, code in blocks if label in LANGUAGES.get(language, {language})]
+    unnamed = [code for label, code in blocks if not label]
+    return (named or unnamed or [completion])[-1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The label and the content of each fenced block, which begins and ends with ``` or ~~~. A block of Python ends at
+    the first fence before which it is valid Python, because programs have fences in their texts. Any other block ends
+    at the first fence on a line of its own or, if there is none, at the first fence. What indents the opening fence, as
+    in an item of a list, indents no line of its block."""
+    fences = [(match.start(), match.end()) for match in _FENCE.finditer(text)]
+    budget = _MOST_CHARACTERS
+    position = 0
+    for index, (fence_start, fence_end) in enumerate(fences):
+        line_end = text.find("\n", fence_end)
+        if line_end < 0:
+            return
+        if fence_end <= position:
+            continue
+        match = _LABEL.match(text, fence_end)
+        label = match[1].lower() if match else ""
+        later = fences[index + 1 : index + 1 + _MOST_ENDS]
+        ends = [fence for fence in later if fence[0] > line_end and text[fence[0]] == text[fence_start]]
+        indent = text[text.rfind("\n", 0, fence_start) + 1 : fence_start]
+        closing = None
+        if not label or label in LANGUAGES["python"]:
+            for end in ends:
+                budget -= end[0] - line_end
+                if budget < 0:
+                    break
+                if is_python(_unindented(text[line_end + 1 : end[0]], indent)):
+                    closing = end
+                    break
+        closing = closing or next((end for end in ends if _is_alone(text, *end)), ends[0] if ends else None)
+        start, position = closing or (len(text), len(text))
+        yield label, _unindented(text[line_end + 1 : start], indent)
+
+
+def _unindented(code: str, indent: str) -> str:
+    return code if indent.strip() else "\n".join(line.removeprefix(indent) for line in code.split("\n"))
+
+
+def _is_alone(text: str, start: int, end: int) -> bool:
+    line_end = text.find("\n", end)
+    prefix = text[text.rfind("\n", 0, start) + 1 : start]
+    return not prefix.strip() and not text[end : line_end if line_end >= 0 else len(text)].strip()
+
+
+def continued(prompt: str, code: str, function: str) -> str:
+    """The prompt, followed by the code. Code that does not define `function` is taken as its body and the definitions
+    that follow it; if something else follows, as its body up to the first unindented line."""
+    if re.search(rf"^(?:async )?def {re.escape(function)}\b", code, re.MULTILINE):
+        return f"{prompt}\n\n{code}"
+    if is_python(prompt + code) and all(isinstance(node, _DEFINITIONS) for node in ast.parse(prompt + code).body):
+        return prompt + code
+    lines = code.split("\n")
+    # The first line may lack its indent, because the prompt may end with it.
+    end = next((i for i, line in enumerate(lines) if i and line.strip() and not line[0].isspace()), len(lines))
+    return prompt + "\n".join(lines[:end]) + "\n"
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """True if the texts have the same lines, without the white space around the text and around each line. A line that
+    has other words may pass, too: if each word equals the one wanted or is a number close to it (`_same_word`), and the
+    white space between them is the same or all words are numbers."""
+    printed_lines, expected_lines = _lines(printed), _lines(expected)
+    return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
+
+
+def same_result(answer: str, expected: Any) -> bool:
+    """True if the text is the JSON of `wanted`; a number that is close to a float in `wanted` agrees with it."""
+    try:
+        return _same_value(json.loads(answer), expected)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _same_value(value: Any, expected: Any) -> bool:
+    match value, expected:
+        case list(), list():
+            return len(value) == len(expected) and all(map(_same_value, value, expected))
+        case dict(), dict():
+            return value.keys() == expected.keys() and all(_same_value(value[key], expected[key]) for key in expected)
+        case int() | float(), float():
+            return value == expected or math.isclose(
+                value, expected, rel_tol=_RELATIVE_TOLERANCE, abs_tol=_ABSOLUTE_TOLERANCE
+            )
+    return bool(value == expected)
+
+
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
+        return True
+    # Words, and between them the white space that separates them.
+    words, expected_words = re.split(r"(\s+)", line), re.split(r"(\s+)", expected)
+    if len(words) != len(expected_words) or not all(map(_same_word, words[::2], expected_words[::2])):
+        return False
+    return words[1::2] == expected_words[1::2] or all(_number(word) is not None for word in expected_words[::2])
+
+
+def _same_word(word: str, expected: str) -> bool:
+    """True if the words are equal, but for a point and zeros behind an integer; or if the wanted one is a number with
+    decimals, and the given one a number that differs by at most a millionth of it, and by at most one in the last
+    decimal if those are fewer than six."""
+    if word == expected or (expected.lstrip("+-").isdecimal() and re.fullmatch(rf"{re.escape(expected)}\.0*", word)):
+        return True
+    number, expected_number = _number(word), _number(expected)
+    if number is None or expected_number is None:
+        return False
+    decimals = -int(expected_number.as_tuple().exponent)
+    if decimals <= 0 and "." not in expected:
+        return False
+    difference = abs(float(number) - float(expected_number))
+    allowed = abs(float(expected_number)) * _RELATIVE_TOLERANCE
+    if decimals < _FEW_DECIMALS:
+        allowed = min(allowed, 10**-decimals)
+    return difference <= max(allowed, _ABSOLUTE_TOLERANCE)
+
+
+def _number(word: str) -> Decimal | None:
+    """The number that a word is, if a float can be so large."""
+    number = Decimal(word) if _NUMBER.fullmatch(word) else Decimal("nan")
+    return number if math.isfinite(float(number)) else None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")]

@@ -1,0 +1,232 @@
+"""Queries on the rollouts of a run, and how they are printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rollout_files import sample, write_model, write_run
+
+from areal.__main__ import main
+from areal.config import UserError
+from areal.desk import rollouts
+from areal.desk.rollouts import Rollouts, Where, condition, sql_condition
+from areal.storage.rollouts import SCHEMA
+from areal.trajectory import pieces
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    run = tmp_path_factory.mktemp("it's a run, [x]")
+    write_run(run)
+    write_model(run)
+    return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run(tmp_path)
+    return tmp_path
+
+
+def ids(found) -> list[tuple[str, int, int]]:
+    return [(row["group"], row["sample"], row["branch"]) for row in found.rows]
+
+
+def rows(run, where: Where, sort: str | None = "step", descending: bool = False, limit: int = 50, offset: int = 0):
+    return Rollouts(run).page(where, sort, descending, limit, offset)
+
+
+def test_a_page_counts_all_and_has_the_rows_of_its_place(written):
+    found = rows(written, Where(), limit=3, offset=1)
+    assert (found.fates, found.steps) == ({"trained": 13, "filtered": 2}, 3)
+    assert ids(found) == [("g0.0", 1, 0), ("g1.0", 0, 0), ("g1.0", 0, 1)]
+    assert found.rows[0]["completion"] == "say 1" and "tokens" not in found.rows[0]
+    assert rows(written, Where(), limit=3, offset=100).rows == []
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_every_shown_column_sorts_and_null_comes_last(written, descending):
+    for column in rollouts.SORTED_BY:
+        found = [row[column] for row in rows(written, Where(), column, descending).rows]
+        known = [value for value in found if value is not None]
+        assert known == sorted(known, reverse=descending) and found[len(known) :] == [None] * (15 - len(known))
+    with pytest.raises(UserError, match="cannot be sorted by 'tokens'"):
+        rows(written, Where(), "tokens")
+
+
+def test_random_rows_are_different_rows(written):
+    assert len(set(ids(rows(written, Where(), None)))) == 15
+
+
+@pytest.mark.parametrize(
+    ("filters", "number"),
+    [
+        ({}, 15),
+        ({"step_min": "2", "step_max": "2"}, 4),
+        ({"step": "2", "fate": ""}, 4),
+        ({"reward_min": "0.6"}, 5),
+        ({"fate": "filtered", "prompt_index": "9"}, 2),
+        ({"reason": "all rewards are equal"}, 2),
+        ({"staleness_max": "1e9"}, 13),
+        ({"text": "tool: é"}, 1),
+        ({"text": "' OR 1=1 --"}, 0),
+        ({"group": "g1.0' OR 'a'='a"}, 0),
+        ({"group": "g1.0"}, 3),
+    ],
+)
+def test_filters_of_the_page_find_rows(written, filters, number):
+    assert sum(rows(written, condition(filters)).fates.values()) == number
+
+
+@pytest.mark.parametrize(
+    "filters", [{"reward_min": "x"}, {"step_max": "nan"}, {"tokens_min": "1"}, {'a" = 1 OR "b': "1"}]
+)
+def test_what_is_no_filter_is_refused(filters):
+    with pytest.raises(UserError, match="filter"):
+        condition(filters)
+
+
+def test_sql_of_the_user_may_use_all_columns(written):
+    where = sql_condition(
+        "reward >= 0.5 and step < 3 and len(tokens) > 3 and json_extract(row, '$.prompt') = '\"2+2\"'"
+    )
+    assert ids(rows(written, where)) == [("g0.0", 0, 0), ("g1.0", 0, 0), ("g1.0", 0, 1)] + [
+        (group, n, 0) for group in ("g2.0", "g3.0") for n in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("rewrd > 1", "Referenced column \"rewrd\" not found"),
+        ("", "The rollouts cannot be queried"),
+        ("reward > 1) OR (true", "syntax error"),
+        ("true; COPY (SELECT 1) TO 'x.csv'", "more than one statement"),
+        ("true; SET threads = 9", "more than one statement"),
+        ("true LIMIT 1", "modifier"),
+        ("step IN (SELECT 1 FROM read_text('/etc/passwd'))", "Cannot access file"),
+        ("step IN (SELECT 1 FROM read_parquet('{other}'))", "Cannot access file"),
+        ("step IN (SELECT 1 FROM '{run}/config.yaml')", "config.yaml"),
+        ("step IN (SELECT 1 FROM read_csv('http://127.0.0.1:1/x.csv'))", "Cannot access file"),
+        ("step IN (WITH a AS (COPY (SELECT 1) TO '{run}/rollouts/x.parquet') SELECT 1 FROM a)", "top level"),
+    ],
+)  # fmt: skip
+def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(written, tmp_path, where, told):
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+    before = sorted(written.rglob("*"))
+    filled = where.format(other=tmp_path / "other.parquet", run=str(written).replace("'", "''"))
+    with pytest.raises(UserError) as caught:
+        rows(written, sql_condition(filled))
+    assert told in str(caught.value) and "prompt_index" in str(caught.value)
+    assert sorted(written.rglob("*")) == before
+
+
+def test_nothing_can_be_set_or_written_on_the_connection(written, tmp_path):
+    own = Rollouts(written)._connection
+    for sql in ("SET threads = 9", "SET enable_external_access = true", f"COPY (SELECT 1) TO '{tmp_path}/x.csv'",
+                "INSTALL httpfs", f"ATTACH '{tmp_path}/x.db'"):  # fmt: skip
+        with pytest.raises(Exception, match="configuration"):
+            own.execute(sql)
+
+
+def test_a_query_that_takes_too_long_is_stopped(written, monkeypatch):
+    monkeypatch.setattr(rollouts, "SECONDS", 0.05)
+    with pytest.raises(UserError, match="was stopped"):
+        rows(written, sql_condition("(SELECT count(*) FROM range(1000000) a, range(1000000) b) = step"))
+
+
+@pytest.mark.parametrize(
+    ("where", "status"),
+    [("jaro_similarity(repeat('a', 9000000), repeat('b', 9000000)) > step", 2), ("length(repeat('a', 9)) > 0", 0)],
+)
+def test_a_command_ends_also_where_a_function_of_sql_does_not(written, where, status):
+    words = ["rollouts", str(written), "--where", where, "--show", "0"]
+    code = f"""if True:
+        from areal.__main__ import main
+        from areal.desk import rollouts
+        rollouts.SECONDS = rollouts.GRACE_SECONDS = {1 if status else 20}
+        raise SystemExit(main({words!r}))
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    told = "The query took longer than 1 s and was stopped: ask for less, for example for fewer steps.\n"
+    assert (ran.returncode, ran.stderr) == (status, told if status else "")
+
+
+def test_a_file_that_is_removed_meanwhile_does_not_matter(run, monkeypatch):
+    listed = [sorted((run / "rollouts").glob("*.parquet")), sorted((run / "rollouts").glob("*.parquet"))[1:]]
+    listed[0][0].unlink()
+    (run / "rollouts" / "000004.tmp").write_bytes(b"PAR1")
+    monkeypatch.setattr(rollouts, "files", lambda folder: listed.pop(0))
+    assert rows(run, Where()).fates == {"trained": 8, "filtered": 2}
+
+
+def test_a_run_without_rollouts_and_a_broken_file_are_told(run, tmp_path_factory):
+    with pytest.raises(UserError, match="has no rollouts"):
+        rows(tmp_path_factory.mktemp("empty"), Where())
+    (run / "rollouts" / "000004.parquet").write_bytes(b"PAR1 half of it")
+    with pytest.raises(UserError, match=r"000004\.parquet"):
+        rows(run, Where())
+
+
+def test_a_file_without_a_later_column_is_read_too(run):
+    path = run / "rollouts" / "000001.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["generators"]), path)
+    assert [row["generators"] for row in rows(run, condition({"step_max": "2"})).rows] == [None] * 5 + [
+        "generator/0#1"
+    ] * 4
+
+
+def test_one_row_has_everything_and_its_group_is_beside_it(written):
+    own = Rollouts(written)
+    row = own.row("g1.0", 0, 1)
+    assert list(row) == SCHEMA.names
+    assert (row["completion"], row["shared"], row["versions"].count(-1)) == ("other", 10, 10)
+    group = own.group("g1.0")
+    assert [(one["sample"], one["branch"], one["reward"]) for one in group] == [(0, 0, 0.5), (0, 1, 0.5), (1, 0, 0.25)]
+    with pytest.raises(UserError, match="no sample 7"):
+        own.row("g1.0", 7, 0)
+
+
+def test_a_prompt_is_followed_through_the_run_by_its_row_of_the_data(written):
+    points = Rollouts(written).prompt("g4.0")
+    assert [(p["group"], p["start_version"], p["samples"], p["mean"]) for p in points] == [
+        ("g0.0", 0, 2, 0.625), ("g1.0", 0, 2, 0.375), ("g2.0", 1, 2, 0.5), ("g3.0", 1, 2, 0.5), ("g4.0", 2, 2, 0.75),
+        ("g5.0", 2, 2, 0.75),
+    ]  # fmt: skip
+    assert (points[0]["low"], points[0]["high"]) == (0.25, 1.0)
+    assert [p["samples"] for p in Rollouts(written).prompt("g9.0")] == [2]
+    assert Rollouts(written).prompt("none") == []
+
+
+def test_pieces_are_the_turns():
+    made = sample([("ab", False), ("c", True), ("d", False), ("ef", True)])
+    assert pieces(made.versions) == [(False, 0, 2), (True, 2, 3), (False, 3, 4), (True, 4, 6)]
+
+
+def test_rollouts_are_printed_with_their_turns_and_cannot_steer_the_terminal(written, capsys):
+    assert (
+        main(["rollouts", str(written), "--where", "\"group\" = 'g0.0'", "--sort", "reward desc", "--show", "1"]) == 0
+    )
+    told = capsys.readouterr().out
+    assert told.startswith("2 rollouts of 1 steps: trained 100.0%\n")
+    assert "step 1 · group g0.0 · prompt 0 · sample 0" in told and "reward 1 (exact 1)" in told
+    for turn in ("prompt, 10 tokens\nuser: 2+2", "sampled, 5 tokens\ncall", "given, 9 tokens\ntool: é"):
+        assert turn in told
+    assert "4 <b>[red]\\x1b[2J\n" in told and "\x1b" not in told
+
+
+def test_without_the_tokenizer_whole_texts_are_printed(run, capsys):
+    assert main(["rollouts", str(run), "--random", "--show", "99"]) == 0
+    told = capsys.readouterr().out
+    assert "completion, 2 turns, which only the model's tokenizer can separate\ncall\ntool: é" in told
+
+
+def test_a_mistake_in_the_command_is_one_line(run, capsys):
+    for wrong in (["--where", "rewrd < 1"], ["--sort", "reward down"], ["--show", "-1"]):
+        assert main(["rollouts", str(run), *wrong]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and "reward" in told

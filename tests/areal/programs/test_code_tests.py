@@ -1,0 +1,318 @@
+"""The reward `code` on rows as known sets have them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import attacks
+import pytest
+from code_sets import COUNT_AT_LEAST, FUNCTIONAL, SETS
+from helpers import an_eighth_or_all, drawn, needs_namespaces
+from right_programs import right_programs
+
+from areal.programs.code_rows import read_tests
+from areal.programs.code_tests import CodeTests, same_result
+from areal.result import RewardError
+
+pytestmark = needs_namespaces
+
+
+@pytest.fixture(scope="module")
+def code():
+    # Little CPU time, for what never ends; ample time in all, since the machine may be busy.
+    reward = CodeTests(cpu_seconds=2.0, wall_seconds=60.0, output_kib=64)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture
+def hurried():
+    reward = CodeTests(cpu_seconds=0.7, wall_seconds=60.0, output_kib=64)
+    yield reward
+    reward.close()
+
+
+async def scores(code, row, programs):
+    """The scores of several programs, of which two run at a time."""
+    slots = asyncio.Semaphore(2)
+
+    async def one(program):
+        async with slots:
+            return await code.score("", program, row)
+
+    return await asyncio.gather(*map(one, programs))
+
+
+@pytest.mark.parametrize("name", SETS)
+async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_not(code, name):
+    row, right, wrong = SETS[name]
+    found = await scores(code, row, [f"```python\n{right}\n```", *wrong, ""])
+    assert [score for score, _ in found] == [1.0, *[0.0] * (len(found) - 1)]
+    assert found[0][1] == {"passed": 1.0}
+    # numpy finds all of no numbers close to one.
+    assert await code.weakness(read_tests(row)) == ("functions return []" if name == "HumanEval+" else None)
+
+
+@an_eighth_or_all
+async def test_right_programs_of_every_kind_pass_or_their_tests_are_refused_by_name(code, share):
+    slots = asyncio.Semaphore(2)
+
+    async def one(row, program):
+        async with slots:
+            try:
+                return (await code.score("", f"Here it is:\n```python\n{program}\n```\nIt works.", row))[0]
+            except RewardError as error:
+                return str(error)
+
+    programs = drawn({name: rest for name, *rest in right_programs()}, share)
+    found = await asyncio.gather(*(one(row, program) for row, program, _ in programs.values()))
+    differ = {
+        name: (result, expected)
+        for (name, (_, _, expected)), result in zip(programs.items(), found, strict=True)
+        if (result != expected if isinstance(expected, float) else expected not in str(result))
+    }
+    assert differ == {}
+
+
+def calls(*pairs):
+    return {
+        "tests": {"fn_name": "f", "inputs": [[given] for given, _ in pairs], "outputs": [want for _, want in pairs]}
+    }
+
+
+async def test_results_are_compared_as_plain_data(code):
+    row = calls((1, [1, 2]), (2, {"1": 0.5}), (3, "ä\u2028\n"), (4, True), (5, None), (6, 2**80), (7, 1 / 3), (8, 0.5))
+    right = (
+        "from fractions import Fraction\nimport collections\n"
+        "P = collections.namedtuple('P', 'x y')\n"
+        "results = [P(1, 2), {1: 0.5}, 'ä\\u2028\\n', 1, None, 2 ** 80, 0.33333333, Fraction(1, 2)]\n"
+        "def f(x):\n    print('[7]')\n    return results[x - 1]"
+    )
+    assert await code.score("", right, row) == (1.0, {"passed": 1.0})
+    wrong = (
+        "class Same(int):\n    __eq__ = lambda a, b: True\n"
+        "results = [{1, 2}, [['1', 0.5]], 'a', 2, 0, Same(3), 0.333, lambda: 0]\n"
+        "def f(x): return results[x - 1]"
+    )
+    assert await code.score("", wrong, row) == (0.0, {"passed": 0.0})
+
+
+async def test_each_call_has_an_object_of_its_own_and_its_own_names_first(code):
+    program = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass D:\n    a: int\n"
+        "def gcd(x): return 5\n"
+        "class Solution:\n    def __init__(self): self.seen = []\n"
+        "    def f(self, x):\n        self.seen.append(x)\n        return D(len(self.seen)).a + gcd(1)"
+    )
+    assert await code.score("", program, calls((1, 6), (2, 6))) == (1.0, {"passed": 1.0})
+
+
+async def test_what_is_imported_for_programs_is_no_answer_of_theirs(code):
+    row = {"tests": {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}}
+    found = await scores(code, row, ["", "from math import gcd", "def gcd(a, b): return math.gcd(a, b)"])
+    assert [score for score, _ in found] == [0.0, 1.0, 1.0]
+
+
+async def test_each_call_may_use_the_limits_for_itself(hurried):
+    busy = (
+        "import time\ndef f(x):\n    end = time.process_time() + 0.3\n"
+        "    while time.process_time() < end: pass\n    return x"
+    )
+    assert await hurried.score("", busy, calls((1, 1), (2, 2), (3, 3))) == (1.0, {"passed": 1.0})
+    large = "def f(x): return 'x' * x"
+    assert await hurried.score("", large, calls(*[(30_000, "x" * 30_000)] * 3)) == (1.0, {"passed": 1.0})
+    endless = "def f(x):\n    while x == 2: pass\n    return x"
+    assert await hurried.score("", endless, calls((1, 1), (2, 2), (3, 3))) == (0.0, {"passed": 1 / 3})
+
+
+@an_eighth_or_all
+async def test_no_program_passes_calls_without_the_answer(code, share):
+    secret = 123456789
+    elsewhere = ("answers", "asks", "says", "names", "containers", "mocks", "text", "exceptions", "time", "resources")
+    programs = {name: program for name, program in attacks.CHEATS.items() if not name.startswith(("lets", *elsewhere))}
+    programs = drawn(programs, share)
+    found = await scores(code, calls((7, secret)), programs.values())
+    assert {name: one for name, one in zip(programs, found, strict=True) if one[0]} == {}
+
+
+async def test_a_function_of_the_program_may_have_the_name_of_a_built_in_one(code):
+    row = {"test_list": ["assert sum(10, 15) == 6", "assert sum(4, 6) == 3"]}
+    right = (
+        "def sum(a, b):\n    total = 0\n    for i in range(1, min(a, b)):\n        total += i * (a % i == b % i == 0)\n"
+    )
+    found = await scores(code, row, [f"{right}    return total", "", "def sum(a, b): return 6"])
+    assert [score for score, _ in found] == [1.0, 0.0, 0.0]
+    row = {"test_list": ["assert all(f(x) == 2 * x for x in (1, 2))"]}
+    assert (await code.score("", "def f(x): return 0\ndef all(xs): return True", row))[0] == 0.0
+
+
+async def test_programs_get_built_in_types_and_functions_as_these(code):
+    row = {"test_list": ["assert without((4, 7.7), int) == [7.7]", "assert is_len(len)"]}
+    program = "def without(xs, kind): return [x for x in xs if not isinstance(x, kind)]\ndef is_len(x): return x is len"
+    assert await code.score("", program, row) == (1.0, {"passed": 1.0})
+
+
+async def test_names_that_tests_do_not_import_are_not_the_programs_where_they_are_a_librarys(code):
+    row = {"test_list": ["assert math.isclose(f(1), 3)", "assert Counter(f(2)) == Counter('ab')"]}
+    forged = "class math:\n    isclose = lambda *a: True\nclass Counter:\n    __init__ = __eq__ = lambda *a: None\n"
+    assert (await code.score("", f"{forged}def f(x): return 0", row)) == (0.0, {"passed": 0.0})
+    assert (await code.score("", "def f(x): return 3 if x == 1 else 'ba'", row)) == (1.0, {"passed": 1.0})
+    own = {"test_list": ["c = Counter()\nc.add()\nassert c.n == 1"]}
+    counter = "class Counter:\n    n = 0\n    def add(self): self.n += 1"
+    assert (await code.score("", counter, own)) == (1.0, {"passed": 1.0})
+
+
+async def test_asserts_import_nothing_that_the_program_wrote(code):
+    row = {"test_list": ["import colorsys\nassert f(7) == colorsys.rgb_to_hsv(1, 1, 1)[2] + 122"]}
+    forged = "open('colorsys.py', 'w').write('class Same:\\n    def __radd__(s, o): return s')\ndef f(x): return 0"
+    assert await code.score("", forged, row) == (0.0, {"passed": 0.0})
+    assert await code.score("", "def f(x): return 123", row) == (1.0, {"passed": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("import no_such_package\nassert f(1)", "they import what cannot be imported here: no_such_package"),
+        ("def test_f(caplog):\n    assert f(1)", "what is not supported here: the fixture caplog"),
+        ("import pytest\ndef test_f():\n    with pytest.warns(UserWarning):\n        assert f(1)", "pytest.warns"),
+        ("import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f(1)", "pytest.mark.skip"),
+        ("def test_f(monkeypatch):\n    monkeypatch.undo()\n    assert f(1)", "monkeypatch.undo"),
+        ("import pytest\n@pytest.mark.parametrize('x', [])\ndef test_f(x):\n    assert f(x)", "no test is collected"),
+    ],
+)
+async def test_tests_that_cannot_be_run_here_are_an_error_and_no_score(code, test, message):
+    with pytest.raises(RewardError, match=message):
+        await code.score("", "def f(x): return 1", {"test": test})
+
+
+async def test_pytest_style_tests_are_counted_one_by_one(code):
+    tests = (
+        "import unittest, pytest\nfrom solution import f\n"
+        "@pytest.fixture(autouse=True)\ndef noise():\n    print('no end of line', end='')\n    yield\n"
+        "@pytest.mark.parametrize('y', [1, 2])\n"
+        "@pytest.mark.parametrize(['x', 'z'], [(1, 1), pytest.param(2, 2, id='b')])\n"
+        "def test_f(x, y, z):\n    assert f(x) == pytest.approx(z)\n"
+        "class TestOne:\n    @pytest.fixture\n    def three(self):\n        return 3\n"
+        "    def test_three(self, three):\n        assert f(three) == 3\n"
+        "class Two(unittest.TestCase):\n    def setUp(self):\n        self.x = 4\n"
+        "    def test_two(self):\n        self.assertEqual(f(self.x), 4)\n"
+    )
+    wrong = "def f(x): return x if x != 2 else 0"
+    found = await scores(code, {"test": tests}, ["def f(x): return x", wrong, "def g(x): return x"])
+    assert found == [(1.0, {"passed": 1.0}), (0.0, {"passed": 4 / 6}), (0.0, {"passed": 0.0})]
+
+
+def test_an_answer_is_the_json_of_the_result():
+    assert same_result("[1, [2.0000000001]]", [1, [2.0]])
+    assert same_result('{"a": true}', {"a": 1})
+    for answer in ("", "x", "[1", "[1, 2]", "[" * 100_000, "NaN", "9" * 5000, "1.0000001", "2"):
+        assert not same_result(answer, 1)
+    assert same_result("1e-17", 0.0)
+    assert not same_result("0", 9e-7)
+
+
+async def test_a_call_that_is_not_understood_is_no_score(code):
+    with pytest.raises(RewardError, match="are of several kinds"):
+        await code.score("", COUNT_AT_LEAST, {"tests": json.dumps([*FUNCTIONAL, {"input": "1", "output": "2"}])})
+
+
+async def score_of(code, program, *tests, **row):
+    return (await code.score("", program, {"test_list": [*tests], **row}))[0]
+
+
+async def test_what_a_program_does_to_its_arguments_is_seen_in_place(code):
+    program = (
+        "def f(xs):\n    xs.append(len(xs))\n    return xs\ndef g(d, s, q):\n    d['x'] = d.pop('y')\n    s.clear()\n"
+        "    q.rotate(1)\ndef h(rows): rows[0][0] = rows[1]\ndef keep(xs): return list(xs)"
+    )
+    tests = [
+        "a = [5]\nb = f(a)\nassert b is a and a == [5, 1]",
+        "a = []\nassert f(f(a)) is a and a == [0, 1]",
+        "from collections import deque\nd, s, q = {'y': 1}, {1}, deque([1, 2])\ng(d, s, q)\n"
+        "assert (d, s, q) == ({'x': 1}, set(), deque([2, 1]))",
+        "rows = [[1], [2]]\nh(rows)\nassert rows[0][0] is rows[1] and rows == [[[2]], [2]]",
+        "a = [1]\nassert keep(a) == a and keep(a) is not a and a == [1]",
+    ]
+    assert await score_of(code, program, *tests) == 1.0
+    wrong = program.replace("xs.append(len(xs))\n    return xs", "return xs + [len(xs)]")
+    assert await score_of(code, wrong, tests[0]) == 0.0
+
+
+async def test_exceptions_arrive_with_their_hierarchy_and_what_would_end_an_iteration_does_not(code):
+    program = (
+        "class AppError(Exception): pass\nclass NotFound(AppError, LookupError):\n"
+        "    def __init__(self, name):\n        super().__init__(f'no {name}')\n        self.name = name\n"
+        "def f(x): raise NotFound(x)\ndef ends(x): raise StopIteration(x)\n"
+        "def steps():\n    yield 1\n    raise NotFound('step')"
+    )
+    checks = "assert isinstance(e, (AppError, LookupError)[i]) and str(e) == 'no a' and e.name == 'a'"
+    tests = [
+        f"for i in (0, 1):\n    try:\n        f('a')\n    except NotFound as e:\n        {checks}\n"
+        "    else:\n        assert 0",
+        "try:\n    raise NotFound('b')\nexcept AppError as e:\n    assert e.name == 'b' and e.args == ('no b',)",
+        "try:\n    list(map(ends, [1]))\n    assert False\nexcept Exception as e:\n"
+        "    assert type(e).__name__ == 'StopIteration' and not isinstance(e, StopIteration)",
+        "it = steps()\nassert next(it) == 1\ntry:\n    next(it)\n    assert False\n"
+        "except NotFound as e:\n    assert e.name == 'step'",
+    ]
+    assert await score_of(code, program, *tests) == 1.0
+    # An empty loop would prove nothing.
+    assert await score_of(code, program, "assert all(x == 2 for x in map(ends, [1]))") == 0.0
+
+
+async def test_what_uses_up_the_time_decides_between_an_error_and_a_score(hurried):
+    slow = "sum(range(10**10))"  # C code, which keeps all threads of Python from running
+    with pytest.raises(RewardError, match="they take longer than a program may"):
+        await score_of(hurried, "def f(x): return x", f"assert f(1) == 1\n{slow}")
+    assert await score_of(hurried, f"def f(x):\n    {slow}", "assert f(1) == 1") == 0.0
+    # The tests take long for what the program has returned.
+    assert await score_of(hurried, "def f(x): return range(10**12)", "for x in f(1): assert x >= 0") == 0.0
+    assert await score_of(hurried, "def f(k):\n    while True: k(1)", "assert f(lambda x: x) == 1") == 0.0
+
+
+async def test_a_program_does_not_decide_that_its_row_is_refused(code):
+    test = "assert f(1).real == 1 and f(2).best == 2"
+    queue = "q = Queue()\nassert q.add(1).size == 1"
+    right = "class Queue:\n    size = 0\n    def add(self, x):\n        self.size += 1\n        return self"
+    opaque = "class Queue:\n    def add(self, x): return add"
+    opaque += "\ndef add(): pass"
+    with pytest.raises(RewardError, match=".best of what f returns"):
+        await score_of(code, "def f(x): return x", test)
+    assert await score_of(code, right, queue) == 1.0
+    with pytest.raises(RewardError, match=".size of a result"):  # there may be right programs like that
+        await score_of(code, opaque, queue)
+    assert await score_of(code, opaque, queue, solution=right) == 0.0
+    assert await score_of(code, "def Queue(): return print", queue) == 0.0
+    assert await score_of(code, "f = object()", "assert f(1) == 1") == 0.0
+
+
+async def test_many_calls_and_callbacks_are_within_the_limits(code):
+    lists = "kept = []\nfor i in range(1000):\n    kept.append([i] * 1000)\n    assert f(kept[-1]) == i * 1000"
+    assert await score_of(code, "def f(xs): return sum(xs)", lists) == 1.0
+    calls = "assert f(lambda x: x + 1, 20_000) == 200_010_000"
+    assert await score_of(code, "def f(k, n): return sum(k(i) for i in range(n))", calls) == 1.0
+
+
+async def test_a_row_whose_function_has_a_built_in_name_may_use_it_and_others(code):
+    test = (  # as Mbpp/126 of MBPP+
+        "inputs, results = [[10, 15], [4, 6]], [6, 3]\n"
+        "for i, (inp, exp) in enumerate(zip(inputs, results)):\n    assert sum(*inp) == exp, len(inp)"
+    )
+    right = "def sum(a, b):\n    return __builtins__['sum'](i for i in range(1, min(a, b)) if a % i == b % i == 0)"
+    right = right.replace("__builtins__['sum']", "__import__('builtins').sum")
+    row = {"test": test, "code": right}
+    assert (await code.score("", right, row))[0] == 1.0
+    assert (await code.score("", "def sum(a, b): return 6", row))[0] == 0.0
+    assert (await code.score("", "def sum(a, b): return 6\ndef zip(*a): return []", row))[0] == 0.0
+
+
+async def test_a_row_that_a_program_without_a_thought_passes_is_refused_where_that_is_asked_for():
+    reward = CodeTests(refuse_weak=True, cpu_seconds=2.0, wall_seconds=60.0)
+    weak, good = "import numpy as np\nassert (f(3) == np.array([0, 2, 4])).all()", "assert f(3) == [0, 2, 4]"
+    programs = "import numpy as np\ndef f(n): return np.arange(n) * 2", "def f(n): return [0, 2, 4]"
+    with pytest.raises(RewardError, match="are weak: a program in which functions return an empty array of any shape"):
+        await score_of(reward, programs[0], weak)
+    assert await score_of(reward, "def f(n): return 1", weak) == 0.0
+    assert await score_of(reward, programs[1], good) == 1.0
+    reward.close()

@@ -1,0 +1,267 @@
+"""The codec of what a program and its tests exchange: what is decoded is of the table, whatever was sent."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import datetime
+import json
+import math
+import random
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from areal.programs import plain_data
+
+EXACT = {
+    *(plain_data.BASES + (bool, type(None), np.ndarray)),
+    *(getattr(__import__(module), name) for name, module in plain_data.TEXTS.items()),
+}
+# What the other end says is no data: it is a mark here.
+MARK = object()
+
+
+def refuse(value, encoder):
+    raise TypeError(type(value))
+
+
+def encoded(value):
+    return json.dumps(plain_data.Encoder(refuse).encode(value)).encode()
+
+
+def decoded(data):
+    errors = plain_data.Errors({})
+    decoder = plain_data.Decoder(lambda name, content, decoder: decode_other(errors, name, content, decoder))
+    return decoder.decode(plain_data.read_message(data))
+
+
+def decode_other(errors, name, content, decoder):
+    if name == "raise":
+        return errors.decode(content, decoder)
+    if name == "opaque":
+        return MARK
+    raise ValueError(name)
+
+
+ZONE = datetime.timezone(datetime.timedelta(hours=2))
+numbers = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(1400, 1500).map(lambda n: 7**n), st.floats(), st.text(),
+    st.complex_numbers(), st.binary(), st.fractions(), st.decimals(allow_nan=False), st.dates(), st.timedeltas(),
+    st.datetimes(allow_imaginary=False).map(lambda v: v.replace(fold=0)),
+    st.times().map(lambda v: v.replace(tzinfo=ZONE, fold=0)), st.uuids(),
+    st.builds(range, st.integers(), st.integers()), st.sampled_from([np.int8(3), np.float64(0.5), np.str_("é")]),
+)  # fmt: skip
+keys = st.one_of(st.integers(), st.text(), st.tuples(st.integers(), st.booleans()), st.frozensets(st.integers()))
+
+
+def containers(items):
+    dicts = st.dictionaries(keys, items, max_size=4)
+    return st.one_of(
+        st.lists(items, max_size=4), st.lists(items, max_size=4).map(tuple), st.sets(keys, max_size=4), dicts,
+        st.binary(max_size=9).map(bytearray), st.lists(items, max_size=4).map(lambda v: collections.deque(v, maxlen=9)),
+        dicts.map(collections.OrderedDict), dicts.map(lambda d: collections.defaultdict(list, d)),
+        st.text(max_size=9).map(collections.Counter), st.lists(st.floats(), max_size=4).map(np.array),
+    )  # fmt: skip
+
+
+values = st.recursive(numbers, containers, max_leaves=12)
+NAMES = [*plain_data.MAKERS, *plain_data.NAMED, *plain_data.TEXTS]
+JUNK = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 1 << 40), st.floats(), st.text(max_size=9)),
+    lambda items: st.one_of(
+        st.lists(items, max_size=4),
+        st.dictionaries(
+            st.sampled_from(
+                [*plain_data.MAKERS, *plain_data.NAMED, *plain_data.TEXTS, "ref", "int", "array", "objects"]
+            )
+            | st.sampled_from(["raise", "opaque", "object", "callback", "__class__", "eval"]),
+            items,
+            max_size=2,
+        ),
+    ),
+    max_leaves=20,
+)
+
+
+def same(one, other):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(map(same, one.values(), other.values()))
+    if isinstance(one, (list, tuple, collections.deque)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) and repr(one) == repr(other) or one == other and isinstance(one, (set, frozenset))
+
+
+def parts_of(value):
+    """A value and all that it holds."""
+    queue, seen = [value], set()
+    while queue:
+        value = queue.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        match value:
+            case dict():
+                queue += [*value.keys(), *value.values()]
+            case list() | tuple() | set() | frozenset() | collections.deque():
+                queue += value
+            case slice():
+                queue += [value.start, value.stop, value.step]
+            case np.ndarray() if value.dtype.kind == "O":
+                queue += value.flat
+            case BaseException():
+                queue += [*value.args, *vars(value).values()]
+
+
+@given(values)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_data_of_the_table_come_out_as_they_went_in(value):
+    assert same(decoded(encoded(value)), value)
+
+
+def test_containers_that_occur_twice_stay_one():
+    inner = [1]
+    outer = decoded(encoded([inner, {"a": inner}, (inner,)]))
+    assert outer[0] is outer[1]["a"] is outer[2][0]
+    outer.append(outer)
+    again = decoded(encoded(outer))
+    assert again[3] is again
+
+
+class Watch:
+    """The events of Python's audit while something is decoded: what runs code, or uses files and processes."""
+
+    FORBIDDEN = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "pickle.", "ctypes.", "marshal.")
+
+    def __init__(self):
+        self.events, self.active = [], False
+        sys.addaudithook(self)
+
+    def __call__(self, event, arguments):
+        if self.active and event.startswith(self.FORBIDDEN):
+            self.events.append((event, arguments))
+
+
+@pytest.fixture(scope="module")
+def watch():
+    return Watch()
+
+
+def check(data, watch):
+    """Decodes what may be anything; true if it is data."""
+    watch.active, watch.events = True, []
+    try:
+        value = decoded(data)
+    except Exception:
+        return False
+    finally:
+        watch.active = False
+        # The classes of texts are imported when they are first needed, and their modules are Python's.
+        assert [event for event in watch.events if event[0] != "import"] == []
+        assert {event[1][0] for event in watch.events} <= {"uuid", "pathlib"}
+    size = 0
+    for part in parts_of(value):
+        kind = type(part)
+        assert kind in EXACT or issubclass(kind, np.generic) or part is MARK or isinstance(part, BaseException), kind
+        if isinstance(part, BaseException):
+            assert not isinstance(part, plain_data.NEVER)
+            assert kind.__module__ in ("builtins", "solution", "areal.programs.plain_data")
+        size += part.nbytes if isinstance(part, np.ndarray) else sys.getsizeof(part)
+    assert size <= 1000 * len(data) + (1 << 17)
+    return True
+
+
+@given(JUNK)
+@settings(max_examples=6 * settings.default.max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_is_sent_only_data_come_out(watch, junk):
+    check(json.dumps(junk).encode(), watch)
+
+
+@given(values, st.randoms(use_true_random=False))
+@settings(max_examples=3 * settings.default.max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_messages_that_are_changed_give_only_data(watch, value, chance):
+    data = bytearray(encoded(value))
+    check(bytes(mutated(data, chance)), watch)
+    check(json.dumps(shuffled(json.loads(encoded(value)), chance)).encode(), watch)
+
+
+def mutated(data: bytearray, chance: random.Random) -> bytearray:
+    for _ in range(chance.randint(1, 4)):
+        place = chance.randrange(len(data) + 1)
+        data[place : place + chance.randint(0, 2)] = chance.choice(
+            [b"", b"9", b"[", b"]", b"{", b'"', b"-", b"e9", b"null"]
+        )
+    return data
+
+
+def shuffled(message, chance):
+    """A message, in which names and contents have changed places."""
+    match message:
+        case list():
+            message = [shuffled(item, chance) for item in message]
+            chance.shuffle(message)
+            return message
+        case dict():
+            return {
+                chance.choice([name, *NAMES, "ref", "array", "objects", "raise"]): shuffled(content, chance)
+                for name, content in message.items()
+            }
+    return chance.choice([message, message, -1, True, "int", 1e9, [], None])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"Fraction": ["1e999999999", None]}, {"Fraction": [1, 0]}, {"int": "zz"}, {"array": ["|O", [1], "00"]},
+        {"array": ["<f8", [0, 1 << 40], ""]}, {"array": ["<f8", [1 << 62], "00" * 8]}, {"array": ["<U9", [9], "00"]},
+        {"deque": [-1, []]}, {"dict": [None, [1]]}, {"set": [None, [[]]]}, {"ref": 0}, {},
+        {"type": ["X"]}, {"object": [1, []]}, {"bytes": [5]}, {"range": [1.5]}, {"raise": ["int", "", [], [], None]},
+        {"raise": ["StopIteration", "", [], [], None]}, {"raise": [["\0", ["Exception"]], "", [], [], None]},
+    ],
+)  # fmt: skip
+def test_malformed_messages_are_refused(watch, message):
+    assert not check(json.dumps(message).encode(), watch)
+
+
+def test_messages_of_too_many_parts_or_that_are_too_deep_are_refused():
+    with pytest.raises(ValueError, match="too many parts"):
+        plain_data.read_message(b"[" + b"[]," * plain_data.MOST_PARTS + b"[]]")
+    with pytest.raises(RecursionError):
+        decoded(b"[" * 100_000 + b"]" * 100_000)
+    with pytest.raises(ValueError, match="digits"):
+        decoded(b"9" * 100_000)
+
+
+def test_an_error_with_no_base_or_of_bases_that_do_not_fit_is_an_error_of_the_program():
+    for bases in ([], ["OSError", "SyntaxError", "KeyError"]):
+        error = decoded(json.dumps({"raise": [["E", bases], "text", [1], ["x", 2, "_y", 3], None]}).encode())
+        assert isinstance(error, plain_data.ProgramError) and error.args == (1,) and error.x == 2
+        assert not hasattr(error, "_y") and str(error) == "text"
+
+
+def test_derived_values_are_sent_as_their_base():
+    class Own(dict):
+        __eq__ = __contains__ = lambda *_: True
+
+    class Number(int):
+        __int__ = __index__ = lambda _: 5
+
+    for value, base in ((Own(a=1), {"a": 1}), (Number(7), 7), (collections.namedtuple("P", "x")(3), (3,))):
+        assert same(plain_data.as_base(value, plain_data.base_of(type(value))), base)
+
+
+def test_a_message_has_only_what_its_arguments_have():
+    sizes = [len(encoded([[i] * 1000])) for i in range(10, 20)]
+    kept = [[i] * 1000 for i in range(100)]
+    assert len({*sizes}) == 1 and len(encoded([kept[50]])) == sizes[0]
+    assert math.isclose(len(encoded(copy.deepcopy(kept))), 100 * sizes[0], rel_tol=0.1)
