@@ -9,13 +9,11 @@ reserve (areal.storage.disk).
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import structlog
 
@@ -33,8 +31,9 @@ from areal.config import (
     without_secrets,
 )
 from areal.models import with_folders
-from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, rename, running_out
+from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
+from areal.storage.records import line_of, read_records, record_of, whole_records
 
 log = structlog.get_logger()
 
@@ -164,97 +163,6 @@ class RunFolder:
         replace(self.path / "summary.json", json.dumps(summary | over_steps, indent=2) + "\n")
 
 
-def whole_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, and then cut off what follows the last whole one. Damaged lines before it are told
-    and left as they are."""
-    end = number = 0
-    damaged: list[int] = []
-    for record, place, line in _records(path):
-        yield record
-        damaged += range(number + 1, line)
-        end, number = place, line
-    if damaged:
-        log.warning("damaged lines are left out", file=str(path), lines=damaged[:20], count=len(damaged))
-    if path.exists() and path.stat().st_size > end:  # nothing is written where nothing has to be
-        os.truncate(path, end)
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole records of a metrics.jsonl, or another file with a record in each line."""
-    return (record for record, _, _ in _records(path))
-
-
-def move_records(path: Path, to: Path, moved: Callable[[dict[str, Any]], bool]) -> None:
-    """Move the records for which `moved` is true from one file to another. A call that was interrupted is repeated."""
-    lines: dict[bool, list[str]] = {True: [], False: []}
-    for record in read_metrics(path):
-        lines[moved(record)].append(line_of(record))
-    if lines[True]:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        replace(to, "".join(lines[True]))
-        replace(path, "".join(lines[False]))
-
-
-def metrics_up_to(path: Path, step: int) -> bytes:
-    """The lines of a metrics.jsonl up to the record of `step`."""
-    end = max((end for record, end, _ in _records(path) if record["step"] <= step), default=0)
-    return path.read_bytes()[:end] if end else b""
-
-
-def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the whole records of a file from offset `begin` on, the offset of the end of each, and the number of its
-    line."""
-    if not path.exists():
-        return
-    end = begin
-    with path.open("rb") as file:  # by line: a long run has gigabytes of them
-        file.seek(begin)
-        for number, line in enumerate(file, 1):
-            end += len(line)
-            if (record := record_of(line)) is not None:
-                yield record, end, number
-
-
-def line_of(record: Mapping[str, Any]) -> str:
-    """A record as a line of a file, with a checksum, `crc`."""
-    text = json.dumps(record)
-    return json.dumps({**record, "crc": crc32(text.encode())}) + "\n"
-
-
-def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if the line is not complete, or damaged."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not line.endswith(b"\n"):
-        return None
-    checksum = record.pop("crc", None)  # records of earlier versions have none
-    return record if checksum in (None, crc32(json.dumps(record).encode())) else None
-
-
-class NewRecords:
-    """Reads the records of a file that is being written, each record once.
-
-    An incomplete last line is left for a later call: a resumed master may write it again at the same position. Damaged
-    lines are skipped.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._place = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the records since the previous call."""
-        if self._path.exists() and self._path.stat().st_size < self._place:
-            self._place = 0  # the file was replaced by a shorter one
-        records = []
-        for record, place, _ in _records(self._path, self._place):
-            records.append(record)
-            self._place = place
-        return records
-
-
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the contents of summary.json of the run in `folder`, or None if the run is not over or the file is
     damaged: `--resume` writes it anew."""
@@ -282,7 +190,7 @@ def version_of(checkpoint: Path) -> int:
 
 def steps_trained(folder: Path) -> int:
     """The number of steps that the run in `folder` has trained."""
-    return max((record["step"] for record in read_metrics(folder / "metrics.jsonl")), default=0)
+    return max((record["step"] for record in read_records(folder / "metrics.jsonl")), default=0)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -324,9 +232,9 @@ def compare_record(folder: Path, run: str, version: int) -> None:
     # The checkpoint of a step may be on disk before the step is in the journal.
     kept = {str(newest): version_of(newest) - 1} if newest else {}
     runs = set()
-    for record in read_metrics(metrics):
+    for record in read_records(metrics):
         kept[str(metrics)] = record["step"]
-        runs.add(record.get("run", run))
+        runs.add(record["run"])
     for name, step in kept.items():
         if step > version:
             raise UserError(
@@ -458,7 +366,7 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
 
 def hold_changes_from(folder: Path, step: int) -> None:
     """Settings that were changed after `step`, to which the run has gone back, hold from this step on."""
-    changes = list(read_metrics(folder / CHANGES))
+    changes = list(read_records(folder / CHANGES))
     if any(change["step"] > step for change in changes):
         lines = (line_of(change | {"step": min(step, change["step"])}) for change in changes)
         replace(folder / CHANGES, "".join(lines))
@@ -466,7 +374,7 @@ def hold_changes_from(folder: Path, step: int) -> None:
 
 def changed_back(folder: Path, step: int) -> dict[str, Any]:
     """The settings by which the run in `folder` has trained `step`, as far as they were changed since, by key."""
-    changes = [change for change in read_metrics(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
+    changes = [change for change in read_records(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
     return {change["key"]: change["before"] for change in reversed(changes) if change["step"] > step}
 
 
@@ -483,14 +391,3 @@ def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "
 def within(key: str, names: Iterable[str]) -> bool:
     """Whether a key of the configuration is one of `names` or in a section that is."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def replace(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file so that after a crash it has either the old text or the new one. mode: of a new file."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    rename(temporary, path)
