@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from areal.config import Config, SourceConfig, UserError, without_secrets
+from areal.config import Config, SourceConfig, UserError
 from areal.desk.report import Run, read_run, write_figure
+from areal.hiding import without_secrets
 from areal.models import hub_id, name_of
 from areal.storage.run_folder import config_of_run, last_checkpoint, version_of
 from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder, link

@@ -26,12 +26,10 @@ from areal.config import (
     UserError,
     checked,
     dump_config,
-    hidden_in,
     load_config,
     overridden,
-    secrets_in,
-    without_secrets,
 )
+from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, rename, running_out
 from areal.storage.events import EventLog
