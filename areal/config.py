@@ -250,8 +250,8 @@ class DataConfig(RowsConfig):
 
     sampler: str = Field(
         "shuffle",
-        description="chooses the row of each prompt: shuffle, difficulty, skip_solved, easy_to_hard, mixture, or "
-        "package.module:function (docs/curriculum.md)",
+        description="chooses the row of each prompt: shuffle, difficulty, or package.module:function "
+        "(docs/curriculum.md)",
     )
     sampler_options: dict[str, Any] = Field(default_factory=dict, description="options of the sampler")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are discarded, for the cause `long`")
