@@ -22,6 +22,7 @@ from areal.desk.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities
 from areal.models import QUICKSTART_FOLDER
 from areal.observe.alert_inputs import Digests
 from areal.observe.alerts import Alert
+from areal.storage.disk import replace
 from areal.storage.records import read_records
 from areal.storage.run_folder import STEADY, Origin, origins_of
 from areal.text import shown
@@ -143,7 +144,7 @@ def write_report(folder: Path) -> Path:
         samples=paired_samples(run.summary),
     )
     path = folder / "report.html"
-    path.write_text(html, encoding="utf-8")
+    replace(path, html)
     return path
 
 

@@ -155,10 +155,11 @@ class Backlog:
 
 
 def replace(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file so that after a crash it has either the old text or the new one. mode: of a new file."""
+    """Write a file so that after a crash it has either the old text or the new one. A link of its name is replaced, and
+    nothing is written through it. mode: of a new file."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -24,12 +24,10 @@ from areal.config import (
     UserError,
     checked,
     dump_config,
-    hidden_in,
     load_config,
     overridden,
-    secrets_in,
-    without_secrets,
 )
+from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
@@ -391,3 +389,8 @@ def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "
 def within(key: str, names: Iterable[str]) -> bool:
     """Whether a key of the configuration is one of `names` or in a section that is."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def leaves(path: Path, folder: Path) -> bool:
+    """Whether a path in `folder` is, through links, one outside of it."""
+    return not path.resolve().is_relative_to(folder.resolve())
