@@ -826,8 +826,8 @@ class TrainerConfig(Section):
         yield from deepspeed_conflicts(self.deepspeed_options, self.offload)
         if self.eps_clip > 1 and self.objective in OBJECTIVE_SETTINGS and self.objective not in ("gmpo", "dppo_kl"):
             yield (
-                f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip none: "
-                f"set trainer.eps_clip to at most 1"
+                f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
+                f"none: set trainer.eps_clip to at most 1"
             )
         for key in ("behaviour_weight_bounds", "sequence_mask_bounds"):
             low, high = getattr(self, key)

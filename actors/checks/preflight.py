@@ -255,8 +255,8 @@ def check_context(config: Config, context: int | None, model: str) -> None:
         raise UserError(f"generator.max_model_len is {longest}, but {model} has room for {context} tokens: lower it.")
     if config.steps and context and config.sampling.max_new_tokens >= context:
         raise UserError(
-            f"sampling.max_new_tokens is {config.sampling.max_new_tokens}, but {model} has room for {context} tokens of "
-            f"prompt and completion: lower it."
+            f"sampling.max_new_tokens is {config.sampling.max_new_tokens}, but {model} has room for {context} tokens "
+            f"of prompt and completion: lower it."
         )
 
 

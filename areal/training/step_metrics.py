@@ -23,9 +23,9 @@ class StepResult:
     """The metrics of one training step, over all ranks.
 
     loss: what is minimised, with the KL penalty and the entropy bonus if they are part of it; mean over the optimizer
-    steps, each averaged according to `trainer.loss_mean`. grad_norm: before clipping,
-    mean over the optimizer steps. lr: the learning rate of the last of them. entropy: nats, mean over the trained tokens. clip_fraction: share of the trained
-    tokens that were clipped or masked.
+    steps, each averaged according to `trainer.loss_mean`. grad_norm: before clipping, mean over the optimizer steps.
+    lr: the learning rate of the last of them. entropy: nats, mean over the trained tokens. clip_fraction: share of the
+    trained tokens that were clipped or masked.
     logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where
     pi_theta is still that version; None if there are no such tokens.
     weight_mean, weight_max: mean and maximum of pi_prox / pi_behav, before an objective bounds it.
