@@ -281,6 +281,7 @@ def panels(run: Run) -> list[Panel]:
         lines("Entropy", "entropy"),
         lines("Loss", "loss"),
         lines("Gradient norm", "grad_norm"),
+        lines("Learning rate", "lr", limits=FROM_0),
         lines("Share of clipped tokens", "clip_fraction"),
     ]
 

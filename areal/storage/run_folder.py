@@ -9,6 +9,7 @@ reserve (areal.storage.disk).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,8 +43,8 @@ MAY_CHANGE = (
     "outage_seconds", "generator", "rollout_manager", "scorers", "guard", "evaluator", "master", "network", "observe",
     "weights.transport", "reward.count", "reward.workers", "reward.concurrent_calls", "reward.timeout_seconds",
     "reward.retries", "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
-    "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads", "trainer.ranks", "trainer.zero_stage",
-    "trainer.offload",
+    "trainer.lr", "trainer.lr_schedule", "trainer.lr_schedule_steps", "trainer.lr_final", "trainer.threads",
+    "trainer.ranks", "trainer.zero_stage", "trainer.offload",
     "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
     "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options",
 )  # fmt: skip
@@ -358,8 +359,31 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
         old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
         lines += line_of({"step": step, "key": key, "before": old, "now": new, "time": time.time()})
         sentences.append(f"{key} was {old!r} and is {new!r} from step {step} on")
+    sentences += _jumps(stored, config, checkpoint)
     append(config.folder / CHANGES, lines)
     return sentences
+
+
+def end_of(folder: Path, step: int) -> list[str]:
+    """The overrides with which the run in `folder` ends at `step`. The schedule of its learning rate stays as it was,
+    since steps may be redone."""
+    config = config_of_run(folder)
+    return [f"steps={step}", f"trainer.lr_schedule_steps={config.trainer.lr_schedule_steps or config.steps or 'null'}"]
+
+
+def _jumps(stored: Config, config: Config, checkpoint: int) -> list[str]:
+    """Says so if a longer schedule changes the learning rate where the run goes on, from `checkpoint` on."""
+    shares = [
+        c.trainer.lr_share(checkpoint * c.trainer.minibatches, c.optimizer_steps) * c.trainer.lr / stored.trainer.lr
+        for c in (stored, config)
+    ]
+    if stored.optimizer_steps == config.optimizer_steps or math.isclose(*shares, rel_tol=0.01):
+        return []
+    return [
+        f"the decay of the learning rate ends later, so that the rate goes from {shares[0]:.2g} to {shares[1]:.2g} of "
+        f"trainer.lr: resume with trainer.lr_schedule_steps={stored.optimizer_steps // stored.trainer.minibatches} to "
+        f"keep the old end"
+    ]
 
 
 def hold_changes_from(folder: Path, step: int) -> None:

@@ -46,6 +46,7 @@ TITLES = [
     "Entropy",
     "Loss",
     "Gradient norm",
+    "Learning rate",
     "Share of clipped tokens",
 ]
 
@@ -79,6 +80,7 @@ def record(step, **changes):
         "kl_reference": 0.1,
         "loss": -0.01,
         "grad_norm": 0.7,
+        "lr": 1e-5,
         "entropy": 1.2,
         "clip_fraction": 0.01,
     } | changes

@@ -23,6 +23,7 @@ from areal.storage.run_folder import (
     compare_record,
     config_of_run,
     configuration_to_resume,
+    end_of,
     keep_changes,
     known_versions,
     read_summary,
@@ -441,6 +442,29 @@ def test_changes_are_kept_with_the_step_from_which_they_hold(begun, config):
     by_step[7]["max_staleness"] = config.max_staleness
     assert {step: changed_back(begun, step) for step in by_step} == by_step
     assert changed_back(begun, 10) == {"trainer.lr": 1e-6}
+
+
+def test_a_longer_decay_is_told_where_a_run_goes_on_and_its_old_end_can_be_kept(begun, config):
+    settings = ["trainer.lr_schedule=linear", "trainer.lr_final=0.1"]
+    RunFolder(configuration_to_resume(begun, None, [*settings, "steps=4"]))
+    longer = configuration_to_resume(begun, None, ["steps=8"])
+    changes = keep_changes(longer, 4, 4)
+    steps, after = 4 * longer.trainer.minibatches, 8 * longer.trainer.minibatches
+    share = 1 - 0.9 * (steps + 1) / after
+    assert changes[1:] == [
+        f"the decay of the learning rate ends later, so that the rate goes from 0.1 to {share:.2g} of trainer.lr: "
+        f"resume with trainer.lr_schedule_steps=4 to keep the old end"
+    ]
+    kept = configuration_to_resume(begun, None, ["steps=8", "trainer.lr_schedule_steps=4"])
+    assert [line.split()[0] for line in keep_changes(kept, 4, 4)] == ["steps", "trainer.lr_schedule_steps"]
+    assert [kept.trainer.lr_share(step, kept.optimizer_steps) for step in (steps, after)] == [pytest.approx(0.1)] * 2
+
+
+def test_a_run_that_is_ended_early_redoes_its_steps_at_the_rates_that_they_had(begun, config):
+    ended = configuration_to_resume(begun, None, end_of(begun, 1))
+    assert ended.steps == 1 != config.steps
+    assert ended.optimizer_steps == config.optimizer_steps
+    assert configuration_to_resume(begun, None, end_of(begun, 0)).steps == 0
 
 
 def test_records_are_read_once_each_and_when_they_are_whole(tmp_path):
