@@ -104,8 +104,8 @@ class Trials:
         self._training.engine.save(self._place)
         self._batches = batches[start - first :]
         self.groups = frozenset((number, group.id) for number, batch in self._batches for group in batch)
-        self.own = frozenset(suspect for suspect in self.groups if suspect[0] == step)
-        self.before = self.groups - self.own
+        self.last_batch = frozenset(suspect for suspect in self.groups if suspect[0] == step)
+        self.earlier = self.groups - self.last_batch
 
     def goes(self, left_out: frozenset[Suspect]) -> bool:
         """Whether the condition does not hold without these groups."""
@@ -114,7 +114,7 @@ class Trials:
     def value(self, left_out: frozenset[Suspect]) -> float | None:
         """The metric at the last step without these groups, by a replay. A last batch of which no group would remain is
         whole: the metric is measured on it."""
-        left_out = left_out - self.own if left_out >= self.own else left_out
+        left_out = left_out - self.last_batch if left_out >= self.last_batch else left_out
         if left_out not in self._values:
             batches = [(step, [g for g in batch if (step, g.id) not in left_out]) for step, batch in self._batches]
             self._values[left_out] = self._replay([(step, batch) for step, batch in batches if batch])
@@ -160,11 +160,11 @@ def _search(trials: Trials, result: BisectionResult) -> None:
         again = _text(trials.value(frozenset()))
         result.reason = f"a replay does not repeat it ({again}), so the training is not the same here"
         return
-    own, before, always = sorted(trials.own), sorted(trials.before), frozenset[Suspect]()
-    if before and trials.goes(trials.before):
-        groups = smallest(before, trials.goes)
+    earlier, batch, always = sorted(trials.earlier), sorted(trials.last_batch), frozenset[Suspect]()
+    if earlier and trials.goes(trials.earlier):
+        groups = smallest(earlier, trials.goes)
     else:  # the weights before all these steps give it as well, at least with this batch
-        always, halves = trials.before, [own[: len(own) // 2], own[len(own) // 2 :]]
+        always, halves = trials.earlier, [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
         half = next((half for half in halves if half and trials.goes(always | frozenset(half))), [])
         groups = smallest(half, lambda left_out: trials.goes(always | left_out))
     if not groups:
