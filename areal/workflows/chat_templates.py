@@ -110,8 +110,8 @@ class ChatTemplate:
 
 
 def _forms(past: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages with placeholders for what was sampled, in forms that templates take: with the calls, their arguments
-    an object or text, and then without them."""
+    """The messages with placeholders for what was sampled: with calls, whose arguments are an object or text, and then
+    without calls. Each suits some templates."""
     has_calls = any(message.get("tool_calls") for message in past)
     for arguments in (dict, json.dumps, None) if has_calls else (None,):
         earlier = [_placed(message, _EARLIER, arguments) for message in past[:-1]]
