@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+from areal.tokens import special_tokens
+
 Message = dict[str, Any]
 
 # Placeholders for what was sampled, in the last turn and in earlier ones: text that no template changes and no message
@@ -59,25 +61,25 @@ class ChatTemplate:
     def _rest(self, turns: Sequence[Message], new: Sequence[Message], turn: Sequence[int], ended: bool) -> list[int]:
         text, has_calls = self._render([*turns, *new]), "tool_calls" in turns[-1]
         if has_calls and _LAST not in text:  # it shows no arguments: what follows begins with the turn
-            before = self._render(turns[:-1])
-            text = text.replace(before, before + _LAST, 1) if text.startswith(before) else text
+            head = self._render(turns[:-1])
+            text = text.replace(head, head + _LAST, 1) if text.startswith(head) else text
         tokens = self._encode(self._after(text))
-        rest = tokens[self._written(tokens, turn, ended, has_calls) :]
-        if has_calls and not (ended and len(rest) < len(tokens)):
+        n = self._written(tokens, turn, ended, has_calls)
+        if has_calls and not (ended and n):
             raise ValueError(f"{self._name} ends a turn with calls otherwise than the policy did")
-        self._check_shown(new, self._tokenizer.decode(rest))
-        return rest
+        self._check_shown(new, self._tokenizer.decode(tokens[n:]))
+        return tokens[n:]
 
     def _after(self, text: str) -> str:
-        _, placeholder, after = text.rpartition(_LAST)
+        _, placeholder, ending = text.rpartition(_LAST)
         if not placeholder:
             raise ValueError(f"{self._name} does not show the assistant's last turn")
-        return after
+        return ending
 
     def _written(self, tokens: Sequence[int], turn: Sequence[int], ended: bool, has_calls: bool) -> int:
         """How many of `tokens`, which follow the placeholder, need not be written, as the turn ends with the last of
         them. Those before what it ends with are white space and special tokens or, with calls, the end of arguments."""
-        special = _special_tokens(self._tokenizer)
+        special = special_tokens(self._tokenizer)
         start = next((i for i, token in enumerate(tokens) if token in special), 0) if has_calls else 0
         while start < len(tokens) and (tokens[start] in special or not self._tokenizer.decode(tokens[start]).strip()):
             start += 1
@@ -167,11 +169,6 @@ def _in_parts(tokenizer: Any, template: str) -> bool:
         if _LAST in shown:
             return content is not _LAST
     return False
-
-
-@lru_cache(maxsize=64)
-def _special_tokens(tokenizer: Any) -> frozenset[int]:
-    return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
 @lru_cache(maxsize=64)

@@ -112,6 +112,10 @@ class Conversation:
         self.messages = [*messages, message]
         return message
 
+    def end(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens that the chat template writes after an answer to these messages, if nothing follows."""
+        return [] if self._template is None else self._template.end(messages)
+
     def text(self, sampled: Generation) -> str:
         """The sampled text, without special tokens."""
         return _decoded(self._tokenizer, sampled.tokens)
