@@ -246,7 +246,7 @@ def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None
             ChatTemplate(tokenizer).check()
     except Exception as error:  # templates may raise anything
         raise UserError(
-            f"The workflow {workflow} cannot talk to this model ({error}): set data.chat_template, or use another model."
+            f"The workflow {workflow} cannot talk to this model ({error}): set data.chat_template, or another model."
         ) from None
 
 
