@@ -716,7 +716,9 @@ class TrainerConfig(Section):
         "group's other samples",
     )
     advantage_std: Literal["batch", "group", "none"] = Field(
-        "batch", description="standard deviation that divides the difference: of the global batch, or of the group"
+        "batch",
+        description="standard deviation that divides the difference: of the global batch, if advantage_mean is not none, "
+        "or of the group, if advantage_mean is of the group too",
     )
     critic: CriticConfig | None = Field(None, description="estimate advantages with a value head")
     loss_mean: Literal["token", "sequence", "constant"] = Field(
@@ -829,6 +831,12 @@ class TrainerConfig(Section):
                 f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
                 f"none: set trainer.eps_clip to at most 1"
             )
+        if self.advantage_std != "none" and self.advantage_mean in ("none", *{"batch"} - {self.advantage_std}):
+            yield (
+                f"trainer.advantage_std={self.advantage_std} divides by 0 where the rewards of a {self.advantage_std} "
+                f"are all the same, but less trainer.advantage_mean={self.advantage_mean} they are not 0: set both to "
+                f"group or both to batch, or trainer.advantage_std=none"
+            )
         for key in ("behaviour_weight_bounds", "sequence_mask_bounds"):
             low, high = getattr(self, key)
             if not 0 <= low < high:
@@ -864,6 +872,7 @@ class GuardConfig(Section):
     logprob_gap: float = Field(
         0.5, gt=0, description="maximum, nats: how far generators and trainer differ on the same weights"
     )
+    advantage_max: float = Field(1000.0, gt=0, description="maximum of abs(A) of a token")
     patience: int = Field(3, ge=1, description="steps in a row beyond a limit that stop the run")
 
 
