@@ -717,8 +717,8 @@ class TrainerConfig(Section):
     )
     advantage_std: Literal["batch", "group", "none"] = Field(
         "batch",
-        description="standard deviation that divides the difference: of the global batch, if advantage_mean is not none, "
-        "or of the group, if advantage_mean is of the group too",
+        description="standard deviation that divides the difference: of the global batch, if there is a mean, "
+        "or of the group, if the mean is of the group, too",
     )
     critic: CriticConfig | None = Field(None, description="estimate advantages with a value head")
     loss_mean: Literal["token", "sequence", "constant"] = Field(
