@@ -32,6 +32,7 @@ from pydantic import (
 )
 
 from areal.engine_options import deepspeed_conflicts, devices_of, parser_conflicts, vllm_conflicts
+from areal.hiding import reveal, without_secrets
 
 
 class UserError(Exception):
@@ -249,8 +250,8 @@ class DataConfig(RowsConfig):
 
     sampler: str = Field(
         "shuffle",
-        description="chooses the row of each prompt: shuffle, difficulty, skip_solved, easy_to_hard, mixture, or "
-        "package.module:function (docs/curriculum.md)",
+        description="chooses the row of each prompt: shuffle, difficulty, or package.module:function "
+        "(docs/curriculum.md)",
     )
     sampler_options: dict[str, Any] = Field(default_factory=dict, description="options of the sampler")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are discarded, for the cause `long`")
@@ -1443,7 +1444,7 @@ def load_config(
     which names the key, its place and what to do.
     """
     values = {} if file is None else read_values(file)
-    _reveal(values, secrets or {})
+    reveal(values, secrets or {})
     return checked(overridden(values, overrides, kind=kind), file, kind)
 
 
@@ -1549,66 +1550,6 @@ def merged(below: Any, above: Any) -> Any:
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, with HIDDEN in place of secrets."""
     return yaml.safe_dump(without_secrets(config.model_dump(mode="json")), sort_keys=False)
-
-
-HIDDEN = "(hidden)"
-# The last word of a name: api_key, apiKey and X-Api-Key are secret; max_tokens and the keys that name columns are not.
-_SECRET = re.compile(
-    r"(?!(?:prompt|answer|date)_key$)(?:.*[_.-]|.*(?<=[a-z0-9])(?=[A-Z]))?"
-    r"(?i:token|secret|pass(?:word|wd|phrase)|pwd|credentials?|auth|authorization|cookies?|(?:api|access|private|secret)?key)"
-)
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-
-
-def without_secrets(values: Any, name: str = "") -> Any:
-    """A part of the configuration, with HIDDEN in place of each text or integer whose key, or that of a section around
-    it, is that of a secret, such as prometheus_token or api_key, and of users and passwords in URLs."""
-    match values:
-        case dict():
-            return {key: without_secrets(value, _inside(name, key)) for key, value in values.items()}
-        case list():
-            return [without_secrets(value, name) for value in values]
-        case str() | int() if values and values is not True and _SECRET.fullmatch(name):
-            return HIDDEN
-        case str():
-            return _USER_IN_URL.sub(HIDDEN, values)
-    return values
-
-
-def _inside(name: str, key: Any) -> str:
-    return name if _SECRET.fullmatch(name) else str(key)
-
-
-def secrets_in(values: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """The values that `without_secrets` changes, in dictionaries like those of `values`."""
-    secrets: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            if inner := secrets_in(value, _inside(name, key)):
-                secrets[key] = inner
-        elif without_secrets(value, _inside(name, key)) != value:
-            secrets[key] = value
-    return secrets
-
-
-def hidden_in(values: Any, place: str = "") -> str | None:
-    """The first key whose value, or a part of it, is hidden; None where there is none."""
-    match values:
-        case dict():
-            places = (hidden_in(value, f"{place}.{key}".lstrip(".")) for key, value in values.items())
-        case list():
-            places = (hidden_in(value, place) for value in values)
-        case _:
-            return place if isinstance(values, str) and HIDDEN in values else None
-    return next((key for key in places if key), None)
-
-
-def _reveal(values: dict[str, Any], secrets: Mapping[str, Any]) -> None:
-    for key, secret in secrets.items():
-        if isinstance(secret, dict) and isinstance(values.get(key), dict):
-            _reveal(values[key], secret)
-        elif hidden_in(values.get(key)) is not None:
-            values[key] = secret
 
 
 def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:

@@ -16,7 +16,8 @@ from typing import Any
 
 from actors.mastering.run_state import RunState
 from actors.record.rollback import EVALUATIONS, METRICS, versions_kept
-from areal.config import Config, UserError, hidden_in, parsed
+from areal.config import Config, UserError, parsed
+from areal.hiding import hidden_in
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.run_folder import (
     FORK,

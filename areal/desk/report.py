@@ -22,7 +22,7 @@ from areal.desk.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities
 from areal.models import QUICKSTART_FOLDER
 from areal.observe.alert_inputs import Digests
 from areal.observe.alerts import Alert
-from areal.storage.run_folder import STEADY, Origin, origins_of, read_metrics
+from areal.storage.run_folder import STEADY, Origin, origins_of, read_metrics, replace
 from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
@@ -142,7 +142,7 @@ def write_report(folder: Path) -> Path:
         samples=paired_samples(run.summary),
     )
     path = folder / "report.html"
-    path.write_text(html, encoding="utf-8")
+    replace(path, html)
     return path
 
 

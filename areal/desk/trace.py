@@ -18,6 +18,7 @@ from areal.desk.report import Run, read_run
 from areal.desk.timeline import TimelineSpan
 from areal.roles import ROLES
 from areal.storage.events import TOTALS
+from areal.storage.run_folder import replace
 
 RUN = "run"
 ORDER = (RUN, "master", *ROLES)
@@ -36,7 +37,7 @@ CLOCK_SECONDS = 0.02
 def write_trace(options: Namespace) -> None:
     """`areal trace`: write `trace.json` into a run folder, and print its path."""
     path = options.folder / "trace.json"
-    path.write_text(json.dumps({"traceEvents": trace_events(read_run(options.folder)), "displayTimeUnit": "ms"}))
+    replace(path, json.dumps({"traceEvents": trace_events(read_run(options.folder)), "displayTimeUnit": "ms"}))
     print(path)
 
 

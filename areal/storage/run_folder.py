@@ -27,12 +27,10 @@ from areal.config import (
     UserError,
     checked,
     dump_config,
-    hidden_in,
     load_config,
     overridden,
-    secrets_in,
-    without_secrets,
 )
+from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, rename, running_out
 from areal.storage.events import EventLog
@@ -509,11 +507,17 @@ def within(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
+def leaves(path: Path, folder: Path) -> bool:
+    """Whether a path in `folder` is, through links, one outside of it."""
+    return not path.resolve().is_relative_to(folder.resolve())
+
+
 def replace(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file so that after a crash it has either the old text or the new one. mode: of a new file."""
+    """Write a file so that after a crash it has either the old text or the new one. A link of its name is replaced, and
+    nothing is written through it. mode: of a new file."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -13,7 +13,8 @@ import pytest
 import structlog
 from helpers import read_jsonl
 
-from areal.config import Config, UserError, dump_config, load_config, secrets_in, without_secrets
+from areal.config import Config, UserError, dump_config, load_config
+from areal.hiding import secrets_in, without_secrets
 from areal.storage.claim import announce, check_free, claim, claimed_address
 from areal.storage.database import try_lock
 from areal.storage.run_folder import (
