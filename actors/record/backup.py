@@ -16,7 +16,8 @@ from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
 from areal.storage.database import copy_store
 from areal.storage.journal import journal_copy
-from areal.storage.run_folder import config_of_run, metrics_up_to
+from areal.storage.records import metrics_up_to
+from areal.storage.run_folder import config_of_run
 from areal.weights.folders import atomic_folder, link
 
 JOURNAL, SPOOL, METRICS = "journal.db", "spool.db", "metrics.jsonl"

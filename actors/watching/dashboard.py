@@ -32,7 +32,8 @@ from areal.desk.comparison import differing_settings, end_figures, value_of
 from areal.desk.report import FILES_OF_A_RUN, Run
 from areal.observe.alert_inputs import Digests
 from areal.storage.events import FILE, GONE
-from areal.storage.run_folder import NewRecords, read_summary
+from areal.storage.records import NewRecords
+from areal.storage.run_folder import read_summary
 from protocols.addresses import is_loopback
 
 # Length of the timeline, which ends at the newest event.

@@ -22,7 +22,9 @@ from areal.desk.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities
 from areal.models import QUICKSTART_FOLDER
 from areal.observe.alert_inputs import Digests
 from areal.observe.alerts import Alert
-from areal.storage.run_folder import STEADY, Origin, origins_of, read_metrics, replace
+from areal.storage.disk import replace
+from areal.storage.records import read_records
+from areal.storage.run_folder import STEADY, Origin, origins_of
 from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
@@ -532,7 +534,7 @@ def _draw_stack(axes: Any, panel: Panel) -> None:
 
 def _records(file: Path, key: str) -> list[dict[str, Any]]:
     """The records of a file that have a whole number at `key`."""
-    return [record for record in read_metrics(file) if isinstance(record.get(key), int)]
+    return [record for record in read_records(file) if isinstance(record.get(key), int)]
 
 
 def _text(file: Path) -> str:

@@ -17,8 +17,8 @@ from areal.desk import timeline
 from areal.desk.report import Run, read_run
 from areal.desk.timeline import TimelineSpan
 from areal.roles import ROLES
+from areal.storage.disk import replace
 from areal.storage.events import TOTALS
-from areal.storage.run_folder import replace
 
 RUN = "run"
 ORDER = (RUN, "master", *ROLES)

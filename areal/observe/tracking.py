@@ -25,8 +25,9 @@ import structlog
 
 from areal.config import Config, ObserveConfig, UserError
 from areal.processes import ROOT, LenientOutput, tied
-from areal.storage.disk import Patience, refusal
-from areal.storage.run_folder import NewRecords, config_of_run, leaves, read_summary, replace
+from areal.storage.disk import Patience, refusal, replace
+from areal.storage.records import NewRecords
+from areal.storage.run_folder import config_of_run, leaves, read_summary
 
 POLL_SECONDS = 1.0
 # How long the process may take to end after the end of the run.

@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from actors.watching.dashboard import RunsView, RunView, application
 from areal.__main__ import main
 from areal.desk.curves import COLOURS
+from areal.storage.records import line_of
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def folder(tmp_path):
 
 def add(folder, file: str, *records: dict) -> None:
     with (folder / file).open("a") as out:
-        out.write("".join(json.dumps(record) + "\n" for record in records))
+        out.write("".join(map(line_of, records)))
 
 
 def client(folder, token: str | None = None) -> TestClient:
