@@ -735,7 +735,7 @@ class TrainerConfig(Section):
         0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: no reference model"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="k1 and k3 are unbiased, k3 is never negative, k2 has a low variance"
+        "k3", description="k1 for kl_in=reward; k2 and k3 for either (docs/objectives.md)"
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
     reference: str | None = Field(
@@ -842,6 +842,11 @@ class TrainerConfig(Section):
             low, high = getattr(self, key)
             if not 0 <= low < high:
                 yield f"trainer.{key} is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
+                "trainer.kl_estimator is k1, whose gradient in the loss is 0 on average: set trainer.kl_in=reward, or "
+                "trainer.kl_estimator=k2"
+            )
         if self.objective == "m2po" and self.proximal != "recompute":
             yield (
                 f"trainer.proximal is {self.proximal}, but the mask of m2po compares pi_prox and pi_behav over the "

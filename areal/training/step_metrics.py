@@ -126,8 +126,8 @@ class Tally:
             "computed": torch.tensor(sum(row.added) if len(row.places) else 0),
         }
         self.sums += torch.stack([sums[name].sum().double().to(self.sums.device) for name in self.SUMS])
-        if len(weight):
-            largest = torch.stack([weight.max(), row.advantages.abs().max().double()])
+        if len(weight) and (A := row.advantages) is not None:
+            largest = torch.stack([weight.max(), A.abs().max().double()])
             self.maxima = torch.maximum(self.maxima, largest)
 
     @contextmanager
