@@ -773,16 +773,16 @@ class TrainerConfig(Section):
         """The share of `lr` with which the optimizer step number `step`, from 0, is made. steps: the optimizer steps of
         the schedule. Warm-up rises from 1 / warmup_steps to 1. A decay has ended at the last step. With a critic, whose
         rate is constant, all this begins after the steps that train it alone."""
-        before = self.critic.warmup_steps if self.critic else 0
-        number = step - before + 1
+        alone = self.critic.warmup_steps if self.critic else 0
+        number = step - alone + 1
         if number <= self.warmup_steps or number <= 0:
             return max(number, 0) / max(self.warmup_steps, 1)
         if self.lr_schedule == "constant":
             return 1.0
-        left = 1 - min((number - self.warmup_steps) / max(1, steps - before - self.warmup_steps), 1.0)
+        share = 1 - min((number - self.warmup_steps) / max(1, steps - alone - self.warmup_steps), 1.0)
         if self.lr_schedule == "cosine":
-            left = (1 - math.cos(math.pi * left)) / 2
-        return self.lr_final + (1 - self.lr_final) * left
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.lr_final + (1 - self.lr_final) * share
 
     def schedule_conflicts(self, steps: int) -> Iterator[str]:
         """Why the policy would never be trained at the rate `lr` in so many optimizer steps."""

@@ -343,9 +343,9 @@ class Group:
         return bool(differ(credits.max(), credits.min()))
 
 
-def differ(one: Any, other: Any) -> Any:
+def differ(first: Any, second: Any) -> Any:
     """Whether two rewards, or each two of arrays, differ by more than rounding."""
-    return np.abs(one - other) > ROUNDING * np.maximum(np.abs(one), np.abs(other))
+    return np.abs(first - second) > ROUNDING * np.maximum(np.abs(first), np.abs(second))
 
 
 def joined(parts: Sequence[Group]) -> Group:
