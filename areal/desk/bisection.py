@@ -21,7 +21,6 @@ from areal.desk.replay import FOLDER, Training, condition_of, plan, start_ranks
 from areal.desk.rollouts import Rollouts
 from areal.devices import set_allocator
 from areal.record import Record
-from areal.text import shown
 
 if TYPE_CHECKING:
     from areal.trajectory import Group
@@ -200,7 +199,7 @@ def _text(value: float | None) -> str:
 
 def _print(record: Record, result: BisectionResult, console: Console) -> None:
     def line(text: str) -> None:
-        console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
 
     line(f"{result.condition} first at step {result.step} of {record.folder}: {result.recorded:.4g}")
     line(f"{result.suspects} groups of the steps after {result.start}, {result.replays} replays")
