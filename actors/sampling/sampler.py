@@ -108,7 +108,7 @@ class Sampler(Actor):
         the sample, not this actor."""
         try:
             async with session.in_workflow():
-                sample = (await self._workflow(session, row)).checked()
+                sample = await self._workflow(session, row)
         except SampleFailed as failure:
             if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
                 self.report_failure(failure.cause, f"{failure}")

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from areal.trajectory import COLUMNS, NOT_SAMPLED, SCORED, TOP, Group, Trajectory, common, paths
+from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP
+from areal.trajectory import Group, Trajectory, common, paths
 
 log = structlog.get_logger()
 

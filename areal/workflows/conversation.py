@@ -9,17 +9,17 @@ the messages that came in between.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, dropwhile
 from typing import Any
 
 import jinja2
 import numpy as np
 
 from areal.data.rows import Prompt, prompt_text
-from areal.trajectory import NOT_SAMPLED, Finish, Tokens, Trajectory
+from areal.sampled import Generation, joined, unsampled
+from areal.trajectory import Trajectory
 
 Message = dict[str, Any]
 
@@ -33,19 +33,6 @@ OVERLAP_TOKENS = 8
 CHARACTER_TOKENS = 4
 # What a decoder writes for a character of which it has not all bytes yet.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n].
-
-    finish: "stop" (the policy ended the turn; the stop token is included) or "length" (there was no room left).
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish: Finish
 
 
 Keep = Callable[[np.ndarray], int | None]
@@ -69,20 +56,20 @@ class Conversation:
         self._tools = tools
         self._plain = plain or not tokenizer.chat_template
         self._last_prompt: tuple[list[Message], list[int]] | None = None
-        self._parts: list[Generation] = []
+        self._templates: list[list[int]] = []  # the tokens before each of `generations` that are the template's
         self.messages: list[Message] = []
         self.generations: list[Generation] = []
 
     def copy(self) -> Conversation:
         """A conversation that goes on from here by itself."""
         branch = Conversation(self._tokenizer, self._tools, plain=self._plain)
-        branch._parts, branch.messages = self._parts.copy(), self.messages.copy()
+        branch._templates, branch.messages = self._templates.copy(), self.messages.copy()
         branch.generations = self.generations.copy()
         return branch
 
     def __len__(self) -> int:
         """The number of tokens so far."""
-        return sum(len(part.tokens) for part in self._parts)
+        return sum(map(len, self._templates)) + sum(map(len, self.generations))
 
     def continues(self, messages: Sequence[Message]) -> bool:
         """True if `messages` begin with all messages so far, sampled turns included. Keys whose value is None are
@@ -100,7 +87,8 @@ class Conversation:
             raise ValueError("the messages do not begin with those of this conversation")
         new = self._between(messages[len(self.messages) :]) if self.messages else self._first(messages)
         self._last_prompt = list(messages), new
-        return [*(token for part in self._parts for token in part.tokens.tolist()), *new]
+        turns = zip(self._templates, self.generations, strict=True)
+        return [*chain.from_iterable([*before, *turn.tokens.tolist()] for before, turn in turns), *new]
 
     def add(self, sampled: Generation, message: Message | None = None) -> Message:
         """Add what was sampled from the last `prompt`. Returns the assistant's message with its text.
@@ -113,7 +101,7 @@ class Conversation:
         messages, new = self._last_prompt
         self._last_prompt = None
         message = message or {"role": "assistant", "content": self.text(sampled)}
-        self._parts += [not_sampled(new), sampled]
+        self._templates.append(new)
         self.generations.append(sampled)
         self.messages = [*messages, message]
         return message
@@ -125,16 +113,11 @@ class Conversation:
     def trajectory(self, reward: float) -> Trajectory:
         """All turns as one sample to train on. Raises ValueError if nothing was sampled, or the reward is not a valid
         score."""
-        if not self.generations:
+        if not any(map(len, self.generations)):
             raise ValueError("nothing was sampled")
-        trajectory = Trajectory(
-            tokens=np.concatenate([part.tokens for part in self._parts]),
-            logprobs=np.concatenate([part.logprobs for part in self._parts]),
-            versions=np.concatenate([part.versions for part in self._parts]),
-            reward=reward,
-            finish=self.generations[-1].finish,
-        )
-        return trajectory.checked()
+        turns = zip(map(unsampled, self._templates), self.generations, strict=True)
+        finish = self.generations[-1].finish or "length"
+        return Trajectory(**joined(chain.from_iterable(turns)), reward=reward, finish=finish, branches=())
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
         return list(_first_encoded(self._tokenizer, _plain_text(messages) if self._plain else self._render(messages)))
@@ -151,7 +134,7 @@ class Conversation:
             tokens = self._after_placeholder([*map(_turn_of_calls, self.messages), *new])
             if self.messages[-1].get("tool_calls"):  # what they write behind the arguments was sampled, up to the end
                 added = self._tokenizer.added_tokens_decoder
-                tokens = [*itertools.dropwhile(lambda token: token not in added or not added[token].special, tokens)]
+                tokens = [*dropwhile(lambda token: token not in added or not added[token].special, tokens)]
                 if not end or tokens[:1] != end:
                     raise
         # The end of the turn must appear only once: as the policy sampled it or, for a cut turn, from the template.
@@ -278,14 +261,6 @@ def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
 def _first_encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Cached, because all samples of a group begin with the same text, which may be long. Later texts differ."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-def not_sampled(tokens: Tokens) -> Generation:
-    """Tokens that are not the policy's, in the form of those that are."""
-    n = len(tokens)
-    return Generation(
-        np.asarray(tokens, np.int32), np.zeros(n, np.float32), np.full(n, NOT_SAMPLED, np.int32), finish="stop"
-    )
 
 
 def _plain_text(messages: Sequence[Message]) -> str:

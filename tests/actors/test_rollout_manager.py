@@ -16,7 +16,7 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
 from areal.config import Config
 from areal.data.rows import Row
-from areal.trajectory import TokenScores, Trajectory
+from areal.trajectory import Note, TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
 from protocols.messages import Member, Permit
@@ -216,7 +216,7 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
 
     actor.ask = ask
     actor.config = alone(RolloutManager).config
-    scored = _Scored(0, asyncio.run(workflow(None, None)), {"discarded": 4})
+    scored = _Scored(0, asyncio.run(workflow(None, None)), Note(discarded=4))
     permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
     refusal = asyncio.run(actor._store(permit, Row(0, "", "", None, {}), [scored]))
     assert str(refusal) == "a token is outside the model's vocabulary" and not answers

@@ -20,10 +20,10 @@ from actors.sampling.services import Endpoint, Programs, Services
 from actors.sampling.sessions import SampleSession
 from areal.config import Config, UserError
 from areal.data.rows import Row
-from areal.generation.engine import Chunk
 from areal.generation.routing import GeneratorLoad
 from areal.programs.outside import Outcome, open_sandbox
 from areal.result import Result
+from areal.sampled import Generation
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import Conversation
@@ -120,9 +120,9 @@ class Streams:
         raise AssertionError("the test wrote too little")
 
 
-def chunk(*tokens: int, version: int, finish: str | None = None) -> Chunk:
+def chunk(*tokens: int, version: int, finish: str | None = None) -> Generation:
     n = len(tokens)
-    return Chunk(np.array(tokens, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
+    return Generation(np.array(tokens, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
 
 
 class Characters:
@@ -139,10 +139,10 @@ def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, Samp
     return router, SampleSession(cluster.services, None, sampling, 3, home=home, place=router.place_at(home))
 
 
-def moved(session: SampleSession, target: Member, then: Chunk):
+def moved(session: SampleSession, target: Member, then: Generation):
     """What a stream sends after the sequence was told to move."""
 
-    def part() -> Chunk:
+    def part() -> Generation:
         next(iter(session.running)).move(target)
         return then
 

@@ -14,8 +14,8 @@ import pytest
 from scripted_policy import END, byte_tokenizer
 
 from areal.config import RolloutManagerConfig, UserError, load_config
+from areal.sampled import Generation
 from areal.workflows import parsers
-from areal.workflows.conversation import Generation
 from areal.workflows.parsers import Parsed, Parsers
 
 WEATHER = {
