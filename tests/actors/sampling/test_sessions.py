@@ -115,7 +115,7 @@ class Streams:
             if isinstance(part, Exception):
                 raise part
             part = part() if callable(part) else part
-            if done := call.add(part.tokens, part.logprobs, part.versions, part.finish):
+            if (done := call.add(part, part.finish)) is not None:
                 return done
         raise AssertionError("the test wrote too little")
 
@@ -259,7 +259,7 @@ async def test_a_call_that_is_saved_at_its_last_token_has_ended():
     session.save, session.save_every = lambda: saved.extend(session.calls_so_far()) or asyncio.create_task(nothing()), 1
     cluster.servers = Streams(at0=[[chunk(5, 6, version=3, finish="stop")]])
     await session.generate([1, 2])
-    assert [(call.tokens.tolist(), call.finish) for call in saved] == [([5, 6], "stop")]
+    assert [(call.sampled.tokens.tolist(), call.sampled.finish) for call in saved] == [([5, 6], "stop")]
 
 
 async def nothing() -> None:
