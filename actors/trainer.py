@@ -43,7 +43,7 @@ from areal.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
-from areal.storage.spool import Part, Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
 from areal.trajectory import Group, Note, TokenValues, Trajectory
@@ -335,14 +335,16 @@ class Trainer(Actor):
         await self._report_ready(group)
         return Done()
 
-    def _part(self, stored: StoreSamples, sample: ScoredSample) -> Part:
+    def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
         """A sample for the spool. Raises ValueError for one that cannot be trained."""
         trajectory = Trajectory.of_frame(sample.frame.data)
         trajectory.validate()
         if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._learner.vocab_size):
             raise ValueError(f"a token is outside the model's vocabulary of {self._learner.vocab_size}")
         note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
-        return Part(Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data)
+        return SpoolPart(
+            Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
+        )
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:

@@ -110,16 +110,16 @@ class TokenTable:
     def extend(self, count: int, columns: Mapping[str, Any]) -> None:
         """Add `count` rows. columns: for each [count], or one number for all of them."""
         begin, end = self._length, self._length + count
-        mine, capacity = self._columns, len(self._columns["tokens"])
+        arrays, capacity = self._columns, len(self._columns["tokens"])
         for name, values in columns.items():
-            if name not in mine:
-                mine[name] = _filled(name, capacity, np.shape(values)[1:])
+            if name not in arrays:
+                arrays[name] = _filled(name, capacity, np.shape(values)[1:])
         if end > capacity:  # twice as long, so that each row is copied a few times at most
-            for name, array in mine.items():
+            for name, array in arrays.items():
                 grown = np.empty((2 * end + SPARE, *array.shape[1:]), array.dtype)
                 grown[:begin] = array[:begin]
-                mine[name] = grown
-        for name, array in mine.items():
+                arrays[name] = grown
+        for name, array in arrays.items():
             array[begin:end] = columns[name] if name in columns else (COLUMNS[name].unsampled or 0)
         self._length = end
 

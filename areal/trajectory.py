@@ -128,10 +128,10 @@ class Trajectory:
 
     def frame(self) -> bytes:
         """The sample as it travels and as the spool has it. `of_frame` is the inverse."""
-        shared, own = zip(*self.branches, strict=True) if self.branches else ((), ())
-        values = ([self.reward], [FINISHES.index(self.finish)], shared, own)
-        rest = {name: np.array(value, _OF_SAMPLE[name]) for name, value in zip(_OF_SAMPLE, values, strict=True)}
-        return pack(self.columns | rest)
+        branches = zip(*self.branches, strict=True) if self.branches else ((), ())
+        values = ([self.reward], [FINISHES.index(self.finish)], *branches)
+        of_sample = {name: np.array(value, _OF_SAMPLE[name]) for name, value in zip(_OF_SAMPLE, values, strict=True)}
+        return pack(self.columns | of_sample)
 
     @classmethod
     def of_frame(cls, frame: bytes | memoryview) -> Trajectory:
@@ -139,14 +139,15 @@ class Trajectory:
         arrays = unpack(frame)
         if missing := _OF_SAMPLE.keys() - arrays.keys():
             raise ValueError(f"a sample lacks {', '.join(sorted(missing))}")
-        rest = {name: arrays.pop(name) for name in _OF_SAMPLE}
-        if wrong := [name for name, kind in _OF_SAMPLE.items() if rest[name].dtype != kind or rest[name].ndim != 1]:
-            raise ValueError(f"of a sample {', '.join(wrong)} has another type or shape than it should")
-        (reward,), (finish,), shared, own = (array.tolist() for array in rest.values())
+        of_sample = {name: arrays.pop(name) for name in _OF_SAMPLE}
+        for name, array in of_sample.items():
+            if array.dtype != _OF_SAMPLE[name] or array.ndim != 1:
+                raise ValueError(f"{name} of a sample is {array.dtype} {array.shape}")
+        (reward,), (finish,), *lengths = (array.tolist() for array in of_sample.values())
         check(arrays, len(arrays.get("tokens", ())))
         if finish >= len(FINISHES):
             raise ValueError("a sample has an unknown finish")
-        branches = tuple(Branch(*lengths) for lengths in zip(shared, own, strict=True))
+        branches = tuple(Branch(*pair) for pair in zip(*lengths, strict=True))
         return cls(**arrays, reward=reward, finish=FINISHES[finish], branches=branches)
 
     @property
@@ -287,8 +288,8 @@ def of_parts(parts: Sequence[Group]) -> Group:
 
 def row_text(fields: Mapping[str, Any]) -> str:
     """The fields of a row as JSON, without long ones."""
-    kept = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
-    return "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in kept.items()) + "}"
+    texts = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
+    return "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in texts.items()) + "}"
 
 
 class TokenValues(NamedTuple):

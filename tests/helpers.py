@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import zmq
 
-from areal.storage.spool import Part, Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Branch, Group, Trajectory
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
@@ -59,7 +59,7 @@ def drawn(programs: dict[str, T], share: float) -> dict[str, T]:
 def put(spool: Spool, group: Group, place: int = 0, size: int = 0) -> Group | None:
     """Store samples of a group from `place` on. size: that of the group; 0: it has just these."""
     parts = {
-        place + n: Part(replace(group, trajectories=(sample,), notes=group.notes[n : n + 1]), sample.frame())
+        place + n: SpoolPart(replace(group, trajectories=(sample,), notes=group.notes[n : n + 1]), sample.frame())
         for n, sample in enumerate(group.trajectories)
     }
     return spool.put_all(parts, size or len(parts))

@@ -57,7 +57,7 @@ Changes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Statements, each with its values, that belong together."""
 
 
-class Part(NamedTuple):
+class SpoolPart(NamedTuple):
     """A group with one sample alone, and the frame of the sample (`Trajectory.frame`)."""
 
     group: Group
@@ -110,7 +110,7 @@ class Spool:
                 )
             note(connection, "run", run)
 
-    def put_all(self, parts: Mapping[int, Part], size: int) -> Group | None:
+    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
         """Store parts of a group, all of them or none, by the place that each has in it, unless that is taken, or the
         group has `size` parts. Returns the group once it has. If it raises SpoolError, no part is stored. Raises
         SpoolDamage as `get` does."""
@@ -178,8 +178,8 @@ class Spool:
                 key = (earlier, place)
                 row = connection.execute(f"SELECT {_PART} FROM parts WHERE id = ? AND place = ?", key).fetchone()
                 if row is not None:
-                    _, prompt_index, _, *rest = row
-                    crc = _checksum(group_id, place, prompt_index, *rest)
+                    _, prompt_index, _, *stored = row
+                    crc = _checksum(group_id, place, prompt_index, *stored)
                     connection.execute(
                         f"UPDATE OR IGNORE parts SET id = ?, crc = ? {_IF_ROOM} AND id = ? AND place = ?",
                         (group_id, crc, group_id, size, *key),
@@ -268,8 +268,8 @@ class Spool:
                 f"The spool {self._file} is damaged (group {group_id} does not have the checksum that it was stored "
                 f"with): {ways_on(self._file.parent)}"
             )
-        known = Note(**json.loads(note))
-        notes = (known._replace(generators=tuple(known.generators)),)
+        fields = json.loads(note)
+        notes = (Note(**fields | {"generators": tuple(fields.get("generators", ()))}),)
         return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 
 

@@ -88,7 +88,7 @@ class Conversation:
         new = self._between(messages[len(self.messages) :]) if self.messages else self._first(messages)
         self._last_prompt = list(messages), new
         turns = zip(self._templates, self.generations, strict=True)
-        return [*chain.from_iterable([*before, *turn.tokens.tolist()] for before, turn in turns), *new]
+        return [*chain.from_iterable([*template, *turn.tokens.tolist()] for template, turn in turns), *new]
 
     def add(self, sampled: Generation, message: Message | None = None) -> Message:
         """Add what was sampled from the last `prompt`. Returns the assistant's message with its text.

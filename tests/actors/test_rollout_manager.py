@@ -116,8 +116,17 @@ def test_a_sample_to_train_loses_reward_by_the_tokens_it_sampled(overlong_tokens
 
 @pytest.mark.parametrize("role", [RolloutManager, Evaluator])
 def test_a_sample_that_could_not_travel_has_failed_and_ends_no_actor(role):
+    async def unsampled(session, row):
+        return replace(await workflow(session, row), versions=np.full(PROMPT + SAMPLED, -1))
+
+    async def forgetful(session, row):
+        await workflow(session, row)
+
     with pytest.raises(SampleFailed, match="a reward of nan is no score"):
         run(role, 0, strange)
+    for returned in (unsampled, forgetful):
+        with pytest.raises(SampleFailed, match="it has returned no Trajectory with sampled tokens"):
+            run(role, 0, returned)
 
 
 def test_evaluation_scores_the_same_sample_as_it_is():

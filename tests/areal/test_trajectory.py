@@ -117,7 +117,7 @@ def test_a_sample_without_branches_comes_back_with_the_columns_that_it_has():
     [
         ({"own": np.array([4], np.int32)}, "argument 2 is shorter"),
         ({"own": None}, "lacks own"),
-        ({"shared": np.zeros(3)}, "shared has another type"),
+        ({"shared": np.zeros(3)}, "shared of a sample is float64"),
         ({"finish": np.array([2], np.uint8)}, "unknown finish"),
         ({"finish": np.zeros(0, np.uint8)}, "not enough values"),
         ({"returns": np.zeros(1)}, r"returns is float64 \(1,\)"),

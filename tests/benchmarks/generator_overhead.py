@@ -99,11 +99,11 @@ async def store_all(config: Config, finished: Finished) -> None:
     """Be the trainer until there is a batch."""
     from actors.runtime.addresses import new_bus, open_network
     from actors.trainer import Trainer
-    from areal.storage.spool import Part, Spool
+    from areal.storage.spool import Spool, SpoolPart
     from areal.trajectory import Group
 
     class NotingSpool(Spool):
-        def put_all(self, parts: Mapping[int, Part], size: int) -> Group | None:
+        def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
             for part, _ in parts.values():
                 for trajectory in part.trajectories:
                     finished(part.prompt_index, int(trajectory.sampled.sum()))

@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from actors.training.ranks import Ranks
-from areal.storage.spool import Part, Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group, Trajectory
 
@@ -118,7 +118,7 @@ async def shares(model: Path, batches: Sequence[list[Group]], rounds: int, folde
     for batch in batches:
         for group in batch:
             samples = enumerate(group.trajectories)
-            parts = {n: Part(replace(group, trajectories=(sample,)), sample.frame()) for n, sample in samples}
+            parts = {n: SpoolPart(replace(group, trajectories=(sample,)), sample.frame()) for n, sample in samples}
             spool.put_all(parts, len(parts))
     engine = TrainingEngine(model, settings(), seed=0)
     ranks = Ranks(engine, ThreadPoolExecutor(max_workers=1))

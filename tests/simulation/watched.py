@@ -17,7 +17,7 @@ from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Part, Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Group, Trajectory
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
@@ -119,7 +119,7 @@ class WatchedSpool(Spool):
     on_move: Callable[[str, int, str], None]
     on_calls: Callable[[str], None]
 
-    def put_all(self, parts: Mapping[int, Part], size: int) -> Group | None:
+    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
         group = super().put_all(parts, size)
         for place, part in parts.items():
             self.on_put(part.group.id, place)

@@ -19,7 +19,7 @@ import areal.storage.database
 from areal.config import UserError
 from areal.sampled import Generation
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, packed, unpacked
-from areal.storage.spool import Part, Spool, SpoolError
+from areal.storage.spool import Spool, SpoolError, SpoolPart
 from areal.trajectory import Branch, Group, Note, Trajectory
 
 
@@ -125,7 +125,7 @@ def test_a_group_of_parts_is_there_once_it_is_complete_in_the_order_of_their_pla
     assert bits(put(spool, second, 1, 3)) == bits(spool.complete("g1.0", 3)) == bits(group)
     assert bits(put(spool, second, 7, 3)) == bits(group), "it has three"
     again = [replace(part, id="g1.1") for part in (first, second, third)]
-    whole = {place: Part(part, part.trajectories[0].frame()) for place, part in zip((0, 2, 5), again, strict=True)}
+    whole = {place: SpoolPart(part, part.trajectories[0].frame()) for place, part in zip((0, 2, 5), again, strict=True)}
     assert bits(spool.put_all(whole, 3)) == bits(replace(group, id="g1.1"))
     (stored,) = spool.get(["g1.0"])
     assert stored.row == '{"answer": "7"}' and stored.notes == tuple(Note({"exact": 0.5}, n, ("g",)) for n in range(3))
@@ -282,14 +282,14 @@ PUTTING = """
 import sys
 from pathlib import Path
 import numpy as np
-from areal.storage.spool import Part, Spool
+from areal.storage.spool import SpoolPart, Spool
 from areal.trajectory import Branch, Group, Trajectory
 
 spool = Spool.open(Path(sys.argv[1]))
 for number in range(10**9):
     column = np.full(3000, number, np.int32)
     sample = Trajectory(column, column.astype(np.float32), column, 1.0, "stop")
-    part = Part(Group(f"g{number}.0", number, (sample,)), sample.frame())
+    part = SpoolPart(Group(f"g{number}.0", number, (sample,)), sample.frame())
     spool.put_all({0: part, 1: part}, 2)
     print(number, flush=True)
 """
