@@ -22,7 +22,7 @@ from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked
 from areal.trajectory import Group, Note, Trajectory, of_parts
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 7
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _PARTS = """
     CREATE TABLE parts (
@@ -80,7 +80,7 @@ class Spool:
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
-        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED, upgrade="")
+        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED)
         self._connection = connection
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self._file = Path(file)
