@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import chain, dropwhile
+from itertools import chain
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from areal.data.rows import Prompt, prompt_text
 from areal.sampled import Generation, joined, unsampled
 from areal.trajectory import Trajectory
+from areal.workflows.chat_templates import ChatTemplate, Message, encoded_first
 
-Message = dict[str, Any]
-
-# Placeholder for the content of a sampled turn in a rendering: text that no template changes and no message contains.
-_CONTENT = "content-sampled-6f1d8a"
 # Keys of a message that some agents send back as they got them, and others leave out.
 THINKING = ("reasoning", "reasoning_content")
 # Tokens that are decoded again together with new ones: the text of a token may depend on those before it.
@@ -54,22 +49,22 @@ class Conversation:
     def __init__(self, tokenizer: Any, tools: list[dict[str, Any]] | None = None, *, plain: bool = False) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
-        self._plain = plain or not tokenizer.chat_template
+        self._template = None if plain or not tokenizer.chat_template else ChatTemplate(tokenizer, tools)
         self._last_prompt: tuple[list[Message], list[int]] | None = None
-        self._templates: list[list[int]] = []  # the tokens before each of `generations` that are the template's
+        self._openings: list[list[int]] = []  # the tokens before each of `generations` that were not sampled
         self.messages: list[Message] = []
         self.generations: list[Generation] = []
 
     def copy(self) -> Conversation:
         """A conversation that goes on from here by itself."""
-        branch = Conversation(self._tokenizer, self._tools, plain=self._plain)
-        branch._templates, branch.messages = self._templates.copy(), self.messages.copy()
+        branch = Conversation(self._tokenizer, self._tools, plain=self._template is None)
+        branch._openings, branch.messages = self._openings.copy(), self.messages.copy()
         branch.generations = self.generations.copy()
         return branch
 
     def __len__(self) -> int:
         """The number of tokens so far."""
-        return sum(map(len, self._templates)) + sum(map(len, self.generations))
+        return sum(map(len, self._openings)) + sum(map(len, self.generations))
 
     def continues(self, messages: Sequence[Message]) -> bool:
         """True if `messages` begin with all messages so far, sampled turns included. Keys whose value is None are
@@ -81,14 +76,14 @@ class Conversation:
         """Tokens to generate the next assistant turn from. A second call before `add` replaces the first.
 
         Raises ValueError if `messages` do not continue this conversation (a branch needs another Conversation), or if
-        the chat template does not show the assistant's last turn.
+        the chat template does not show one of them.
         """
         if not self.continues(messages):
             raise ValueError("the messages do not begin with those of this conversation")
         new = self._between(messages[len(self.messages) :]) if self.messages else self._first(messages)
         self._last_prompt = list(messages), new
-        turns = zip(self._templates, self.generations, strict=True)
-        return [*chain.from_iterable([*template, *turn.tokens.tolist()] for template, turn in turns), *new]
+        turns = zip(self._openings, self.generations, strict=True)
+        return [*chain.from_iterable([*opening, *turn.tokens.tolist()] for opening, turn in turns), *new]
 
     def add(self, sampled: Generation, message: Message | None = None) -> Message:
         """Add what was sampled from the last `prompt`. Returns the assistant's message with its text.
@@ -101,10 +96,14 @@ class Conversation:
         messages, new = self._last_prompt
         self._last_prompt = None
         message = message or {"role": "assistant", "content": self.text(sampled)}
-        self._templates.append(new)
+        self._openings.append(new)
         self.generations.append(sampled)
         self.messages = [*messages, message]
         return message
+
+    def end(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens that the chat template writes after an answer to these messages, if nothing follows."""
+        return [] if self._template is None else self._template.end(messages)
 
     def text(self, sampled: Generation) -> str:
         """The sampled text, without special tokens."""
@@ -115,57 +114,21 @@ class Conversation:
         score."""
         if not any(map(len, self.generations)):
             raise ValueError("nothing was sampled")
-        turns = zip(map(unsampled, self._templates), self.generations, strict=True)
+        turns = zip(map(unsampled, self._openings), self.generations, strict=True)
         finish = self.generations[-1].finish or "length"
         return Trajectory(**joined(chain.from_iterable(turns)), reward=reward, finish=finish, branches=())
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
-        return list(_first_encoded(self._tokenizer, _plain_text(messages) if self._plain else self._render(messages)))
+        if self._template is None:
+            return list(encoded_first(self._tokenizer, _plain_text(messages)))
+        return self._template.first(messages)
 
     def _between(self, new: Sequence[Message]) -> list[int]:
         """The tokens between the last sampled turn and the next one."""
-        if self._plain:
-            return self._encode(_plain_text(new))
+        if self._template is None:
+            return self._tokenizer.encode(_plain_text(new), add_special_tokens=False)
         sampled = self.generations[-1]
-        end = sampled.tokens[-1:].tolist() if sampled.finish == "stop" else []
-        try:
-            tokens = self._after_placeholder([*map(_turn, self.messages), *new])
-        except jinja2.TemplateError:  # gpt-oss's and Mistral's want the calls that a tool has answered
-            tokens = self._after_placeholder([*map(_turn_of_calls, self.messages), *new])
-            if self.messages[-1].get("tool_calls"):  # what they write behind the arguments was sampled, up to the end
-                added = self._tokenizer.added_tokens_decoder
-                tokens = [*dropwhile(lambda token: token not in added or not added[token].special, tokens)]
-                if not end or tokens[:1] != end:
-                    raise
-        # The end of the turn must appear only once: as the policy sampled it or, for a cut turn, from the template.
-        return tokens[1:] if end and tokens[:1] == end else tokens
-
-    def _after_placeholder(self, messages: Sequence[Message]) -> list[int]:
-        _, placeholder, ending = self._render(messages).rpartition(_CONTENT)
-        if not placeholder:
-            raise ValueError("the chat template does not show the assistant's last turn")
-        return self._encode(ending)
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, add_generation_prompt=True, tokenize=False
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-
-def _turn(message: Message) -> Message:
-    """The message, or a placeholder if it was sampled."""
-    return {"role": "assistant", "content": _CONTENT} if message["role"] == "assistant" else message
-
-
-def _turn_of_calls(message: Message) -> Message:
-    """The same, with a placeholder for the arguments of each call, if there are any."""
-    if not (calls := message.get("tool_calls")):
-        return _turn(message)
-    placed = [call | {"function": call["function"] | {"arguments": {"argument": _CONTENT}}} for call in calls]
-    return {"role": "assistant", "content": "", "tool_calls": placed}
+        return self._template.between(self.messages, new, sampled.tokens.tolist(), sampled.finish == "stop")
 
 
 def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
@@ -255,12 +218,6 @@ class GrownText:
 def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
     text: str = tokenizer.decode(tokens, skip_special_tokens=True)  # transformers looks at each item of a list
     return text
-
-
-@lru_cache(maxsize=64)
-def _first_encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Cached, because all samples of a group begin with the same text, which may be long. Later texts differ."""
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _plain_text(messages: Sequence[Message]) -> str:
