@@ -3,6 +3,15 @@
 The master never handles a token or a weight. It writes every change to the journal on disk before it answers a request
 or publishes an event that depends on the change. So a restarted master knows everything that it has told other actors.
 A request that cannot be answered yet is parked until it can be, or until shortly before its deadline.
+
+| loop | waits for | unblocks |
+|---|---|---|
+| handlers | `AskPermits`: room in the ledger | rollout managers |
+| | `AskBatch`: the commit of the step before, B ready groups, rule 3 | the trainer |
+| | `AskEvaluation`: a version that is due, and its holder | the evaluator |
+| journal | changes that are not on disk yet | every answer and event that depends on them |
+| announce | an event in the outbox, then the journal | the events loop of every actor |
+| watch | 1 s | fences the silent and those that hang, ends leases, remedies a stalled run |
 """
 
 from __future__ import annotations
