@@ -74,8 +74,8 @@ def test_an_example_imports_what_is_public_and_runs(code):
 def test_every_metric_of_a_step_is_explained():
     from actors import trainer
     from actors.mastering.accounts import StepMeter
-    from areal.storage.events import COUNTERS
     from actors.training.phases import PHASES
+    from areal.storage.events import COUNTERS
     from areal.training.step_metrics import StepResult
 
     names = {*COUNTERS, *StepResult.__annotations__, *(f"{what}_seconds" for what in PHASES)}
