@@ -541,8 +541,8 @@ def build(role: str, arguments: argparse.Namespace) -> Membership:
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
     further: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
     bus = new_bus(f"{role}/{'?' if arguments.index is None else arguments.index}", network)
-    more = further.get(role, {})
-    return Membership(kind, bus, arguments.master, arguments.index, door, patience=arguments.wait, **more)
+    options = further.get(role, {})
+    return Membership(kind, bus, arguments.master, arguments.index, door, patience=arguments.wait, **options)
 
 
 def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:

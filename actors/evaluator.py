@@ -75,8 +75,8 @@ class NotExact(SampleFailed):
 class HolderRouter(Router):
     """Sends every sequence to the generator that holds the version under evaluation; routes other roles as usual."""
 
-    def __init__(self, holder: Member, *more: Any) -> None:
-        super().__init__(*more)
+    def __init__(self, holder: Member, *routes: Any) -> None:
+        super().__init__(*routes)
         self._holder = holder
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:

@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
+from actors.mastering import changes
 from actors.mastering.accounts import StepMeter, evaluation_record, summary
 from actors.mastering.disks import Disks
 from actors.mastering.evaluations import Evaluations
@@ -213,7 +214,7 @@ class Master(HandlesRequests):
 
     def _take_over(self) -> None:
         """Continue from the state in the journal. All leases are renewed, and every member counts as heard from now."""
-        self.state.emit("master_started")
+        self.state.emit(changes.MasterStarted())
         self.ledger.change_settings(self.state.settings)
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
         self._evaluations.hold_version_0()
@@ -587,7 +588,7 @@ class Master(HandlesRequests):
         if len({*changed, name}) > MAX_SERVED:
             raise RefusedError(f"the weights of at most {MAX_SERVED} rewards can be changed")
         if changed.get(name) != weight:
-            self.state.emit("reward_added", prompt=prompt, name=name, weight=weight)
+            self.state.emit(changes.RewardAdded(prompt=prompt, name=name, weight=weight))
             log.info("a reward has a new weight", reward=name, weight=weight, first_prompt=prompt)
         return Done()
 
@@ -618,7 +619,7 @@ class Master(HandlesRequests):
 
     def _count_failure(self, failed: GroupFailed) -> None:
         log.warning("group failed", group=failed.group, cause=failed.cause, reason=failed.reason)
-        self.state.emit("tokens_discarded", count=failed.discarded)
+        self.state.emit(changes.TokensDiscarded(count=failed.discarded))
         paused, now = self._failures.outage, self._now()
         self._failures.failed(failed.cause, failed.reason, now)
         if self._failures.outage and not paused:
@@ -649,7 +650,7 @@ class Master(HandlesRequests):
     async def ask_recovery(self, request: Request[AskRecovery]) -> Recovery:
         self._member(request, "trainer")
         if request.sender != self.state.trainer:
-            self.state.emit("lineage_opened", lineage=self.state.lineage + 1, trainer=request.sender)
+            self.state.emit(changes.LineageOpened(lineage=self.state.lineage + 1, trainer=request.sender))
             self._evaluations.abandon("a new trainer has opened a new lineage")
         return Recovery(
             run=self.journal.run,
@@ -675,11 +676,12 @@ class Master(HandlesRequests):
         group = self.ledger.group(ready.group)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
         if group is not None and answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
-            self.state.emit(
-                "rewarded", group=ready.group, row=group.row, version=self.ledger.version, mean=ready.reward_mean,
+            rewarded = changes.Rewarded(
+                group=ready.group, row=group.row, version=self.ledger.version, mean=ready.reward_mean,
                 spread=ready.reward_spread, signal=ready.signal, parts=ready.reward_parts, tokens=ready.tokens,
                 discarded=ready.discarded,
             )  # fmt: skip
+            self.state.emit(rewarded)
             self._progress.made()
             self._changed.notify()
             mean = self.state.score / self.state.scored
@@ -733,7 +735,7 @@ class Master(HandlesRequests):
             )
         record = self.ledger.commit(commit.version - 1)
         self._unrecorded, metrics = commit.version, self._meter.metrics(commit, record)
-        self.state.emit("stepped", metrics=metrics, groups=list(record.batch.group_ids))
+        self.state.emit(changes.Stepped(metrics=metrics, groups=record.batch.group_ids))
         self._keep_state()
         self.state.compact_if_due()
         self._failures.filtered_in_a_row = 0
@@ -757,7 +759,7 @@ class Master(HandlesRequests):
             raise RefusedError(
                 f"version {policy.version} cannot be published: the run is at version {self.ledger.version}"
             )
-        self.state.emit("published", policy=policy.model_dump())
+        self.state.emit(changes.PublishedChange(policy=policy))
         if policy.version > current.version:
             self._evaluations.plan(policy)
         self._send_out(PolicyPublished(policy=policy))
@@ -770,7 +772,7 @@ class Master(HandlesRequests):
         saved = request.message
         if saved.version > self.state.checkpoint_version:
             self.ledger.checkpointed(saved.covered)
-            self.state.emit("checkpoint_saved", version=saved.version, folder=saved.folder)
+            self.state.emit(changes.CheckpointSavedChange(version=saved.version, folder=saved.folder))
             self._progress.made()
         return CheckpointAnswer(drop=self._needless_payloads(saved.spooled))
 
@@ -778,7 +780,7 @@ class Master(HandlesRequests):
     async def training_finished(self, request: Request[TrainingFinished]) -> Done:
         self._check_trainer(request)
         if self.state.finished != self.ledger.version:
-            self.state.emit("finished", version=self.ledger.version)
+            self.state.emit(changes.Finished(version=self.ledger.version))
             self._progress.made()
         await self._end_if_complete()
         return Done()
