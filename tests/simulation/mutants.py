@@ -23,7 +23,9 @@ from actors.mastering import run_state
 from actors.mastering.evaluations import Evaluations
 from actors.mastering.hangs import Hangs
 from actors.mastering.progress import Progress
+from actors.mastering.run_control import RunControl
 from actors.mastering.run_state import RunState
+from actors.mastering.training_requests import TrainingRequests
 from actors.rollout_manager import RolloutManager, _GroupStart
 from actors.runtime.membership import Membership
 from actors.runtime.works import Operation, Works
@@ -221,7 +223,7 @@ def answers_before_the_commit() -> AbstractContextManager[None]:
 
 def no_fencing() -> AbstractContextManager[None]:
     """The master accepts all reports of trainers, even those of an old lineage."""
-    return patch.multiple(Master, _check_trainer=lambda master, request, lineage=None: None)
+    return patch.multiple(RunControl, check_trainer=lambda run, request, lineage=None: None)
 
 
 def no_filter() -> AbstractContextManager[None]:
@@ -373,13 +375,13 @@ def rejected_payloads_kept() -> AbstractContextManager[None]:
 
 def payloads_not_dropped_at_a_start() -> AbstractContextManager[None]:
     """A trainer that starts keeps the payloads that its predecessor left and nobody needs any more."""
-    ask_recovery = Master.ask_recovery
+    ask_recovery = TrainingRequests.ask_recovery
 
-    async def drop_nothing(master: Master, request: Any) -> Recovery:
-        return (await ask_recovery(master, request)).model_copy(update={"drop": ""})
+    async def drop_nothing(requests: TrainingRequests, request: Any) -> Recovery:
+        return (await ask_recovery(requests, request)).model_copy(update={"drop": ""})
 
     drop_nothing.handled_kind = AskRecovery  # type: ignore[attr-defined]
-    return patch.multiple(Master, ask_recovery=drop_nothing)
+    return patch.multiple(TrainingRequests, ask_recovery=drop_nothing)
 
 
 def spool_never_emptied() -> AbstractContextManager[None]:
@@ -694,7 +696,7 @@ def snapshots_without_lost_evaluations() -> AbstractContextManager[None]:
 
 def own_pause_not_excused() -> AbstractContextManager[None]:
     """The master takes time in which it was suspended itself for silence of the others."""
-    return patch.multiple(Master, _now=lambda master: asyncio.get_running_loop().time())
+    return patch.multiple(RunControl, now=lambda run: asyncio.get_running_loop().time())
 
 
 def leases_of_leavers_stay() -> AbstractContextManager[None]:
