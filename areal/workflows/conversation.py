@@ -9,7 +9,9 @@ the messages that came in between.
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -143,9 +145,16 @@ def messages_of(prompt: Prompt) -> list[Message]:
 
 
 def check_shown(tokenizer: Any, messages: Sequence[Message], tools: list[dict[str, Any]]) -> None:
-    """Raises ValueError if the chat template does not show the tools to the policy."""
+    """Raises ValueError if the chat template does not show the tools to the policy, or not the results of calls."""
     if Conversation(tokenizer, tools).prompt(messages) == Conversation(tokenizer).prompt(messages):
         raise ValueError("the model's chat template shows it no tools: choose a model whose template does")
+    _check_results(tokenizer, str(tokenizer.chat_template), json.dumps(tools))
+
+
+@lru_cache(maxsize=64)
+def _check_results(tokenizer: Any, template: str, tools: str) -> None:
+    """Once for all samples with these tools, which are JSON."""
+    ChatTemplate(tokenizer, json.loads(tools)).check()
 
 
 def user(text: str) -> Message:
