@@ -19,11 +19,12 @@ from areal.processes import die_with_parent
 # Time of the processor, not of the clock: unless a machine is very busy, that does not change an answer.
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 1 << 30
-# The longest time of one question by the clock.
-WALL_SECONDS = 3.0
-# A child that had this much of the processor by then has no answer, as if it had used up its time: that is ten times
-# what most comparisons need. A child that had less says nothing about the answer: the machine is too busy.
-FAIR_SECONDS = 0.3
+# The longest time of one question by the clock, and of each of several, for which nobody waits.
+WALL_SECONDS = 5.0
+WALL_SECONDS_OF_MANY = 60.0
+# A child that had this much of the processor by then has no answer, as if it had used up its time: it is more than
+# right answers were seen to need. A child that had less says nothing about the answer: the machine is too busy.
+FAIR_SECONDS = 0.5
 
 _READY = b"ready"
 
@@ -34,7 +35,7 @@ def limited(question: Callable[[], bool]) -> bool | None:
     It takes WALL_SECONDS at most. Raises TimeoutError if the child does not get the processor in that time, and
     ChildProcessError if it cannot be limited.
     """
-    return all_limited([question])[0]
+    return next(iter(_ask_child([question], WALL_SECONDS)), None)
 
 
 def all_limited(questions: Sequence[Callable[[], bool]]) -> list[bool | None]:
@@ -42,32 +43,32 @@ def all_limited(questions: Sequence[Callable[[], bool]]) -> list[bool | None]:
     keeps what it has learned; the limit of time is that of one question."""
     answers: list[bool | None] = []
     while len(answers) < len(questions):
-        answers += _ask_child(questions[len(answers) :])
+        answers += _ask_child(questions[len(answers) :], WALL_SECONDS_OF_MANY)
         if len(answers) < len(questions):
             answers.append(None)
     return answers
 
 
-def _ask_child(questions: Sequence[Callable[[], bool]]) -> list[bool]:
-    """The answers of the questions up to the first that ends its process."""
+def _ask_child(questions: Sequence[Callable[[], bool]], wall_seconds: float) -> list[bool]:
+    """The answers of the questions up to the first that ends its process. wall_seconds: of each by the clock."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _answer(questions, writing, parent)
+        _answer(questions, wall_seconds, writing, parent)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         output = pipe.read()
     _, status, usage = os.wait4(child, 0)
     is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
     if is_late and (len(questions) > 1 or usage.ru_utime + usage.ru_stime < FAIR_SECONDS):
-        raise TimeoutError(f"a comparison got less than {FAIR_SECONDS} s of the processor in {WALL_SECONDS} s")
+        raise TimeoutError(f"a comparison got less than {FAIR_SECONDS} s of the processor in {wall_seconds} s")
     if not output.startswith(_READY):
         raise ChildProcessError("the child process of a comparison did not start")
     return [answer == ord("1") for answer in output.removeprefix(_READY)]
 
 
-def _answer(questions: Sequence[Callable[[], bool]], pipe: int, parent: int) -> None:
+def _answer(questions: Sequence[Callable[[], bool]], wall_seconds: float, pipe: int, parent: int) -> None:
     """Writes the answers of the questions, and ends this process, whatever happens."""
     try:
         die_with_parent(signal.SIGKILL, parent)
@@ -88,7 +89,7 @@ def _answer(questions: Sequence[Callable[[], bool]], pipe: int, parent: int) -> 
             # By default these signals end the process, within an operation on large integers too.
             for timer, sign, seconds in (
                 (signal.ITIMER_PROF, signal.SIGPROF, CPU_SECONDS),
-                (signal.ITIMER_REAL, signal.SIGALRM, WALL_SECONDS),
+                (signal.ITIMER_REAL, signal.SIGALRM, wall_seconds),
             ):
                 signal.signal(sign, signal.SIG_DFL)
                 signal.setitimer(timer, seconds)
