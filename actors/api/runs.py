@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.api.function_pool import FunctionPool
-from actors.api.membership import Membership
+from actors.api.local_actors import LocalActors
 from actors.api.settings import RewardLike, Settings, Workflow, name_of, settings_of
 from actors.evaluator import Evaluator
 from actors.reward import Reward
@@ -29,7 +29,8 @@ from areal.desk.rollouts import Rollouts
 from areal.processes import ROOT
 from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
-from areal.storage.run_folder import NewRecords, config_of_run, last_checkpoint, read_metrics, read_summary
+from areal.storage.records import NewRecords, read_records
+from areal.storage.run_folder import config_of_run, last_checkpoint, read_summary
 from areal.text import all_shown
 from areal.workflows.builtin import bound_workflow
 from protocols.messages import AddReward, AskStatus
@@ -111,7 +112,7 @@ class LiveRun:
         self._view: Any = None  # of a notebook
         self._records = NewRecords(folder / "metrics.jsonl")
         self._version = 0
-        self._member: Membership | None = None
+        self._member: LocalActors | None = None
         self._functions: dict[str, RewardFunction] = {}
 
     def __repr__(self) -> str:
@@ -138,7 +139,7 @@ class LiveRun:
     @property
     def metrics(self) -> Any:
         """The numbers of each step (docs/observe.md): a pandas DataFrame, or a list of dicts without pandas."""
-        return _table(list(read_metrics(self.folder / "metrics.jsonl")))
+        return _table(list(read_records(self.folder / "metrics.jsonl")))
 
     @property
     def rollouts(self) -> RolloutTable:
@@ -317,11 +318,11 @@ class LiveRun:
         while self._process is not None and claimed_address(self.folder) is None:
             self._check_process()
             self._pause()
-        self._member = Membership(*locate(str(self.folder.absolute()), patience))
+        self._member = LocalActors(*locate(str(self.folder.absolute()), patience))
         atexit.register(self._member.leave)
 
     @property
-    def _membership(self) -> Membership:
+    def _membership(self) -> LocalActors:
         if self._member is None or self._ended:
             raise UserError(f"The run in {self.folder} is over: {self._reason}")
         return self._member

@@ -18,13 +18,15 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from actors.mastering.changes import Abandoned
 from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
 from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal
+from areal.storage.records import move_records
 from areal.storage.rollouts import FOLDER as ROLLOUTS
 from areal.storage.rollouts import move_rollouts
-from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, move_records, version_of
+from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, version_of
 from areal.storage.spool import Spool, SpoolError
 
 ABANDONED, SPOOL, METRICS, EVALUATIONS = "abandoned", "spool.db", "metrics.jsonl", "evaluations.jsonl"
@@ -137,7 +139,7 @@ def _move_files(config: Config, state: RunState) -> None:
         spool = Spool.open(folder / SPOOL)
         spool.forget(group for group in spool.ids() if not state.ledger.needs_payload(group))
         spool.close()
-    state.emit("abandoned", version=version)
+    state.emit(Abandoned(version=version))
     asyncio.run(state.journal.durable())
 
 

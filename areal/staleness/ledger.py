@@ -34,7 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 # Events kept for `story`: the last few transitions of every group of a large run (512 groups per batch, eta 8).
 STORY_EVENTS = 10_000
@@ -109,8 +109,8 @@ class Admitted:
     owner: str
     version: int
     lease_expires: float
-    row: int | None = None
-    """The training index of the row that was chosen for the prompt; None: an earlier version took the prompt's own."""
+    row: int
+    """The training index of the row that was chosen for the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +188,7 @@ def event_record(event: Event) -> tuple[str, dict[str, Any]]:
 
 def event_of(kind: str, body: dict[str, Any]) -> Event:
     """Return the event of a record, which may have been through JSON. Raises KeyError for an unknown kind."""
-    if _EVENTS[kind] is LedgerSettings:
-        return _settings_of(body)
     return cast(Event, _EVENTS[kind](**_with_tuples(body)))
-
-
-def _settings_of(body: dict[str, Any]) -> LedgerSettings:
-    """Earlier versions also had the number of prompts, which was always None: no limit."""
-    return LedgerSettings(**{name: value for name, value in body.items() if name != "prompts"})
 
 
 def _fields(row: Any) -> dict[str, Any]:
@@ -334,18 +327,15 @@ def schedulable(deadlines: Iterable[int], version: int, batch_size: int) -> bool
     return all(k <= batch_size * (d - version + 1) for k, d in enumerate(sorted(deadlines), 1))
 
 
-class Ledger:
-    """See the module. `journal` receives each event before it is applied; if `journal` raises, nothing has changed.
-    `choose` returns the training index of the row for a new prompt, by default that of the prompt itself.
+class LedgerState:
+    """The groups, prompts, batch and steps. They change only by `apply`.
 
     The memory in use is bounded by the alive groups and the re-queued prompts (together at most `(max_staleness + 1) *
     batch_size`), and by the group ids of the steps since the last checkpoint, which a restarted trainer has to redo.
     """
 
-    def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, settings: LedgerSettings) -> None:
         self.settings = settings
-        self.journal = journal
-        self.choose: Callable[[int], int] = lambda prompt: prompt
         self.version = 0
         self.counters = Counters()
         self._groups: dict[str, LedgerGroup] = {}  # in order of admission
@@ -358,22 +348,18 @@ class Ledger:
         self._story: deque[Event] = deque(maxlen=STORY_EVENTS)
 
     @classmethod
-    def load(cls, dump: dict[str, Any], settings: LedgerSettings) -> Ledger:
-        """Return the ledger that `dump` was made from. The dump may have been through JSON. The story starts empty.
-        `settings`: those of a dump that is so old that it has none."""
-        if "settings" in dump:
-            settings = _settings_of(dump["settings"])
-        ledger = cls(settings)
+    def load(cls, dump: dict[str, Any]) -> Self:
+        """Return the state that `dump` was made from. The dump may have been through JSON. The story starts empty."""
+        ledger = cls(LedgerSettings(**dump["settings"]))
         ledger.version = dump["version"]
         ledger._next_prompt = dump["next_prompt"]
         ledger.counters = Counters(
             **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
         )
         for row in dump["groups"]:
-            old = {"max_staleness": settings.max_staleness, "row": row["prompt_index"]}
-            ledger._place(LedgerGroup(**old | row | {"state": GroupState(row["state"])}))
+            ledger._place(LedgerGroup(**row | {"state": GroupState(row["state"])}))
         for prompt in dump["requeued"]:
-            ledger._requeued.append(QueuedPrompt(**{"row": prompt["prompt_index"]} | prompt))
+            ledger._requeued.append(QueuedPrompt(**prompt))
         ledger._batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
         for step in dump["steps"]:
             ledger._keep_step(
@@ -395,17 +381,10 @@ class Ledger:
             "steps": [_fields(step) | {"batch": _fields(step.batch)} for step in self._steps.values()],
         }
 
-    # ------------------------------------------------------------------------------------------------------ reading
-
     @property
     def alive(self) -> int:
         """The number of groups that are admitted and neither trained, re-queued nor discarded."""
         return len(self._groups)
-
-    @property
-    def ready_count(self) -> int:
-        """The number of groups that are ready and not yet in a batch."""
-        return len(self._lines[GroupState.READY])
 
     @property
     def batches_logged(self) -> int:
@@ -413,14 +392,235 @@ class Ledger:
         return self.version + (self._batch is not None)
 
     @property
-    def covered(self) -> int:
-        """The steps from this version on can be redone: no checkpoint is known to make that needless."""
-        return min(self._steps, default=self.version)
-
-    @property
     def capacity(self) -> int:
         """The number of groups that may be admitted now: limited by rule 1 and the steps left."""
         return max(0, self._most_alive() - self.alive)
+
+    @property
+    def next_prompt(self) -> int:
+        """The index of the first prompt of which no group was admitted yet."""
+        return self._next_prompt
+
+    def group(self, group_id: str) -> LedgerGroup | None:
+        """The row of an alive group, else None."""
+        return self._groups.get(group_id)
+
+    def deadline(self, group: LedgerGroup) -> int:
+        """The last version that may train this group: its start version + the bound at its admission. The version at
+        admission replaces the start version until that is known."""
+        start = group.admission_version if group.start_version is None else group.start_version
+        return start + group.max_staleness
+
+    def story(self, group_id: str) -> list[Event]:
+        """The recent events of a group, oldest first, without renewals of its lease."""
+        return [event for event in self._story if group_id in _groups_of(event)]
+
+    def _most_alive(self) -> int:
+        """The limit of rule 1, and at most what the steps left can train. It uses the version, never counters."""
+        settings = self.settings
+        return settings.batch_size * min(settings.max_staleness + 1, settings.steps - self.version)
+
+    def _most_admitted(self) -> int:
+        """How many groups can be alive that were admitted under these bounds, perhaps by other settings than now."""
+        bound = max((group.max_staleness for group in self._groups.values()), default=0)
+        return self.settings.batch_size * (bound + 1)
+
+    def _min_version(self, group: LedgerGroup) -> int:
+        """The lowest version that may sample the group (rule 2). `admission_only`, as in the paper, has no rule 2."""
+        return 0 if self.settings.on_straggler == "admission_only" else group.admission_version
+
+    def _fits(self, groups: Iterable[LedgerGroup]) -> bool:
+        """True if the steps after the logged batch can train all `groups`, which are outside it, in time."""
+        return schedulable(map(self.deadline, groups), self.batches_logged, self.settings.batch_size)
+
+    def _leased(self) -> list[LedgerGroup]:
+        return [group for group in self._groups.values() if group.state is GroupState.ADMITTED]
+
+    def _unbatched(self) -> list[LedgerGroup]:
+        return [group for group in self._groups.values() if group.state is not GroupState.BATCHED]
+
+    def apply(self, event: Event) -> None:
+        """Make one transition. Raises LedgerError, without changing anything, if the event does not fit the state."""
+        self._check(event)
+        match event:
+            case LedgerSettings():
+                self.settings = event
+            case Admitted():
+                self._apply_admitted(event)
+            case Renewed(group_ids, lease_expires):
+                for group_id in group_ids:
+                    self._update(group_id, lease_expires=lease_expires)
+            case Started(group_id, version):
+                self._update(group_id, start_version=version)
+            case Ready(group_id, version):
+                reported = self._groups[group_id].start_version
+                start = version if reported is None else min(reported, version)
+                self._update(group_id, state=GroupState.READY, start_version=start, lease_expires=None)
+            case Requeued(group_id, reason, failed):
+                group = self._drop(group_id)
+                lost = reason in (LEASE_EXPIRED, RELEASED) or (reason == UNANSWERED and group.resumed)
+                self._requeued.append(
+                    QueuedPrompt(
+                        group.prompt_index, group.row, group.attempt + 1, group.failures + failed, resumed=lost
+                    )
+                )
+                self.counters.requeued[reason] += 1
+            case Discarded(group_id, reason):
+                self._drop(group_id)
+                self.counters.discarded[reason] += 1
+            case BatchLogged():
+                self._apply_batch_logged(event)
+            case Committed():
+                self._apply_committed()
+            case Checkpointed(version):
+                for step in [step for step in self._steps if step < version]:
+                    self._redoable.difference_update(self._steps.pop(step).batch.group_ids)
+        if not isinstance(event, Renewed):
+            self._story.append(event)
+
+    def _apply_admitted(self, event: Admitted) -> None:
+        if self._requeued:
+            prompt = self._requeued.popleft()
+        else:
+            prompt = QueuedPrompt(event.prompt_index, event.row)
+            self._next_prompt += 1
+        group = LedgerGroup(
+            group_id=event.group_id, prompt_index=event.prompt_index, row=prompt.row, attempt=event.attempt,
+            failures=prompt.failures, owner=event.owner, lease_expires=event.lease_expires,
+            admission_version=event.version, max_staleness=self.settings.max_staleness, resumed=prompt.resumed,
+        )  # fmt: skip
+        self._place(group)
+        self.counters.admitted += 1
+
+    def _apply_batch_logged(self, event: BatchLogged) -> None:
+        min_token_version = oldest_in_loss(self.settings.on_straggler, self.settings.max_staleness, event.version)
+        self._batch = Batch(event.version, tuple(event.group_ids), min_token_version)
+        for group_id in event.group_ids:
+            self._update(group_id, state=GroupState.BATCHED)
+
+    def _apply_committed(self) -> None:
+        assert self._batch is not None  # checked
+        rows = [self._drop(group_id) for group_id in self._batch.group_ids]
+        starts = [row.start_version for row in rows if row.start_version is not None]
+        staleness = tuple(self.version - start for start in starts)
+        self._keep_step(StepRecord(self._batch, staleness, tuple(row.prompt_index for row in rows)))
+        self.counters.trained += len(rows)
+        self.version += 1
+        self._batch = None
+
+    def _update(self, group_id: str, **changes: Any) -> None:
+        group = self._groups[group_id]
+        self._leave_line(group)
+        self._place(replace(group, **changes))
+
+    def _place(self, group: LedgerGroup) -> None:
+        self._groups[group.group_id] = group
+        if group.state in self._lines:
+            insort(self._lines[group.state], self._place_of(group))
+
+    def _drop(self, group_id: str) -> LedgerGroup:
+        group = self._groups.pop(group_id)
+        self._leave_line(group)
+        return group
+
+    def _leave_line(self, group: LedgerGroup) -> None:
+        if group.state in self._lines:
+            line = self._lines[group.state]
+            del line[bisect_left(line, self._place_of(group))]
+
+    def _place_of(self, group: LedgerGroup) -> Place:
+        return self.deadline(group), group.prompt_index, group.group_id
+
+    def _keep_step(self, record: StepRecord) -> None:
+        self._steps[record.batch.version] = record
+        self._redoable.update(record.batch.group_ids)
+
+    def _check(self, event: Event) -> None:
+        match event:
+            case LedgerSettings(batch_size, steps=steps):
+                fits = batch_size == self.settings.batch_size and steps >= self.version
+            case Admitted():
+                fits = self._next_permit() == (event.group_id, event.prompt_index, event.attempt)
+                fits = fits and event.version == self.version and self.capacity > 0
+            case Renewed() | Started() | Ready():
+                fits = self._all_in(_groups_of(event), GroupState.ADMITTED)
+            case Requeued(group_id) | Discarded(group_id):
+                fits = self._all_in((group_id,), GroupState.ADMITTED, GroupState.READY)
+            case BatchLogged(version, group_ids):
+                fits = version == self.version and self._batch is None and self._all_in(group_ids, GroupState.READY)
+            case Committed(version):
+                fits = version == self.version < self.settings.steps and self._batch is not None
+            case Checkpointed(version):
+                fits = version <= self.version
+        if not fits:
+            raise self._error(f"{event} does not fit the state at version {self.version}", *_groups_of(event))
+
+    def _next_permit(self) -> tuple[str, int, int]:
+        prompt, attempt = self._next_prompt, 0
+        if self._requeued:
+            prompt, attempt = self._requeued[0].prompt_index, self._requeued[0].attempt
+        return f"g{prompt}.{attempt}", prompt, attempt
+
+    def _all_in(self, group_ids: Iterable[str], *states: GroupState) -> bool:
+        rows = [self._groups.get(group_id) for group_id in group_ids]
+        return bool(rows) and all(row is not None and row.state in states for row in rows)
+
+    def _error(self, problem: str, *group_ids: str) -> LedgerError:
+        stories = [f"  {event}" for group_id in group_ids for event in self.story(group_id)]
+        return LedgerError("\n".join([problem, *stories]))
+
+    def validate(self) -> None:
+        """Raise LedgerError if an invariant of the state machine is broken."""
+        rows = self._groups.values()
+        prompts = [row.prompt_index for row in rows] + [prompt.prompt_index for prompt in self._requeued]
+        gone = self.counters.trained + self.counters.discarded.total()
+        batched = [row.group_id for row in rows if row.state is GroupState.BATCHED]
+        invariants = {
+            "alive groups are within capacity": self.alive <= max(self._most_alive(), self._most_admitted()),
+            "a prompt is alive or re-queued at most once": len(prompts) == len(set(prompts)),
+            "no prompt is lost": self._next_prompt == len(prompts) + gone,
+            "the batch equals the batched groups": set(batched) == set(self._batch.group_ids if self._batch else ()),
+            "rows are consistent": all(map(self._is_sound, rows)),
+            "the sorted lines match the rows": all(map(self._is_in_line, self._lines)),
+            "every group fits before its deadline": not self.settings.bounds_groups or self._fits(self._unbatched()),
+        }
+        broken = [name for name, holds in invariants.items() if not holds]
+        if broken:
+            raise self._error(f"broken at version {self.version}: {'; '.join(broken)}", *self._groups)
+
+    def _is_in_line(self, state: GroupState) -> bool:
+        return self._lines[state] == sorted(self._place_of(row) for row in self._groups.values() if row.state is state)
+
+    def _is_sound(self, row: LedgerGroup) -> bool:
+        """True if exactly the unfinished groups have a lease, finished ones a start version, and versions are valid."""
+        in_progress = row.state is GroupState.ADMITTED
+        if in_progress != (row.lease_expires is not None):
+            return False
+        if row.start_version is None:
+            return in_progress
+        return (row.resumed or self._min_version(row) <= row.start_version) and row.start_version <= self.version
+
+
+class Ledger(LedgerState):
+    """See the module. `journal` receives each event before it is applied; if `journal` raises, nothing has changed.
+    `choose` returns the training index of the row for a new prompt, by default that of the prompt itself."""
+
+    def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
+        super().__init__(settings)
+        self.journal = journal
+        self.choose: Callable[[int], int] = lambda prompt: prompt
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def ready_count(self) -> int:
+        """The number of groups that are ready and not yet in a batch."""
+        return len(self._lines[GroupState.READY])
+
+    @property
+    def covered(self) -> int:
+        """The steps from this version on can be redone: no checkpoint is known to make that needless."""
+        return min(self._steps, default=self.version)
 
     @property
     def ended(self) -> RunEnded | None:
@@ -434,15 +634,6 @@ class Ledger:
             return None
         waiting = self._waiting(self._choose())
         return None if waiting is None or self._may_abort(waiting) else waiting
-
-    @property
-    def next_prompt(self) -> int:
-        """The index of the first prompt of which no group was admitted yet."""
-        return self._next_prompt
-
-    def group(self, group_id: str) -> LedgerGroup | None:
-        """The row of an alive group, else None."""
-        return self._groups.get(group_id)
 
     def alive_of(self, owner: str) -> list[str]:
         """The ids of the groups that `owner` holds leases of, in order of admission."""
@@ -460,16 +651,6 @@ class Ledger:
             return True
         unfinished: list[LedgerGroup | QueuedPrompt] = [*self._leased(), *self._requeued]
         return any(row.resumed and group_id.startswith(f"g{row.prompt_index}.") for row in unfinished)
-
-    def deadline(self, group: LedgerGroup) -> int:
-        """The last version that may train this group: its start version + the bound at its admission. The version at
-        admission replaces the start version until that is known."""
-        start = group.admission_version if group.start_version is None else group.start_version
-        return start + group.max_staleness
-
-    def story(self, group_id: str) -> list[Event]:
-        """The recent events of a group, oldest first, without renewals of its lease."""
-        return [event for event in self._story if group_id in _groups_of(event)]
 
     # ----------------------------------------------------------------------------------------------------- commands
 
@@ -627,16 +808,6 @@ class Ledger:
 
     # ---------------------------------------------------------------------------------------------------- decisions
 
-    def _most_alive(self) -> int:
-        """The limit of rule 1, and at most what the steps left can train. It uses the version, never counters."""
-        settings = self.settings
-        return settings.batch_size * min(settings.max_staleness + 1, settings.steps - self.version)
-
-    def _most_admitted(self) -> int:
-        """How many groups can be alive that were admitted under these bounds, perhaps by other settings than now."""
-        bound = max((group.max_staleness for group in self._groups.values()), default=0)
-        return self.settings.batch_size * (bound + 1)
-
     def _choose(self) -> list[LedgerGroup]:
         """Up to B ready groups, earliest deadline first."""
         return self._head(GroupState.READY, self.settings.batch_size)
@@ -694,10 +865,6 @@ class Ledger:
         group = self._groups[group_id]
         return GroupPermit(group_id, prompt_index, group.row, attempt, self._min_version(group), group.resumed)
 
-    def _min_version(self, group: LedgerGroup) -> int:
-        """The lowest version that may sample the group (rule 2). `admission_only`, as in the paper, has no rule 2."""
-        return 0 if self.settings.on_straggler == "admission_only" else group.admission_version
-
     def _oldest_start(self, group: LedgerGroup) -> int:
         """The lowest start version that may be reported of the group."""
         low = self._min_version(group)
@@ -723,10 +890,6 @@ class Ledger:
         rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]
         return not self._fits(rows)
 
-    def _fits(self, groups: Iterable[LedgerGroup]) -> bool:
-        """True if the steps after the logged batch can train all `groups`, which are outside it, in time."""
-        return schedulable(map(self.deadline, groups), self.batches_logged, self.settings.batch_size)
-
     def _fail(self, group: LedgerGroup, reason: str) -> None:
         """Re-queue the prompt, or discard it after `max_attempts` failures."""
         last = group.failures + 1 >= self.settings.max_attempts
@@ -742,12 +905,6 @@ class Ledger:
         if leased:
             self._emit(Renewed(leased, lease_expires))
 
-    def _unbatched(self) -> list[LedgerGroup]:
-        return [group for group in self._groups.values() if group.state is not GroupState.BATCHED]
-
-    def _leased(self) -> list[LedgerGroup]:
-        return [group for group in self._groups.values() if group.state is GroupState.ADMITTED]
-
     def _owned(self, group_id: str, owner: str) -> LedgerGroup | None:
         group = self._groups.get(group_id)
         return group if group is not None and group.owner == owner else None
@@ -758,174 +915,11 @@ class Ledger:
             raise LedgerError(f"no record of step {version}: the version is {self.version}, steps kept: {steps}")
         return self._steps[version]
 
-    # ------------------------------------------------------------------------------------------------------- events
-
     def _emit(self, event: Event) -> None:
         self._check(event)
         if self.journal is not None:
             self.journal(event)
         self.apply(event)
-
-    def apply(self, event: Event) -> None:
-        """Make one transition. Raises LedgerError, without changing anything, if the event does not fit the state."""
-        self._check(event)
-        match event:
-            case LedgerSettings():
-                self.settings = event
-            case Admitted():
-                self._apply_admitted(event)
-            case Renewed(group_ids, lease_expires):
-                for group_id in group_ids:
-                    self._update(group_id, lease_expires=lease_expires)
-            case Started(group_id, version):
-                self._update(group_id, start_version=version)
-            case Ready(group_id, version):
-                reported = self._groups[group_id].start_version
-                start = version if reported is None else min(reported, version)
-                self._update(group_id, state=GroupState.READY, start_version=start, lease_expires=None)
-            case Requeued(group_id, reason, failed):
-                group = self._drop(group_id)
-                lost = reason in (LEASE_EXPIRED, RELEASED) or (reason == UNANSWERED and group.resumed)
-                self._requeued.append(
-                    QueuedPrompt(
-                        group.prompt_index, group.row, group.attempt + 1, group.failures + failed, resumed=lost
-                    )
-                )
-                self.counters.requeued[reason] += 1
-            case Discarded(group_id, reason):
-                self._drop(group_id)
-                self.counters.discarded[reason] += 1
-            case BatchLogged():
-                self._apply_batch_logged(event)
-            case Committed():
-                self._apply_committed()
-            case Checkpointed(version):
-                for step in [step for step in self._steps if step < version]:
-                    self._redoable.difference_update(self._steps.pop(step).batch.group_ids)
-        if not isinstance(event, Renewed):
-            self._story.append(event)
-
-    def _apply_admitted(self, event: Admitted) -> None:
-        if self._requeued:
-            prompt = self._requeued.popleft()
-        else:
-            prompt = QueuedPrompt(event.prompt_index, event.prompt_index if event.row is None else event.row)
-            self._next_prompt += 1
-        group = LedgerGroup(
-            group_id=event.group_id, prompt_index=event.prompt_index, row=prompt.row, attempt=event.attempt,
-            failures=prompt.failures, owner=event.owner, lease_expires=event.lease_expires,
-            admission_version=event.version, max_staleness=self.settings.max_staleness, resumed=prompt.resumed,
-        )  # fmt: skip
-        self._place(group)
-        self.counters.admitted += 1
-
-    def _apply_batch_logged(self, event: BatchLogged) -> None:
-        min_token_version = oldest_in_loss(self.settings.on_straggler, self.settings.max_staleness, event.version)
-        self._batch = Batch(event.version, tuple(event.group_ids), min_token_version)
-        for group_id in event.group_ids:
-            self._update(group_id, state=GroupState.BATCHED)
-
-    def _apply_committed(self) -> None:
-        assert self._batch is not None  # checked
-        rows = [self._drop(group_id) for group_id in self._batch.group_ids]
-        starts = [row.start_version for row in rows if row.start_version is not None]
-        staleness = tuple(self.version - start for start in starts)
-        self._keep_step(StepRecord(self._batch, staleness, tuple(row.prompt_index for row in rows)))
-        self.counters.trained += len(rows)
-        self.version += 1
-        self._batch = None
-
-    def _update(self, group_id: str, **changes: Any) -> None:
-        group = self._groups[group_id]
-        self._leave_line(group)
-        self._place(replace(group, **changes))
-
-    def _place(self, group: LedgerGroup) -> None:
-        self._groups[group.group_id] = group
-        if group.state in self._lines:
-            insort(self._lines[group.state], self._place_of(group))
-
-    def _drop(self, group_id: str) -> LedgerGroup:
-        group = self._groups.pop(group_id)
-        self._leave_line(group)
-        return group
-
-    def _leave_line(self, group: LedgerGroup) -> None:
-        if group.state in self._lines:
-            line = self._lines[group.state]
-            del line[bisect_left(line, self._place_of(group))]
-
-    def _place_of(self, group: LedgerGroup) -> Place:
-        return self.deadline(group), group.prompt_index, group.group_id
-
-    def _keep_step(self, record: StepRecord) -> None:
-        self._steps[record.batch.version] = record
-        self._redoable.update(record.batch.group_ids)
-
-    def _check(self, event: Event) -> None:
-        match event:
-            case LedgerSettings(batch_size, steps=steps):
-                fits = batch_size == self.settings.batch_size and steps >= self.version
-            case Admitted():
-                fits = self._next_permit() == (event.group_id, event.prompt_index, event.attempt)
-                fits = fits and event.version == self.version and self.capacity > 0
-            case Renewed() | Started() | Ready():
-                fits = self._all_in(_groups_of(event), GroupState.ADMITTED)
-            case Requeued(group_id) | Discarded(group_id):
-                fits = self._all_in((group_id,), GroupState.ADMITTED, GroupState.READY)
-            case BatchLogged(version, group_ids):
-                fits = version == self.version and self._batch is None and self._all_in(group_ids, GroupState.READY)
-            case Committed(version):
-                fits = version == self.version < self.settings.steps and self._batch is not None
-            case Checkpointed(version):
-                fits = version <= self.version
-        if not fits:
-            raise self._error(f"{event} does not fit the state at version {self.version}", *_groups_of(event))
-
-    def _next_permit(self) -> tuple[str, int, int]:
-        prompt, attempt = self._next_prompt, 0
-        if self._requeued:
-            prompt, attempt = self._requeued[0].prompt_index, self._requeued[0].attempt
-        return f"g{prompt}.{attempt}", prompt, attempt
-
-    def _all_in(self, group_ids: Iterable[str], *states: GroupState) -> bool:
-        rows = [self._groups.get(group_id) for group_id in group_ids]
-        return bool(rows) and all(row is not None and row.state in states for row in rows)
-
-    def _error(self, problem: str, *group_ids: str) -> LedgerError:
-        stories = [f"  {event}" for group_id in group_ids for event in self.story(group_id)]
-        return LedgerError("\n".join([problem, *stories]))
-
-    def validate(self) -> None:
-        """Raise LedgerError if an invariant of the state machine is broken."""
-        rows = self._groups.values()
-        prompts = [row.prompt_index for row in rows] + [prompt.prompt_index for prompt in self._requeued]
-        gone = self.counters.trained + self.counters.discarded.total()
-        batched = [row.group_id for row in rows if row.state is GroupState.BATCHED]
-        invariants = {
-            "alive groups are within capacity": self.alive <= max(self._most_alive(), self._most_admitted()),
-            "a prompt is alive or re-queued at most once": len(prompts) == len(set(prompts)),
-            "no prompt is lost": self._next_prompt == len(prompts) + gone,
-            "the batch equals the batched groups": set(batched) == set(self._batch.group_ids if self._batch else ()),
-            "rows are consistent": all(map(self._is_sound, rows)),
-            "the sorted lines match the rows": all(map(self._is_in_line, self._lines)),
-            "every group fits before its deadline": not self.settings.bounds_groups or self._fits(self._unbatched()),
-        }
-        broken = [name for name, holds in invariants.items() if not holds]
-        if broken:
-            raise self._error(f"broken at version {self.version}: {'; '.join(broken)}", *self._groups)
-
-    def _is_in_line(self, state: GroupState) -> bool:
-        return self._lines[state] == sorted(self._place_of(row) for row in self._groups.values() if row.state is state)
-
-    def _is_sound(self, row: LedgerGroup) -> bool:
-        """True if exactly the unfinished groups have a lease, finished ones a start version, and versions are valid."""
-        in_progress = row.state is GroupState.ADMITTED
-        if in_progress != (row.lease_expires is not None):
-            return False
-        if row.start_version is None:
-            return in_progress
-        return (row.resumed or self._min_version(row) <= row.start_version) and row.start_version <= self.version
 
 
 def _groups_of(event: Event) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ from areal.training.objectives import (
     interpolated_proximal,
     kl,
     kl_of_top,
+    kl_penalty,
     mask_sequences,
     rehearse,
     value_loss,
@@ -266,7 +267,7 @@ class TrainingEngine:
         """The engine with which the run of `config` begins (all ranks)."""
         return cls(
             Path(config.model), config.trainer, seed=config.seed, keep_values=keep_values, patience=patience,
-            optimizer_steps=config.steps * config.trainer.minibatches, longest=config.generator.max_model_len,
+            optimizer_steps=config.optimizer_steps, longest=config.generator.max_model_len,
         )  # fmt: skip
 
     @contextmanager
@@ -676,7 +677,7 @@ class TrainingEngine:
                 out = mask_sequences(self._objective(tokens, self.config), tokens, self.config)
                 loss = out.loss
                 if self.config.kl_coef and self.config.kl_in == "loss":
-                    loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
+                    loss = loss + self.config.kl_coef * kl_penalty(tokens, row.reference, self.config)
                 if row.top_logprobs is not None:
                     likely = everything[0][len(row.targets) :].view_as(row.top_logprobs)
                     loss = loss + self.config.teacher_coef * kl_of_top(row.top_logprobs, likely)
@@ -698,6 +699,7 @@ class TrainingEngine:
             norm = None
             if self._stage == 0:
                 norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
+            tally.lr = self._deepspeed.get_lr()[0]
             self._deepspeed.step()
             tally.grad_norms.append(float(self._deepspeed.get_global_grad_norm() if norm is None else norm))
 

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 
+from actors.mastering import changes
 from actors.mastering.run_state import RunState
 from areal.config import Config
 from areal.data.sources import open_source
@@ -25,10 +26,10 @@ def state_of(config: Config, connection: sqlite3.Connection) -> RunState:
 def rewarded(state: RunState, group: str, signal: bool = True) -> None:
     row = state.ledger.group(group).row
     state.ledger.ready(group, 0, signal)
-    state.emit(
-        "rewarded", group=group, row=row, version=0, mean=0.5 if signal else 0.0, spread=0.5 * signal, signal=signal,
+    state.emit(changes.Rewarded(
+        group=group, row=row, version=0, mean=0.5 if signal else 0.0, spread=0.5 * signal, signal=signal,
         parts={}, tokens=7, discarded=0,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_from_a_snapshot():
@@ -45,22 +46,3 @@ def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_f
         assert later.history.rows[later.history.data.key(permits[1].row)].tokens == 7
         assert later.ledger.choose(4) == state.ledger.choose(4)
         state.journal.compact(state.dump())
-
-
-def test_a_journal_of_before_samplers_is_one_of_shuffle():
-    connection = sqlite3.connect(":memory:", check_same_thread=False)
-    journal = Journal(connection)
-    for prompt in range(2):
-        group = {"group_id": f"g{prompt}.0", "prompt_index": prompt, "attempt": 0, "owner": "manager/0#1"}
-        journal.append("admitted", group | {"version": 0, "lease_expires": 30.0})
-    journal.append("ready", {"group_id": "g1.0", "start_version": 0})
-    journal.append("rewarded", {"group": "g1.0", "mean": 0.5, "parts": {}, "tokens": 7, "discarded": 0})
-    asyncio.run(journal.durable())
-    state = state_of(config_of(), connection)
-    assert [state.ledger.group(f"g{prompt}.0").row for prompt in range(2)] == [0, 1]
-    assert state.tokens == {"g1.0": 7}
-    assert [permit.row for permit in state.ledger.admit("manager/0#1", 2, 0.0, 30.0)] == [2, 3]
-    assert state.coverage == 4 / 20
-    past = state.dump()
-    del past["history"]
-    state._load(past)
