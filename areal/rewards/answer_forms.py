@@ -135,12 +135,12 @@ def same_words(gold: str, latex: str) -> bool | None:
         (hour, minute, half), (other_hour, other_minute, other_half) = (time.groups("") for time in times if time)
         same_half = half.lower() == other_half.lower() or not (half and other_half)
         return (int(hour), minute or "00") == (int(other_hour), other_minute or "00") and same_half
-    if (base := _BASE.search(gold)) and (other := _BASE.search(latex)) and base[1] != other[1]:
+    if (base := _BASE.search(gold)) and (latex_base := _BASE.search(latex)) and base[1] != latex_base[1]:
         return False
     if not _IN_WORDS.fullmatch(gold.strip()):
         return None
-    said, wanted = (re.sub(r"[\W_]+", " ", plain(text)).strip().casefold() for text in (sides(latex)[-1], gold))
-    return said == wanted
+    words, gold_words = (re.sub(r"[\W_]+", " ", plain(text)).strip().casefold() for text in (sides(latex)[-1], gold))
+    return words == gold_words
 
 
 def sides(latex: str) -> list[str]:
@@ -181,10 +181,10 @@ def intervals(latex: str) -> tuple[str, str] | None:
     """A variable, and the intervals in which inequalities say that it is; None for anything else."""
     names, parts = set(), []
     for part in re.split(r"\bor\b|\\lor\b|\\vee\b", plain(latex)):
-        terms, low, high = [term.strip() for term in _RELATION.split(part)], "(-\\infty", "\\infty)"
-        for left, sign, right in zip(terms, _RELATION.findall(part), terms[1:], strict=False):
-            is_first = re.fullmatch("[A-Za-z]", left)
-            name, bound = (left, right) if is_first else (right, left)
+        terms, low, high = [side.strip() for side in _RELATION.split(part)], "(-\\infty", "\\infty)"
+        for term, sign, following in zip(terms, _RELATION.findall(part), terms[1:], strict=False):
+            is_first = re.fullmatch("[A-Za-z]", term)
+            name, bound = (term, following) if is_first else (following, term)
             if not re.fullmatch("[A-Za-z]", name) or name in bound or not bound:
                 return None
             names.add(name)

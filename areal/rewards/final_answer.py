@@ -92,7 +92,7 @@ def extract(text: str, prompt: str = "") -> str | None:
         text, boxes = text[later.start() :], []
     if boxes:
         return _last_boxes(text, boxes)
-    candidates = _joined(text, (each for each in _candidates(text) if not _is_denied(text, each.start, each.end)))
+    candidates = _joined(text, (part for part in _candidates(text) if not _is_denied(text, part.start, part.end)))
     starts = [candidate.start for candidate in candidates]
     for anchor in reversed(list(_ANCHOR.finditer(text))):
         first = bisect_left(starts, anchor.end())

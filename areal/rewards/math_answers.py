@@ -83,10 +83,10 @@ def score(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     latex = final_answer.extract(completion, prompt)
     verdicts, questions = [], []
     for answer in answers_of(row):
-        text, given, verdict = _at_sight(_latex(answer), latex)
+        text, compared, verdict = _at_sight(_latex(answer), latex)
         verdicts.append(verdict)
         if verdict is None:
-            questions.append(partial(_same, text, _gold(text), given, prompt))
+            questions.append(partial(_same, text, _gold(text), compared, prompt))
     if True in verdicts or not questions or latex is None:
         return float(True in verdicts)
     return float(limited(lambda: any(question() for question in questions)) or False)
@@ -114,11 +114,15 @@ def _latex(answer: str) -> str:
 def _at_sight(gold: str, latex: str | None) -> tuple[str, str, bool | None]:
     """What is to be compared of the row's answer and of a completion's, without the letters of choices, and whether
     they are equal; None if math-verify has to tell."""
-    letter, wanted = answer_forms.choice(gold)
-    other, given = answer_forms.choice(latex or "")
-    if letter and (latex is None or (other or not wanted) and (other != letter or not (wanted and given))):
-        return gold, "", letter == other
-    gold, latex = wanted if letter else gold, (given if given else latex)
+    letter, gold_value = answer_forms.choice(gold)
+    latex_letter, latex_value = answer_forms.choice(latex or "")
+    if letter and (
+        latex is None
+        or (latex_letter or not gold_value)
+        and (latex_letter != letter or not (gold_value and latex_value))
+    ):
+        return gold, "", letter == latex_letter
+    gold, latex = gold_value if letter else gold, (latex_value if latex_value else latex)
     number, value = _number(gold), None if latex is None else _number(latex)
     if number is not None and (latex is None or value is not None):
         return gold, latex or "", number == value
@@ -164,10 +168,10 @@ def _same(gold: str, expressions: Sequence[Any], latex: str, prompt: str = "") -
     if any(answer_forms.is_arithmetic(side) and not _equal(expressions, _read(_boxed(side))) for side in names):
         return False
     ranges = [answer_forms.intervals(text) for text in (gold, value)]
-    if len({text[0] for text in ranges if text}) == 1 and all(
-        found or not answer_forms.is_relation(text) for found, text in zip(ranges, (gold, value), strict=True)
+    if len({span[0] for span in ranges if span}) == 1 and all(
+        span or not answer_forms.is_relation(text) for span, text in zip(ranges, (gold, value), strict=True)
     ):
-        gold, value = (text[1] if text else whole for text, whole in zip(ranges, (gold, value), strict=True))
+        gold, value = (span[1] if span else text for span, text in zip(ranges, (gold, value), strict=True))
         expressions = _read(_boxed(gold)) if ranges[0] else expressions
     return answer_forms.is_answered(value, gold, prompt) and _equal(expressions, _read(_boxed(rounded(value, gold))))
 
@@ -177,7 +181,7 @@ def _equal(golds: Sequence[Any], expressions: Sequence[Any]) -> bool:
     from math_verify import verify
 
     # What is equal but for the order of its terms is so without further work.
-    golds, expressions = ([_ordered(each) for each in all_of] for all_of in (golds, expressions))
+    golds, expressions = ([_ordered(expression) for expression in group] for group in (golds, expressions))
     size = min(map(_exponent, golds), default=0)
     places, digits = (PLACES - size if size < -3 else PLACES), DIGITS - 2 * size
     return verify(golds, expressions, float_rounding=places, numeric_precision=digits, timeout_seconds=None)
