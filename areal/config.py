@@ -858,6 +858,11 @@ class SandboxConfig(Section):
     mode: Literal["namespaces", "none"] = Field(
         "namespaces", description="none: no protection at all, only for programs that you trust"
     )
+    tests: Literal["outside", "inside_where_needed"] = Field(
+        "outside",
+        description="outside: tests in Python run in another process than the program; rows that need more are refused. "
+        "inside_where_needed: such rows' tests run beside the program, which can forge their verdict",
+    )
     url: str | None = Field(
         None, pattern=r"^https?://.+", description="address of a SandboxFusion server, without /run_code"
     )
