@@ -20,7 +20,7 @@ import uvloop
 from areal.config import Config, ScorerConfig, UserError, dump_config, from_message, load_config, overridden
 from areal.processes import KEYS, SUPERVISED, LenientOutput, die_with_parent, importing, raise_open_files, torchrun
 from areal.roles import ROLES
-from areal.storage.run_folder import config_of_run, configuration_to_resume, steps_trained
+from areal.storage.run_folder import config_of_run, configuration_to_resume, end_of, steps_trained
 from areal.text import shown
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def keep_keys(keys: str | Path | None) -> None:
 def configuration(arguments: argparse.Namespace) -> Config:
     if arguments.resume:
         folder, from_step = arguments.resume, arguments.from_step
-        end = [f"steps={steps_trained(folder) if from_step is None else from_step}"] if arguments.end else []
+        end = end_of(folder, steps_trained(folder) if from_step is None else from_step) if arguments.end else []
         return configuration_to_resume(folder, arguments.config, [*arguments.overrides, *end], from_step)
     if arguments.fork:
         from actors.record.fork import configuration_of_fork

@@ -27,9 +27,10 @@ from actors.mastering.run_state import RunState
 from actors.runtime import delays
 from actors.runtime.actor import Ending, HandlesRequests, Signal, first_error, handles, parked
 from actors.watching import prometheus
-from areal.config import Config, UserError, without_secrets
+from areal.config import Config, UserError
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
+from areal.hiding import without_secrets
 from areal.observe.tracking import flat
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Batch, Ledger, LedgerError, ReportAnswer, RunEnded

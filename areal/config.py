@@ -32,6 +32,7 @@ from pydantic import (
 )
 
 from areal.engine_options import deepspeed_conflicts, devices_of, parser_conflicts, vllm_conflicts
+from areal.hiding import reveal, without_secrets
 
 
 class UserError(Exception):
@@ -249,8 +250,8 @@ class DataConfig(RowsConfig):
 
     sampler: str = Field(
         "shuffle",
-        description="chooses the row of each prompt: shuffle, difficulty, skip_solved, easy_to_hard, mixture, or "
-        "package.module:function (docs/curriculum.md)",
+        description="chooses the row of each prompt: shuffle, difficulty, or package.module:function "
+        "(docs/curriculum.md)",
     )
     sampler_options: dict[str, Any] = Field(default_factory=dict, description="options of the sampler")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are discarded, for the cause `long`")
@@ -605,6 +606,9 @@ class CriticConfig(Section):
     )
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainerConfig(Section):
     """`objective` is a name, or `package.module:function` for your own objective (areal.training.objectives says how it
     is called). A named objective also sets the keys that belong to it, such as `advantage_mean` and `behaviour_weight`.
@@ -634,10 +638,13 @@ class TrainerConfig(Section):
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="after the warm-up: constant, or a decay from lr to lr_final * lr at the run's last optimizer step",
+        description="after the warm-up: constant, or a decay from lr to lr_final * lr at the last optimizer step",
     )
     lr_final: float = Field(0.1, ge=0, le=1, description="share of lr after a decay")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam")
+    lr_schedule_steps: int | None = Field(
+        None, gt=0, description="training steps of the schedule, with which a decay ends; null: `steps`"
+    )
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="of Adam")
     adam_eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
     weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay (AdamW), not of norms and biases")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient; larger ones are scaled down")
@@ -760,6 +767,31 @@ class TrainerConfig(Section):
         values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
         return self.model_copy(update={key: value for key, value in values.items() if getattr(self, key) == "auto"})
 
+    def lr_share(self, step: int, steps: int) -> float:
+        """The share of `lr` with which the optimizer step number `step`, from 0, is made. steps: the optimizer steps of
+        the schedule. Warm-up rises from 1 / warmup_steps to 1. A decay has ended at the last step. With a critic, whose
+        rate is constant, all this begins after the steps that train it alone."""
+        before = self.critic.warmup_steps if self.critic else 0
+        number = step - before + 1
+        if number <= self.warmup_steps or number <= 0:
+            return max(number, 0) / max(self.warmup_steps, 1)
+        if self.lr_schedule == "constant":
+            return 1.0
+        left = 1 - min((number - self.warmup_steps) / max(1, steps - before - self.warmup_steps), 1.0)
+        if self.lr_schedule == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        return self.lr_final + (1 - self.lr_final) * left
+
+    def schedule_conflicts(self, steps: int) -> Iterator[str]:
+        """Why the policy would never be trained at the rate `lr` in so many optimizer steps."""
+        alone = self.critic.warmup_steps if self.critic else 0
+        if alone + max(self.warmup_steps, 1) > steps:
+            keys = " and ".join(["trainer.critic.warmup_steps"] * bool(alone) + ["trainer.warmup_steps"])
+            yield (
+                f"the warm-up takes {alone + self.warmup_steps} optimizer steps, but there are only {steps}, so that "
+                f"trainer.lr is never reached: lower {keys}"
+            )
+
     @property
     def reference_scorer(self) -> str | None:
         """The name of the scorer that has the reference model; None: the trainer has it, or there is no penalty."""
@@ -793,6 +825,11 @@ class TrainerConfig(Section):
                 f"devices: set trainer.zero_stage=3, or trainer.offload=optimizer"
             )
         yield from deepspeed_conflicts(self.deepspeed_options, self.offload)
+        if self.eps_clip > 1 and self.objective in OBJECTIVE_SETTINGS and self.objective not in ("gmpo", "dppo_kl"):
+            yield (
+                f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
+                f"none: set trainer.eps_clip to at most 1"
+            )
         for key in ("behaviour_weight_bounds", "sequence_mask_bounds"):
             low, high = getattr(self, key)
             if not 0 <= low < high:
@@ -1242,6 +1279,8 @@ class Config(ScoringConfig):
                 yield f"the scorer {name!r} is not used: set {key}={name}, or leave it out of scorers"
 
     def _conflicts_of_training(self) -> Iterator[str]:
+        if self.steps:
+            yield from self.trainer.schedule_conflicts(max(self.steps * self.trainer.minibatches, self.optimizer_steps))
         if self.trainer.minibatches > self.batch_size:
             yield (
                 f"trainer.minibatches is {self.trainer.minibatches} but batch_size is only {self.batch_size}: "
@@ -1267,6 +1306,12 @@ class Config(ScoringConfig):
                 f"trainer.advantage_mean={self.trainer.advantage_mean} compares the samples of a group, but group_size "
                 "is 1, so nothing is learned: raise group_size"
             )
+        longest = self.generator.max_model_len
+        if self.steps and longest and longest <= self.sampling.max_new_tokens:
+            yield (
+                f"sampling.max_new_tokens is {self.sampling.max_new_tokens}, but generator.max_model_len has room for "
+                f"{longest} tokens of prompt and completion: lower it"
+            )
         if self.reward.overlong_tokens > self.sampling.max_new_tokens:
             yield (
                 f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
@@ -1277,6 +1322,11 @@ class Config(ScoringConfig):
                 "filter_zero_signal discards every group if group_size is 1: raise group_size or set "
                 "filter_zero_signal=false"
             )
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The optimizer steps of the schedule of the learning rate."""
+        return (self.trainer.lr_schedule_steps or self.steps) * self.trainer.minibatches
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -1390,7 +1440,7 @@ def load_config(
     which names the key, its place and what to do.
     """
     values = {} if file is None else read_values(file)
-    _reveal(values, secrets or {})
+    reveal(values, secrets or {})
     return checked(overridden(values, overrides, kind=kind), file, kind)
 
 
@@ -1496,66 +1546,6 @@ def merged(below: Any, above: Any) -> Any:
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, with HIDDEN in place of secrets."""
     return yaml.safe_dump(without_secrets(config.model_dump(mode="json")), sort_keys=False)
-
-
-HIDDEN = "(hidden)"
-# The last word of a name: api_key, apiKey and X-Api-Key are secret; max_tokens and the keys that name columns are not.
-_SECRET = re.compile(
-    r"(?!(?:prompt|answer|date)_key$)(?:.*[_.-]|.*(?<=[a-z0-9])(?=[A-Z]))?"
-    r"(?i:token|secret|pass(?:word|wd|phrase)|pwd|credentials?|auth|authorization|cookies?|(?:api|access|private|secret)?key)"
-)
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-
-
-def without_secrets(values: Any, name: str = "") -> Any:
-    """A part of the configuration, with HIDDEN in place of each text or integer whose key, or that of a section around
-    it, is that of a secret, such as prometheus_token or api_key, and of users and passwords in URLs."""
-    match values:
-        case dict():
-            return {key: without_secrets(value, _inside(name, key)) for key, value in values.items()}
-        case list():
-            return [without_secrets(value, name) for value in values]
-        case str() | int() if values and values is not True and _SECRET.fullmatch(name):
-            return HIDDEN
-        case str():
-            return _USER_IN_URL.sub(HIDDEN, values)
-    return values
-
-
-def _inside(name: str, key: Any) -> str:
-    return name if _SECRET.fullmatch(name) else str(key)
-
-
-def secrets_in(values: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """The values that `without_secrets` changes, in dictionaries like those of `values`."""
-    secrets: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            if inner := secrets_in(value, _inside(name, key)):
-                secrets[key] = inner
-        elif without_secrets(value, _inside(name, key)) != value:
-            secrets[key] = value
-    return secrets
-
-
-def hidden_in(values: Any, place: str = "") -> str | None:
-    """The first key whose value, or a part of it, is hidden; None where there is none."""
-    match values:
-        case dict():
-            places = (hidden_in(value, f"{place}.{key}".lstrip(".")) for key, value in values.items())
-        case list():
-            places = (hidden_in(value, place) for value in values)
-        case _:
-            return place if isinstance(values, str) and HIDDEN in values else None
-    return next((key for key in places if key), None)
-
-
-def _reveal(values: dict[str, Any], secrets: Mapping[str, Any]) -> None:
-    for key, secret in secrets.items():
-        if isinstance(secret, dict) and isinstance(values.get(key), dict):
-            _reveal(values[key], secret)
-        elif hidden_in(values.get(key)) is not None:
-            values[key] = secret
 
 
 def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fnmatch
 import gc
 import os
 import resource
@@ -11,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +22,13 @@ ROOT = Path(__file__).parent.parent
 SUPERVISED = "AREAL_SUPERVISED"
 # Environment variable with the folder of the run's keys.
 KEYS = "AREAL_KEYS"
+# What programs of the user's get of this process's environment unless its user names more: no keys, no tokens.
+PLAIN_ENVIRONMENT = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*", "XDG_*",
+    "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE", "NO_PROXY", "no_proxy", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 # A link of the bus with keys takes 4.2 open files, so this is enough for the 4,096 members of the largest run.
 OPEN_FILES = 65_536
@@ -80,6 +88,15 @@ def outlive_sigterm(leader: int | None) -> None:
         os._exit(1)
 
     threading.Thread(target=end_after_leader, args=[writer], daemon=True).start()
+
+
+def plain_environment(pass_env: Sequence[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a program that somebody else may talk to. pass_env: names beside PLAIN_ENVIRONMENT, also with
+    `*`, such as `TAU2_*`."""
+    names = (*PLAIN_ENVIRONMENT, *pass_env)
+    return {
+        name: value for name, value in variables.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
+    }
 
 
 def tied(*command: str) -> list[str]:

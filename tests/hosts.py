@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal.storage.run_folder import read_metrics
+from areal.storage.records import read_records
 from protocols.security import make_keys
 
 RUN_PY = Path(__file__).parent.parent / "run.py"
@@ -162,7 +162,7 @@ class SpreadRun:
     def wait_for_step(self, name: str, step: int) -> None:
         """Raises RuntimeError where it does not come."""
         deadline = time.monotonic() + STEP_SECONDS
-        while sum(1 for _ in read_metrics(self.folder(0, name) / "metrics.jsonl")) < step:
+        while sum(1 for _ in read_records(self.folder(0, name) / "metrics.jsonl")) < step:
             if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
                 raise RuntimeError(f"step {step} did not come:\n{self.output}")
             time.sleep(0.05)

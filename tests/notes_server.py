@@ -26,6 +26,11 @@ def sleep(seconds: float) -> str:
 
 
 @server.tool()
+def variable(name: str) -> str:
+    return os.environ.get(name, "not set")
+
+
+@server.tool()
 def die() -> str:
     os._exit(3)
 

@@ -35,8 +35,9 @@ from actors.record.record import check_record
 from areal.__main__ import main
 from areal.config import UserError
 from areal.storage.journal import journal_copy
+from areal.storage.records import read_records
 from areal.storage.rollouts import batches, files
-from areal.storage.run_folder import checkpoint_of, config_of_run, read_metrics
+from areal.storage.run_folder import checkpoint_of, config_of_run
 from areal.tokens import load_tokenizer
 from areal.trajectory import TOP
 
@@ -76,7 +77,7 @@ def small(tiny_model: Path, free_port: int) -> list[str]:
 
 
 def steps_done(folder: Path) -> int:
-    return sum(1 for _ in read_metrics(folder / "metrics.jsonl"))
+    return sum(1 for _ in read_records(folder / "metrics.jsonl"))
 
 
 def wait_for(run: Run, condition: Callable[[], object]) -> object:

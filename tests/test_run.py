@@ -34,7 +34,7 @@ CONFIG = str(CONFIGS / "quickstart.yaml")
 METRICS = {
     "step", "reward_mean", "staleness_mean", "staleness_max", "tokens_trained", "tokens_generated", "step_seconds",
     "trainer_wait_seconds", "train_seconds", "publish_wait_seconds", "write_seconds", "logprob_gap", "loss",
-    "grad_norm", "entropy", "clip_fraction", "reward_mean_all", "groups_filtered", "staleness_histogram",
+    "grad_norm", "lr", "entropy", "clip_fraction", "reward_mean_all", "groups_filtered", "staleness_histogram",
     "reloads", "pause_seconds", "load_seconds", "resume_seconds",
     "sequences_interrupted", "tokens_recomputed", "prefix_cache_queries", "prefix_cache_hits", "reward_parts",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.config import TrainerConfig
 from areal.selftest import references
-from areal.storage.run_folder import record_of
+from areal.storage.records import record_of
 from areal.training.shards import share_out
 from areal.trajectory import Branch, Group, Trajectory
 from areal.weights.folders import write_index, write_weights

@@ -9,7 +9,7 @@ from typing import Any
 
 from areal.config import Config, UserError
 from areal.data.sources import open_source
-from areal.storage.run_folder import replace
+from areal.storage.disk import replace
 
 FILE = "rows.jsonl"
 # The rows that are checked.

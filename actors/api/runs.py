@@ -29,7 +29,8 @@ from areal.desk.rollouts import Rollouts
 from areal.processes import ROOT
 from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
-from areal.storage.run_folder import NewRecords, config_of_run, last_checkpoint, read_metrics, read_summary
+from areal.storage.records import NewRecords, read_records
+from areal.storage.run_folder import config_of_run, last_checkpoint, read_summary
 from areal.text import all_shown
 from areal.workflows.builtin import bound_workflow
 from protocols.messages import AddReward, AskStatus
@@ -138,7 +139,7 @@ class LiveRun:
     @property
     def metrics(self) -> Any:
         """The numbers of each step (docs/observe.md): a pandas DataFrame, or a list of dicts without pandas."""
-        return _table(list(read_metrics(self.folder / "metrics.jsonl")))
+        return _table(list(read_records(self.folder / "metrics.jsonl")))
 
     @property
     def rollouts(self) -> RolloutTable:

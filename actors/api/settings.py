@@ -16,7 +16,7 @@ from areal.config import EXTERNAL, Config, UserError, checked, merged, overridde
 from areal.processes import ROOT
 from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
 from areal.storage.claim import check_room, claim
-from areal.storage.run_folder import replace
+from areal.storage.disk import replace
 from areal.workflows.builtin import bound_workflow
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

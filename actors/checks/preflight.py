@@ -248,17 +248,15 @@ def check_quickstart(config: Config, source: PromptSource) -> None:
 
 
 def check_context(config: Config, context: int | None, model: str) -> None:
-    """Raises UserError if no prompt is short enough for `sampling.max_new_tokens` more. context: the most tokens of a
-    sequence of `model`."""
+    """Raises UserError if `model` has no room for `generator.max_model_len`, or for a prompt and
+    `sampling.max_new_tokens`. context: the most tokens of a sequence of it."""
     longest = config.generator.max_model_len
     if context and longest and longest > context:
         raise UserError(f"generator.max_model_len is {longest}, but {model} has room for {context} tokens: lower it.")
-    limits = {"generator.max_model_len": config.generator.max_model_len, model: context}
-    name, limit = min(((n, limit) for n, limit in limits.items() if limit), key=lambda item: item[1], default=("", 0))
-    if config.steps and limit and config.sampling.max_new_tokens >= limit:
+    if config.steps and context and config.sampling.max_new_tokens >= context:
         raise UserError(
-            f"sampling.max_new_tokens is {config.sampling.max_new_tokens}, but {name} has room for {limit} tokens of "
-            f"prompt and completion: lower it."
+            f"sampling.max_new_tokens is {config.sampling.max_new_tokens}, but {model} has room for {context} tokens "
+            f"of prompt and completion: lower it."
         )
 
 

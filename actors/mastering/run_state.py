@@ -196,7 +196,7 @@ class RunState:
         """Update the state outside the ledger for one of its events. Called before the ledger applies the event."""
         match event:
             case Admitted(prompt_index=prompt, row=row) if prompt == self.ledger.next_prompt:
-                self.history.chosen(prompt, prompt if row is None else row)
+                self.history.chosen(prompt, row)
             case Discarded(group_id, reason):
                 group = self.ledger.group(group_id)
                 assert group is not None  # the ledger removes it only when it applies this event
@@ -235,9 +235,8 @@ class RunState:
                 self.rewards[body["group"]], self.reward_parts[body["group"]] = body["mean"], body["parts"]
                 self.tokens[body["group"]] = body["tokens"]
                 self.tokens_discarded += body["discarded"]
-                if "row" in body:  # not in events of earlier versions, which shuffled
-                    shown = {name: body[name] for name in ("mean", "spread", "signal", "version", "tokens")}
-                    self.history.finished(body["row"], **shown)
+                shown = {name: body[name] for name in ("mean", "spread", "signal", "version", "tokens")}
+                self.history.finished(body["row"], **shown)
                 if not self.ledger.group(body["group"]):  # filtered
                     self._drop(body["group"])
             case "tokens_discarded":
@@ -326,7 +325,7 @@ class RunState:
         }
 
     def _load(self, dump: dict[str, Any]) -> None:
-        self.ledger = Ledger.load(dump["ledger"], self.settings)
+        self.ledger = Ledger.load(dump["ledger"])
         self.run_ahead.load(dump["run_ahead"])
         self.policy = Policy.model_validate(dump["policy"])
         members = [Member.model_validate(member, strict=False) for member in dump["members"]]
@@ -338,10 +337,9 @@ class RunState:
             version, conditions = dump["partial"]
             self._apply_rows_scored({"version": version, "conditions": conditions, "rows": dump["row_scores"]})
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
-        if "history" in dump:  # not in snapshots of earlier versions
-            self.history.load(dump["history"])
+        self.history.load(dump["history"])
         for name in PLAIN:
-            setattr(self, name, dump.get(name, getattr(self, name)))  # snapshots of earlier versions have fewer
+            setattr(self, name, dump[name])
 
 
 def _conditions_of(config: Config) -> str:

@@ -16,7 +16,8 @@ from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
 from areal.storage.database import copy_store
 from areal.storage.journal import journal_copy
-from areal.storage.run_folder import config_of_run, metrics_up_to
+from areal.storage.records import metrics_up_to
+from areal.storage.run_folder import config_of_run
 from areal.weights.folders import atomic_folder, link
 
 JOURNAL, SPOOL, METRICS = "journal.db", "spool.db", "metrics.jsonl"
@@ -56,8 +57,10 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
     for name in LINKED:
         if (folder / name).exists():
             ignored = shutil.ignore_patterns(*ELSEWHERE)
-            shutil.copytree(folder / name, copy / name, copy_function=link, ignore=ignored)
-    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*ELSEWHERE, *LINKED), dirs_exist_ok=True)
+            shutil.copytree(folder / name, copy / name, symlinks=True, copy_function=link, ignore=ignored)
+    # A link stays a link: who made the folder does not choose what of this user's files is in the copy.
+    ignored = shutil.ignore_patterns(*ELSEWHERE, *LINKED)
+    shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     copy.chmod(0o700)  # it holds completions, and perhaps secrets
     state = _state(config, folder / JOURNAL, copy)
     if (folder / SPOOL).exists():  # else it is on the trainer's host

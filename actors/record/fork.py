@@ -16,8 +16,11 @@ from typing import Any
 
 from actors.mastering.run_state import RunState
 from actors.record.rollback import EVALUATIONS, METRICS, versions_kept
-from areal.config import Config, UserError, hidden_in, parsed
+from areal.config import Config, UserError, parsed
+from areal.hiding import hidden_in
+from areal.storage.disk import replace
 from areal.storage.journal import Journal, journal_copy
+from areal.storage.records import line_of, read_records
 from areal.storage.run_folder import (
     FORK,
     STATE_FILE,
@@ -28,10 +31,7 @@ from areal.storage.run_folder import (
     differences,
     facts_of,
     is_elsewhere,
-    line_of,
     origins_of,
-    read_metrics,
-    replace,
     within,
 )
 from areal.weights.folders import link
@@ -76,7 +76,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
     journal = Journal.open(config.folder / "journal.db")
     try:
         for name, key in [(METRICS, "step"), *[(EVALUATIONS, "version")] * is_comparable]:
-            records = (record | {"run": journal.run} for record in read_metrics(run / name) if record[key] <= step)
+            records = (record | {"run": journal.run} for record in read_records(run / name) if record[key] <= step)
             replace(config.folder / name, "".join(map(line_of, records)))
         origin = Origin(parent.config.name, str(run.resolve()), parent.journal.run, step)
         origins = [run_before._asdict() for run_before in (*origins_of(run), origin)]

@@ -22,9 +22,10 @@ from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
 from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal
+from areal.storage.records import move_records
 from areal.storage.rollouts import FOLDER as ROLLOUTS
 from areal.storage.rollouts import move_rollouts
-from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, move_records, version_of
+from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, version_of
 from areal.storage.spool import Spool, SpoolError
 
 ABANDONED, SPOOL, METRICS, EVALUATIONS = "abandoned", "spool.db", "metrics.jsonl", "evaluations.jsonl"

@@ -45,7 +45,8 @@ from areal.config import Config
 from areal.processes import ROOT, SUPERVISED
 from areal.roles import ROLES
 from areal.storage.disk import Backlog
-from areal.storage.run_folder import read_metrics, read_summary
+from areal.storage.records import read_records
+from areal.storage.run_folder import read_summary
 from areal.text import shown
 from protocols.addresses import on_this_machine
 from protocols.errors import BusError
@@ -175,7 +176,7 @@ class Supervisor:
         """
         folder = config.folder.resolve()
         self._drain_seconds = config.master.drain_seconds
-        skipped = sum(1 for _ in read_metrics(folder / "metrics.jsonl"))
+        skipped = sum(1 for _ in read_records(folder / "metrics.jsonl"))
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import secrets
 import time
 from argparse import Namespace
@@ -31,7 +32,8 @@ from areal.desk.comparison import differing_settings, end_figures, value_of
 from areal.desk.report import FILES_OF_A_RUN, Run
 from areal.observe.alert_inputs import Digests
 from areal.storage.events import FILE, GONE
-from areal.storage.run_folder import NewRecords, read_summary
+from areal.storage.records import NewRecords
+from areal.storage.run_folder import read_summary
 from protocols.addresses import is_loopback
 
 # Length of the timeline, which ends at the newest event.
@@ -188,6 +190,10 @@ def _values(file: Path, changed: int) -> Any:
     return yaml.safe_load(file.read_text()) or {}
 
 
+# The Host of a request: a name or an address, and a port. `localhost/.evil.example` is neither.
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]{1,5})?")
+
+
 def application(view: RunView | RunsView, token: str | None) -> web.Application:
     """The web application: the page at /, its data at /data?since=STEP, with a since for
     each run, and of one run the page of rollouts.
@@ -198,7 +204,8 @@ def application(view: RunView | RunsView, token: str | None) -> web.Application:
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is None and not is_loopback(urlsplit(f"//{request.host}").hostname or ""):
+        host = HOST.fullmatch(request.host)
+        if token is None and not (host and is_loopback(host[1] or host[2])):
             raise web.HTTPForbidden(text="This page is served as http://127.0.0.1 or http://localhost only.")
         origin = request.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc != request.host:

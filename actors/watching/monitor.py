@@ -20,7 +20,7 @@ from rich.text import Text
 from actors.watching.health import status_of
 from areal.config import Config
 from areal.desk.report import alerts_of, read_run
-from areal.storage.run_folder import NewRecords
+from areal.storage.records import NewRecords
 from areal.text import shown
 from protocols.errors import BusError
 from protocols.messages import Message, Shutdown, actor_name

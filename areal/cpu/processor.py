@@ -17,7 +17,7 @@ from pathlib import Path
 _TRY = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(a, a)"
 # oneDNN's limit on the instruction set, and the value with which it uses no AMX. Callers that choose kernels of other
 # libraries ask `without_amx`.
-_ISA, _WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+_ISA, _WITHOUT_AMX, _WITH_ALL = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "DEFAULT"
 
 
 def use_avx512() -> None:
@@ -35,12 +35,12 @@ def avoid_broken_amx() -> None:
     a CPU.
 
     It sets oneDNN's own environment variable, unless the user has set it. The check takes as long as importing torch,
-    once.
+    once: the children find the variable set.
     """
     if _ISA in os.environ or "amx_bf16" not in _cpu_flags():
         return
-    if subprocess.run([sys.executable, "-c", _TRY], stderr=subprocess.DEVNULL).returncode:
-        os.environ[_ISA] = _WITHOUT_AMX
+    failed = subprocess.run([sys.executable, "-c", _TRY], stderr=subprocess.DEVNULL).returncode
+    os.environ[_ISA] = _WITHOUT_AMX if failed else _WITH_ALL
 
 
 def lacks_bf16() -> bool:

@@ -77,107 +77,13 @@ class Difficulty:
         return round((above - below) / 2, 1)
 
 
-class SkipSolved:
-    """As `shuffle`, but a row that was solved `times` times in a row is left out of the next `epochs` epochs. Solved:
-    all samples of a group have the same reward, which is at least `reward`; null: any reward.
-
-    With `reward: null` it is the rule of GRESO (Zheng et al. 2025) without chance: a row without signal is skipped.
-    """
-
-    def __init__(self, times: int = 2, epochs: int = 2, reward: float | None = 1.0) -> None:
-        _must(times >= 1 and epochs >= 1, "times and epochs must be at least 1")
-        self._times, self._epochs, self._reward = times, epochs, reward
-
-    def __call__(self, history: History, prompt: int) -> int:
-        index = history.last + 1
-        while self._skips(history.of(index), index // len(history.data), history):
-            index += 1
-        return index
-
-    def _skips(self, row: RowHistory | None, epoch: int, history: History) -> bool:
-        if row is None or row.flat < self._times or (self._reward is not None and row.mean < self._reward):
-            return False
-        return epoch - row.index // len(history.data) <= self._epochs
-
-
-class EasyToHard:
-    """Rows drawn at random from the easiest, whose share grows from `start` to 1 over the first `until` of the run.
-
-    The share is the competence of Platanios et al. 2019: the square root of what grows evenly from start^2 to 1. field:
-    the number in the row by which rows are ordered, the easiest has the lowest; null: the measured rate, highest first,
-    0.5 for a row that was not measured. The order is that of `candidates` rows drawn at random.
-    """
-
-    def __init__(self, field: str | None = None, start: float = 0.1, until: float = 0.5, candidates: int = 16) -> None:
-        _must(0 < start <= 1 and 0 < until <= 1 and candidates >= 1, "start and until must be shares above 0")
-        self._field, self._start, self._until, self._candidates = field, start, until, candidates
-
-    def __call__(self, history: History, prompt: int) -> int:
-        random, size = history.random(prompt), len(history.data)
-        drawn = sorted(
-            (random.randrange(size) for _ in range(self._candidates)), key=lambda i: self._hardness(history, i)
-        )
-        grown = min(1.0, prompt / (self._until * history.prompts))
-        competence = (self._start**2 + grown * (1 - self._start**2)) ** 0.5
-        return drawn[int(random.random() * competence * len(drawn))]
-
-    def _hardness(self, history: History, index: int) -> float:
-        if self._field is None:
-            row = history.of(index)
-            return -row.rate if row is not None and row.groups else -0.5
-        try:
-            return float(history.data.row(index).fields[self._field])
-        except (UserError, KeyError, TypeError, ValueError):  # such a row is discarded, or comes last
-            return float("inf")
-
-
-class SignalMixture:
-    """Each source in its own order, with weights that move towards the sources whose groups have signal.
-
-    A source's weight is its share of the rows, times its recent share of groups with signal relative to the mean of all
-    sources, which is kept between `least` and `most`. A bandit over sources, as in SEC (Chen et al. 2025).
-    """
-
-    def __init__(self, least: float = 0.5, most: float = 2.0) -> None:
-        _must(0 < least <= 1 <= most, "least must be above 0 and at most 1, and most at least 1")
-        self._least, self._most = least, most
-
-    def __call__(self, history: History, prompt: int) -> int:
-        data, parts = history.data, history.sources
-        shares = data.shares
-        weights = list(shares)
-        if parts:
-            mean = sum(share * part.signal for share, part in zip(shares, parts, strict=True)) / sum(shares)
-            moved = [part.signal / mean if mean else 1.0 for part in parts]
-            weights = [share * min(self._most, max(self._least, x)) for share, x in zip(shares, moved, strict=True)]
-        part = history.random(prompt).choices(range(len(shares)), weights)[0]
-        index = parts[part].last + 1 if parts else 0
-        while data.key(index) % len(shares) != part:
-            index += 1
-        return index
-
-
-BUILT_IN: dict[str, Callable[..., Any]] = {
-    "shuffle": shuffle,
-    "difficulty": Difficulty,
-    "skip_solved": SkipSolved,
-    "easy_to_hard": EasyToHard,
-    "mixture": SignalMixture,
-}
+BUILT_IN: dict[str, Callable[..., Any]] = {"shuffle": shuffle, "difficulty": Difficulty}
 
 
 def open_sampler(config: DataConfig, source: PromptSource) -> Choose:
     """Return the sampler that `config` names, after it has made a first choice. Raises UserError."""
-    name, options = config.sampler, config.sampler_options
-    choose = _make(name, options)
-    if name in ("skip_solved", "easy_to_hard") and source.size is None:
-        raise UserError(f"data.sampler={name} needs epochs, but the data has no end: set data.size, or another sampler")
-    if name == "mixture" and len(source.shares) < 2:
-        raise UserError("data.sampler=mixture needs several data.sources: name them, or another sampler")
-    column = options.get("field") if name == "easy_to_hard" else None
-    if column is not None and not isinstance(source.row(0).fields.get(column), int | float):
-        raise UserError(f"data.sampler_options.field is {column!r}, but the first row has no such number: correct it")
-    safe_choice(name, choose, History(source), 0)
+    choose = _make(config.sampler, config.sampler_options)
+    safe_choice(config.sampler, choose, History(source), 0)
     return choose
 
 

@@ -37,7 +37,9 @@ from areal.staleness.ledger import (
     event_of,
 )
 from areal.storage import rollouts
+from areal.storage.disk import replace
 from areal.storage.journal import journal_copy
+from areal.storage.records import read_records
 from areal.storage.run_folder import (
     CHANGES,
     checkpoints_in,
@@ -47,9 +49,7 @@ from areal.storage.run_folder import (
     first_version,
     known_versions,
     origins_of,
-    read_metrics,
     read_summary,
-    replace,
 )
 from areal.storage.selection import read_rows
 from areal.tokens import reads_as_kept, tokenizer_in
@@ -122,10 +122,10 @@ class Audit:
         if not self.summary:
             raise UserError(f"The run in {folder} is not over, it has no summary.json: audit it once it is.")
         self.first = first_version(folder)
-        records = list(read_metrics(folder / "metrics.jsonl"))
+        records = list(read_records(folder / "metrics.jsonl"))
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
-        self.changes = [change for change in read_metrics(folder / CHANGES) if change["key"] == "max_staleness"]
+        self.changes = [change for change in read_records(folder / CHANGES) if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []
 
@@ -283,7 +283,7 @@ class Audit:
         weights, versions = self.findings[_WEIGHTS], self.findings[_VERSIONS]
         for checkpoint in checkpoints_in(self.folder):
             facts = facts_of(checkpoint)
-            if facts is None or facts.get("run") not in (None, "", run):
+            if facts is None or facts["run"] != run:
                 weights.faults.append(f"{checkpoint} is damaged, or of another run")
         possible = list(self._intervals(weights))
         drawn = possible if self.full else [random.SystemRandom().choice(possible)] if possible else []
@@ -322,7 +322,7 @@ class Audit:
 
     def _since(self, variant: Replay) -> str:
         """From which step on the replay's loss is not the run's, for the end of a sentence."""
-        for record in read_metrics(variant.folder / "metrics.jsonl"):
+        for record in read_records(variant.folder / "metrics.jsonl"):
             loss = self.records.get(record["step"], {}).get("loss")
             if loss is not None and not math.isclose(loss, record["loss"], rel_tol=TOLERANCE, abs_tol=1e-9):
                 return f", and another loss from step {record['step']} on"
@@ -375,8 +375,7 @@ def read_journal(folder: Path, config: Config) -> JournalFacts:
         raise UserError(f"{original} is missing: put it back.")
     with journal_copy(original) as journal:
         snapshot, events = journal.read()
-    settings = LedgerSettings.of(config)
-    ledger = Ledger.load(snapshot["ledger"], settings) if snapshot else Ledger(settings)
+    ledger = Ledger.load(snapshot["ledger"]) if snapshot else Ledger(LedgerSettings.of(config))
     facts = JournalFacts(journal.run, ledger, {}, {}, set())
     for kind, body in events:
         if kind == "rewarded":

@@ -25,7 +25,9 @@ from areal.desk.metric_condition import Condition
 from areal.desk.replay import FOLDER, Training, condition_of, plan, start_ranks
 from areal.desk.rollouts import Rollouts
 from areal.devices import set_allocator
-from areal.storage.run_folder import config_of_run, first_version, known_versions, read_metrics, replace
+from areal.storage.disk import replace
+from areal.storage.records import read_records
+from areal.storage.run_folder import config_of_run, first_version, known_versions
 from areal.text import shown
 
 if TYPE_CHECKING:
@@ -189,7 +191,7 @@ def search(run: Path, condition: Condition, replays: int) -> BisectionResult:
     """Find the first step at which the condition holds, and the groups that bring it, with at most so many replays
     (all ranks). Raises UserError if it holds at no step, or if the steps before cannot be replayed."""
     began, first = time.monotonic(), first_version(run)
-    records = [record for record in read_metrics(run / "metrics.jsonl") if record["step"] > first]
+    records = [record for record in read_records(run / "metrics.jsonl") if record["step"] > first]
     measured = [(value, record["step"]) for record in records if (value := condition.value(record)) is not None]
     value, step = next(((value, step) for value, step in measured if condition.met_by(value)), (None, 0))
     if value is None:

@@ -183,7 +183,7 @@ def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict
     groups: dict[tuple[str, ...], list[int]] = {}
     earlier: Counter[tuple[str, ...]] = Counter()
     for n, config in enumerate(settings):
-        # An earlier version of areal has written no null where it did not know the key.
+        # A section with names, such as scorers, has other keys in each run.
         texts = tuple("–" if (value := value_of(config, key, "–")) == "–" else json.dumps(value) for key in keys)
         seeded = (*texts, json.dumps(config.get("seed")))
         groups.setdefault((*texts, f"{earlier[seeded]}"), []).append(n)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from areal.config import Config, SourceConfig, UserError, without_secrets
+from areal.config import Config, SourceConfig, UserError
 from areal.desk.report import Run, read_run, write_figure
+from areal.hiding import without_secrets
 from areal.models import hub_id, name_of
-from areal.storage.run_folder import config_of_run, last_checkpoint, version_of
+from areal.storage.run_folder import config_of_run, last_checkpoint, leaves, version_of
 from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder, link
 
 # Files of a checkpoint that are the model's. Large ones are hard links.
@@ -69,7 +71,7 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
         summary = {key: value for key, value in run.summary.items() if key != "checkpoint"}
         (target / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         for name in ("metrics.jsonl", "evaluations.jsonl"):
-            if (folder / name).is_file():
+            if (folder / name).is_file() and not leaves(folder / name, folder):
                 shutil.copyfile(folder / name, target / name)
         write_figure(folder, target / FIGURE)
         version = version_of(checkpoint)
@@ -98,6 +100,9 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
 def _take_model(checkpoint: Path, target: Path, config: Config) -> None:
     folders = checkpoint, checkpoint / ADAPTER
     for path in (path for folder in folders for pattern in WANTED for path in folder.glob(pattern)):
+        if leaves(path, checkpoint):
+            print(f"{path} is left out: it is a link to {path.resolve()}.", file=sys.stderr)
+            continue
         to = target / path.relative_to(checkpoint)
         to.parent.mkdir(exist_ok=True)
         if fnmatch(path.name, LINKED):

@@ -48,6 +48,8 @@ from areal.grid import name_of, points, read_grid
 from areal.processes import die_with_parent, torchrun
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage import rollouts
+from areal.storage.disk import replace
+from areal.storage.records import line_of
 from areal.storage.run_folder import (
     changed_back,
     checkpoint_of,
@@ -57,7 +59,6 @@ from areal.storage.run_folder import (
     differences,
     first_version,
     read_summary,
-    replace,
     steps_trained,
     version_of,
     within,
@@ -347,7 +348,7 @@ def run_variant(
     with (variant.folder / "metrics.jsonl").open("w") if writes else open(os.devnull, "w") as file:
         for step, batch in variant.batches():
             record = training.step(step, batch, check)
-            file.write(json.dumps(record | {"time": time.time()}) + "\n")
+            file.write(line_of(record | {"time": time.time()}))
             records.append(record)
             _print_step(variant, record, console)
             if reason := guard.check(record) or "":

@@ -22,7 +22,9 @@ from areal.desk.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities
 from areal.models import QUICKSTART_FOLDER
 from areal.observe.alert_inputs import Digests
 from areal.observe.alerts import Alert
-from areal.storage.run_folder import STEADY, Origin, origins_of, read_metrics
+from areal.storage.disk import replace
+from areal.storage.records import read_records
+from areal.storage.run_folder import STEADY, Origin, origins_of
 from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
@@ -142,7 +144,7 @@ def write_report(folder: Path) -> Path:
         samples=paired_samples(run.summary),
     )
     path = folder / "report.html"
-    path.write_text(html, encoding="utf-8")
+    replace(path, html)
     return path
 
 
@@ -279,6 +281,7 @@ def panels(run: Run) -> list[Panel]:
         lines("Entropy", "entropy"),
         lines("Loss", "loss"),
         lines("Gradient norm", "grad_norm"),
+        lines("Learning rate", "lr", limits=FROM_0),
         lines("Share of clipped tokens", "clip_fraction"),
     ]
 
@@ -531,7 +534,7 @@ def _draw_stack(axes: Any, panel: Panel) -> None:
 
 def _records(file: Path, key: str) -> list[dict[str, Any]]:
     """The records of a file that have a whole number at `key`."""
-    return [record for record in read_metrics(file) if isinstance(record.get(key), int)]
+    return [record for record in read_records(file) if isinstance(record.get(key), int)]
 
 
 def _text(file: Path) -> str:

@@ -19,10 +19,12 @@ from typing import Any
 
 import yaml
 
-from areal.config import Config, UserError, checked, load_config, overridden, read_values, without_secrets
+from areal.config import Config, UserError, checked, load_config, overridden, read_values
 from areal.grid import name_of, points
+from areal.hiding import without_secrets
 from areal.processes import ROOT, SUPERVISED
-from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, replace, within
+from areal.storage.disk import replace
+from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, within
 
 # The configuration keys that do not change what a run computes.
 OPERATION = ("master", "network", "observe")

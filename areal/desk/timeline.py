@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.storage.events import FILE, GONE, OLDER_FILE
-from areal.storage.run_folder import read_metrics
+from areal.storage.records import read_records
 
 # The phases of a step, in the order in which the trainer runs them. It commits the step after the last phase.
 PHASES = ("save_wait", "save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot", "offload")
@@ -48,7 +48,7 @@ class TimelineSpan:
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """The events of a run in the order of their time. Incomplete events are left out."""
-    records = chain.from_iterable(read_metrics(folder / file) for file in (OLDER_FILE, FILE))
+    records = chain.from_iterable(read_records(folder / file) for file in (OLDER_FILE, FILE))
     events = [event for event in records if isinstance(event.get("time"), int | float) and "actor" in event]
     return sorted(events, key=lambda event: event["time"])
 

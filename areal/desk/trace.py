@@ -17,6 +17,7 @@ from areal.desk import timeline
 from areal.desk.report import Run, read_run
 from areal.desk.timeline import TimelineSpan
 from areal.roles import ROLES
+from areal.storage.disk import replace
 from areal.storage.events import TOTALS
 
 RUN = "run"
@@ -36,7 +37,7 @@ CLOCK_SECONDS = 0.02
 def write_trace(options: Namespace) -> None:
     """`areal trace`: write `trace.json` into a run folder, and print its path."""
     path = options.folder / "trace.json"
-    path.write_text(json.dumps({"traceEvents": trace_events(read_run(options.folder)), "displayTimeUnit": "ms"}))
+    replace(path, json.dumps({"traceEvents": trace_events(read_run(options.folder)), "displayTimeUnit": "ms"}))
     print(path)
 
 

@@ -25,8 +25,9 @@ import structlog
 
 from areal.config import Config, ObserveConfig, UserError
 from areal.processes import ROOT, LenientOutput, tied
-from areal.storage.disk import Patience, refusal
-from areal.storage.run_folder import NewRecords, config_of_run, read_summary, replace
+from areal.storage.disk import Patience, refusal, replace
+from areal.storage.records import NewRecords
+from areal.storage.run_folder import config_of_run, leaves, read_summary
 
 POLL_SECONDS = 1.0
 # How long the process may take to end after the end of the run.
@@ -104,6 +105,9 @@ def track(options: Namespace) -> None:
     """`areal track`: follow the run in a folder until its summary is written."""
     # What it prints goes into the run folder, whose disk may be full.
     sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
+    boards = options.folder / "tensorboard"
+    if leaves(boards, options.folder):
+        raise UserError(f"{boards} is a link to {boards.resolve()}: remove the link, nothing is written through it.")
     tracker = Tracker(options.folder, open_sinks(config_of_run(options.folder), options.folder))
     os.nice(NICENESS)
     tracker.run()

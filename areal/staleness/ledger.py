@@ -109,8 +109,8 @@ class Admitted:
     owner: str
     version: int
     lease_expires: float
-    row: int | None = None
-    """The training index of the row that was chosen for the prompt; None: an earlier version took the prompt's own."""
+    row: int
+    """The training index of the row that was chosen for the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +188,7 @@ def event_record(event: Event) -> tuple[str, dict[str, Any]]:
 
 def event_of(kind: str, body: dict[str, Any]) -> Event:
     """Return the event of a record, which may have been through JSON. Raises KeyError for an unknown kind."""
-    if _EVENTS[kind] is LedgerSettings:
-        return _settings_of(body)
     return cast(Event, _EVENTS[kind](**_with_tuples(body)))
-
-
-def _settings_of(body: dict[str, Any]) -> LedgerSettings:
-    """Earlier versions also had the number of prompts, which was always None: no limit."""
-    return LedgerSettings(**{name: value for name, value in body.items() if name != "prompts"})
 
 
 def _fields(row: Any) -> dict[str, Any]:
@@ -358,22 +351,18 @@ class Ledger:
         self._story: deque[Event] = deque(maxlen=STORY_EVENTS)
 
     @classmethod
-    def load(cls, dump: dict[str, Any], settings: LedgerSettings) -> Ledger:
-        """Return the ledger that `dump` was made from. The dump may have been through JSON. The story starts empty.
-        `settings`: those of a dump that is so old that it has none."""
-        if "settings" in dump:
-            settings = _settings_of(dump["settings"])
-        ledger = cls(settings)
+    def load(cls, dump: dict[str, Any]) -> Ledger:
+        """Return the ledger that `dump` was made from. The dump may have been through JSON. The story starts empty."""
+        ledger = cls(LedgerSettings(**dump["settings"]))
         ledger.version = dump["version"]
         ledger._next_prompt = dump["next_prompt"]
         ledger.counters = Counters(
             **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
         )
         for row in dump["groups"]:
-            old = {"max_staleness": settings.max_staleness, "row": row["prompt_index"]}
-            ledger._place(LedgerGroup(**old | row | {"state": GroupState(row["state"])}))
+            ledger._place(LedgerGroup(**row | {"state": GroupState(row["state"])}))
         for prompt in dump["requeued"]:
-            ledger._requeued.append(QueuedPrompt(**{"row": prompt["prompt_index"]} | prompt))
+            ledger._requeued.append(QueuedPrompt(**prompt))
         ledger._batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
         for step in dump["steps"]:
             ledger._keep_step(
@@ -809,7 +798,7 @@ class Ledger:
         if self._requeued:
             prompt = self._requeued.popleft()
         else:
-            prompt = QueuedPrompt(event.prompt_index, event.prompt_index if event.row is None else event.row)
+            prompt = QueuedPrompt(event.prompt_index, event.row)
             self._next_prompt += 1
         group = LedgerGroup(
             group_id=event.group_id, prompt_index=event.prompt_index, row=prompt.row, attempt=event.attempt,

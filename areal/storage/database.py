@@ -63,13 +63,11 @@ def open_store(
         raise UserError(f"{name} cannot be used as a {noun} ({error}): {otherwise}") from error
 
 
-def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str, upgrade: str) -> None:
-    """Make every transaction survive a crash of the machine, create the tables of `schema` in a new file, and bring the
-    format before to this one.
+def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str) -> None:
+    """Make every transaction survive a crash of the machine, and create the tables of `schema` in a new file.
 
-    mark: the application id of this kind of file. version: its format version. upgrade: what leads from the version
-    before to this one, in SQL. Raises sqlite3.DatabaseError, without changing the file, if the file is of another kind,
-    or of a format that cannot be read.
+    mark: the application id of this kind of file. version: its format version. Raises sqlite3.DatabaseError, without
+    changing the file, if the file is of another kind or of another format.
     """
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # before the first access, which would create shared memory
     marks = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
@@ -77,14 +75,14 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
     new = marks == [0, 0] and not tables
     if not new and marks[0] != mark:
         raise sqlite3.DatabaseError("it is a database of another program or purpose")
-    if not new and marks[1] not in (version - 1, version):
+    if not new and marks[1] != version:
         program = fact(connection, "program") or "an earlier version"
         raise FormatError(f"{program} wrote it in format version {marks[1]}, this program reads {version}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    change = f"{schema} {FACTS} PRAGMA application_id = {mark};" if new else upgrade
-    if new or marks[1] != version:
-        connection.executescript(f"BEGIN; {change} PRAGMA user_version = {version}; COMMIT;")
+    if new:
+        marked = f"PRAGMA application_id = {mark}; PRAGMA user_version = {version};"
+        connection.executescript(f"BEGIN; {schema} {FACTS} {marked} COMMIT;")
 
 
 def fact(connection: sqlite3.Connection, name: str) -> str:

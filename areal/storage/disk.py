@@ -154,6 +154,18 @@ class Backlog:
             self._lines.clear()
 
 
+def replace(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file so that after a crash it has either the old text or the new one. A link of its name is replaced, and
+    nothing is written through it. mode: of a new file."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    rename(temporary, path)
+
+
 def running_out(free: Sequence[float]) -> str | None:
     """What is said of a disk that will soon be full; None if it will not. free: its free bytes after each of the newest
     steps. Two more steps have to fit that take as much as the largest one, and STEPS_TO_COME as all of them do."""

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.storage.disk import Backlog
+from areal.storage.records import line_of
 
 FILE, OLDER_FILE = "events.jsonl", "events.1.jsonl"
 LIMIT_BYTES = 32 << 20
@@ -80,4 +80,4 @@ class EventLog:
         self._file.append(lines)
 
     def _add(self, event: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(event) + "\n")
+        self._lines.append(line_of(event))

@@ -29,7 +29,7 @@ from areal.storage.database import copy_store, fact, new_identity, note, note_pr
 from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience, Shortage
 from areal.storage.run_folder import ways_out
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 # A disk that takes longer for a transaction does not answer. Who asks the master is told so before the request's end.
 SILENT_SECONDS = 5.0
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
@@ -38,7 +38,6 @@ _SCHEMA = """
     CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, crc INTEGER NOT NULL);
     CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL, crc INTEGER NOT NULL);
 """
-_UPGRADE = ""  # since format 7, an admitted group has the row that was chosen for it, and a snapshot the rows' history
 
 
 class JournalError(Exception):
@@ -57,7 +56,7 @@ class Journal:
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
-        prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA, _UPGRADE)
+        prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA)
         self._connection = connection
         self.run = fact(connection, "run")
         (_, _, file), *_ = connection.execute("PRAGMA database_list")

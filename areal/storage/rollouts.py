@@ -356,10 +356,9 @@ def unreadable(path: Path, error: Exception) -> UserError:
 
 
 def _read(path: Path, columns: list[str]) -> pa.Table:
-    """The columns, without those that are not in files of earlier versions."""
     try:
         with pq.ParquetFile(path) as file:
-            return file.read([name for name in columns if name in file.schema_arrow.names])
+            return file.read(columns)
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from None
 

@@ -9,13 +9,12 @@ reserve (areal.storage.disk).
 from __future__ import annotations
 
 import json
-import os
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import structlog
 
@@ -26,15 +25,14 @@ from areal.config import (
     UserError,
     checked,
     dump_config,
-    hidden_in,
     load_config,
     overridden,
-    secrets_in,
-    without_secrets,
 )
+from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
-from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, rename, running_out
+from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
+from areal.storage.records import line_of, read_records, record_of, whole_records
 
 log = structlog.get_logger()
 
@@ -45,8 +43,8 @@ MAY_CHANGE = (
     "outage_seconds", "generator", "rollout_manager", "scorers", "guard", "evaluator", "master", "network", "observe",
     "weights.transport", "reward.count", "reward.workers", "reward.concurrent_calls", "reward.timeout_seconds",
     "reward.retries", "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
-    "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads", "trainer.ranks", "trainer.zero_stage",
-    "trainer.offload",
+    "trainer.lr", "trainer.lr_schedule", "trainer.lr_schedule_steps", "trainer.lr_final", "trainer.threads",
+    "trainer.ranks", "trainer.zero_stage", "trainer.offload",
     "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
     "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options",
 )  # fmt: skip
@@ -164,97 +162,6 @@ class RunFolder:
         replace(self.path / "summary.json", json.dumps(summary | over_steps, indent=2) + "\n")
 
 
-def whole_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, and then cut off what follows the last whole one. Damaged lines before it are told
-    and left as they are."""
-    end = number = 0
-    damaged: list[int] = []
-    for record, place, line in _records(path):
-        yield record
-        damaged += range(number + 1, line)
-        end, number = place, line
-    if damaged:
-        log.warning("damaged lines are left out", file=str(path), lines=damaged[:20], count=len(damaged))
-    if path.exists() and path.stat().st_size > end:  # nothing is written where nothing has to be
-        os.truncate(path, end)
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole records of a metrics.jsonl, or another file with a record in each line."""
-    return (record for record, _, _ in _records(path))
-
-
-def move_records(path: Path, to: Path, moved: Callable[[dict[str, Any]], bool]) -> None:
-    """Move the records for which `moved` is true from one file to another. A call that was interrupted is repeated."""
-    lines: dict[bool, list[str]] = {True: [], False: []}
-    for record in read_metrics(path):
-        lines[moved(record)].append(line_of(record))
-    if lines[True]:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        replace(to, "".join(lines[True]))
-        replace(path, "".join(lines[False]))
-
-
-def metrics_up_to(path: Path, step: int) -> bytes:
-    """The lines of a metrics.jsonl up to the record of `step`."""
-    end = max((end for record, end, _ in _records(path) if record["step"] <= step), default=0)
-    return path.read_bytes()[:end] if end else b""
-
-
-def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the whole records of a file from offset `begin` on, the offset of the end of each, and the number of its
-    line."""
-    if not path.exists():
-        return
-    end = begin
-    with path.open("rb") as file:  # by line: a long run has gigabytes of them
-        file.seek(begin)
-        for number, line in enumerate(file, 1):
-            end += len(line)
-            if (record := record_of(line)) is not None:
-                yield record, end, number
-
-
-def line_of(record: Mapping[str, Any]) -> str:
-    """A record as a line of a file, with a checksum, `crc`."""
-    text = json.dumps(record)
-    return json.dumps({**record, "crc": crc32(text.encode())}) + "\n"
-
-
-def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if the line is not complete, or damaged."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not line.endswith(b"\n"):
-        return None
-    checksum = record.pop("crc", None)  # records of earlier versions have none
-    return record if checksum in (None, crc32(json.dumps(record).encode())) else None
-
-
-class NewRecords:
-    """Reads the records of a file that is being written, each record once.
-
-    An incomplete last line is left for a later call: a resumed master may write it again at the same position. Damaged
-    lines are skipped.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._place = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the records since the previous call."""
-        if self._path.exists() and self._path.stat().st_size < self._place:
-            self._place = 0  # the file was replaced by a shorter one
-        records = []
-        for record, place, _ in _records(self._path, self._place):
-            records.append(record)
-            self._place = place
-        return records
-
-
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the contents of summary.json of the run in `folder`, or None if the run is not over or the file is
     damaged: `--resume` writes it anew."""
@@ -282,7 +189,7 @@ def version_of(checkpoint: Path) -> int:
 
 def steps_trained(folder: Path) -> int:
     """The number of steps that the run in `folder` has trained."""
-    return max((record["step"] for record in read_metrics(folder / "metrics.jsonl")), default=0)
+    return max((record["step"] for record in read_records(folder / "metrics.jsonl")), default=0)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -324,9 +231,9 @@ def compare_record(folder: Path, run: str, version: int) -> None:
     # The checkpoint of a step may be on disk before the step is in the journal.
     kept = {str(newest): version_of(newest) - 1} if newest else {}
     runs = set()
-    for record in read_metrics(metrics):
+    for record in read_records(metrics):
         kept[str(metrics)] = record["step"]
-        runs.add(record.get("run", run))
+        runs.add(record["run"])
     for name, step in kept.items():
         if step > version:
             raise UserError(
@@ -452,13 +359,36 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
         old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
         lines += line_of({"step": step, "key": key, "before": old, "now": new, "time": time.time()})
         sentences.append(f"{key} was {old!r} and is {new!r} from step {step} on")
+    sentences += _jumps(stored, config, checkpoint)
     append(config.folder / CHANGES, lines)
     return sentences
 
 
+def end_of(folder: Path, step: int) -> list[str]:
+    """The overrides with which the run in `folder` ends at `step`. The schedule of its learning rate stays as it was,
+    since steps may be redone."""
+    config = config_of_run(folder)
+    return [f"steps={step}", f"trainer.lr_schedule_steps={config.trainer.lr_schedule_steps or config.steps or 'null'}"]
+
+
+def _jumps(stored: Config, config: Config, checkpoint: int) -> list[str]:
+    """Says so if a longer schedule changes the learning rate where the run goes on, from `checkpoint` on."""
+    shares = [
+        c.trainer.lr_share(checkpoint * c.trainer.minibatches, c.optimizer_steps) * c.trainer.lr / stored.trainer.lr
+        for c in (stored, config)
+    ]
+    if stored.optimizer_steps == config.optimizer_steps or math.isclose(*shares, rel_tol=0.01):
+        return []
+    return [
+        f"the decay of the learning rate ends later, so that the rate goes from {shares[0]:.2g} to {shares[1]:.2g} of "
+        f"trainer.lr: resume with trainer.lr_schedule_steps={stored.optimizer_steps // stored.trainer.minibatches} to "
+        f"keep the old end"
+    ]
+
+
 def hold_changes_from(folder: Path, step: int) -> None:
     """Settings that were changed after `step`, to which the run has gone back, hold from this step on."""
-    changes = list(read_metrics(folder / CHANGES))
+    changes = list(read_records(folder / CHANGES))
     if any(change["step"] > step for change in changes):
         lines = (line_of(change | {"step": min(step, change["step"])}) for change in changes)
         replace(folder / CHANGES, "".join(lines))
@@ -466,7 +396,7 @@ def hold_changes_from(folder: Path, step: int) -> None:
 
 def changed_back(folder: Path, step: int) -> dict[str, Any]:
     """The settings by which the run in `folder` has trained `step`, as far as they were changed since, by key."""
-    changes = [change for change in read_metrics(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
+    changes = [change for change in read_records(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
     return {change["key"]: change["before"] for change in reversed(changes) if change["step"] > step}
 
 
@@ -485,12 +415,6 @@ def within(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def replace(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file so that after a crash it has either the old text or the new one. mode: of a new file."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    rename(temporary, path)
+def leaves(path: Path, folder: Path) -> bool:
+    """Whether a path in `folder` is, through links, one outside of it."""
+    return not path.resolve().is_relative_to(folder.resolve())

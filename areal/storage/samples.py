@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from areal.storage.disk import append
-from areal.storage.run_folder import whole_records
+from areal.storage.records import whole_records
 
 
 class SampleFile:

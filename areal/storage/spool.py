@@ -74,7 +74,7 @@ class Spool:
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
-        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED, upgrade=_UNFINISHED)
+        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED)
         self._connection = connection
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self._file = Path(file)

@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal.config import UserError
-from areal.storage.run_folder import STATE_FILE, record_of
+from areal.storage.records import record_of
+from areal.storage.run_folder import STATE_FILE
 from areal.training.agreement import agree
 from areal.weights.folders import sync, write_tensors
 
@@ -247,17 +248,12 @@ class _StoredState:
             if (facts := record_of(file.read_bytes())) is None:
                 raise ValueError("it is not as it was written")
             self.facts: dict[str, Any] = facts
-            if run and self.facts.get("run") not in (None, "", run):
+            if run and self.facts["run"] != run:
                 raise UserError(f"The checkpoint {model} is of another run: put back that of this run.")
             if self.facts["shapes"] != shapes:
                 raise UserError(
                     f"The checkpoint {model} belongs to another model than the run's, or has another trainer.lora, or "
                     f"only one of the two has a trainer.critic."
-                )
-            if "shares" not in self.facts:
-                raise UserError(
-                    f"The training state of the checkpoint {model} was written by an older version and cannot be "
-                    f"read: start a new run from its weights with model={model}."
                 )
             self._shares: list[Any] = []
             self._places: dict[str, list[tuple[Fragment, int, int]]] = {name: [] for name in shapes}
@@ -292,9 +288,9 @@ class _StoredState:
                 raise ValueError(f"{name} is not stored as a whole")
 
     def _check_sums(self, rank: int) -> None:
-        """Compare the tensors in the share of a rank with their checksums. Earlier versions have stored none."""
+        """Compare the tensors in the share of a rank with their checksums."""
         share = self._shares[rank]
-        for name, checksum in json.loads(share.metadata().get("sums", "{}")).items():
+        for name, checksum in json.loads(share.metadata()["sums"]).items():
             stored = share.get_slice(name)
             (size,) = stored.get_shape()
             pieces = (stored[start : start + ELEMENTS_AT_ONCE] for start in range(0, size, ELEMENTS_AT_ONCE))

@@ -266,7 +266,7 @@ class TrainingEngine:
         """The engine with which the run of `config` begins (all ranks)."""
         return cls(
             Path(config.model), config.trainer, seed=config.seed, keep_values=keep_values, patience=patience,
-            optimizer_steps=config.steps * config.trainer.minibatches, longest=config.generator.max_model_len,
+            optimizer_steps=config.optimizer_steps, longest=config.generator.max_model_len,
         )  # fmt: skip
 
     @contextmanager
@@ -698,6 +698,7 @@ class TrainingEngine:
             norm = None
             if self._stage == 0:
                 norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
+            tally.lr = self._deepspeed.get_lr()[0]
             self._deepspeed.step()
             tally.grad_norms.append(float(self._deepspeed.get_global_grad_norm() if norm is None else norm))
 

@@ -89,29 +89,9 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
 
 
 def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps: int) -> LambdaLR:
-    """The learning-rate schedule of a run of `optimizer_steps` steps.
-
-    It is a function of the step count alone, so it can be set to any step. Warm-up ends at the full rate. A decay ends
-    at the run's last step, at the share `config.lr_final` of the full rate. With a critic, whose rate is constant, all
-    this begins after the steps that train it alone.
-    """
-    from transformers.optimization import get_constant_schedule_with_warmup, get_wsd_schedule
-
-    before = config.critic.warmup_steps if config.critic else 0
-    if config.lr_schedule == "constant":
-        schedule = get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
-    else:
-        schedule = get_wsd_schedule(
-            optimizer,
-            config.warmup_steps,
-            max(1, optimizer_steps - before - config.warmup_steps),
-            num_stable_steps=0,
-            decay_type=config.lr_schedule,
-            min_lr_ratio=config.lr_final,
-        )
-    # In transformers the first step has a rate of 0, or the full rate in a decay without warm-up. Ours is a step ahead.
-    rate = schedule.lr_lambdas[0]
-    rates: list[Callable[[int], float]] = [lambda step: rate(step - before + 1) if step >= before else 0.0]
+    """The learning-rate schedule of `optimizer_steps` steps (TrainerConfig.lr_share). It is a function of the step
+    count alone, so it can be set to any step. The rate of a critic is constant."""
+    rates: list[Callable[[int], float]] = [lambda step: config.lr_share(step, optimizer_steps)]
     rates *= len(optimizer.param_groups)
     if config.critic:
         rates[-1] = lambda step: 1.0

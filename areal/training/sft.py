@@ -87,6 +87,8 @@ def fine_tune(config: SftConfig, console: Console) -> None:
     from areal.training.engine import TrainingEngine
 
     trainer = config.trainer.model_copy(update=_OBJECTIVE)
+    if conflict := next(trainer.schedule_conflicts(steps * config.epochs), None):
+        raise UserError(f"Of `areal sft` {conflict}.")
     engine = TrainingEngine(
         model, trainer, seed=config.seed, optimizer_steps=steps * config.epochs, longest=config.max_length
     )

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.storage.run_folder import STATE_FILE, line_of
+from areal.storage.records import line_of
+from areal.storage.run_folder import STATE_FILE
 from areal.training.checkpoint import FOLDER as STATE
 from areal.training.checkpoint import Share
 from areal.weights.chunks import FileSums, Manifest

@@ -23,9 +23,9 @@ class StepResult:
     """The metrics of one training step, over all ranks.
 
     loss: what is minimised, with the KL penalty and the entropy bonus if they are part of it; mean over the optimizer
-    steps, each averaged according to `trainer.loss_mean`. grad_norm: before clipping,
-    mean over the optimizer steps. entropy: nats, mean over the trained tokens. clip_fraction: share of the trained
-    tokens that were clipped or masked.
+    steps, each averaged according to `trainer.loss_mean`. grad_norm: before clipping, mean over the optimizer steps.
+    lr: the learning rate of the last of them. entropy: nats, mean over the trained tokens. clip_fraction: share of the
+    trained tokens that were clipped or masked.
     logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where
     pi_theta is still that version; None if there are no such tokens.
     weight_mean, weight_max: mean and maximum of pi_prox / pi_behav, before an objective bounds it.
@@ -46,6 +46,7 @@ class StepResult:
 
     loss: float
     grad_norm: float
+    lr: float | None
     entropy: float
     clip_fraction: float
     logprob_gap: float | None
@@ -90,6 +91,7 @@ class Tally:
         self.weight_max = torch.zeros(1, dtype=torch.float64, device=device)
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self.grad_norms: list[float] = []
+        self.lr: float | None = None
         self.operations = 0.0
 
     @torch.no_grad()
@@ -155,6 +157,7 @@ class Tally:
         return StepResult(
             **means,
             grad_norm=float(np.mean(self.grad_norms)),
+            lr=self.lr,
             logprob_gap=sums["gap"] / sums["current"] if sums["current"] else None,
             weight_max=weight_max.item(),
             effective_sample_size=sums["weight_mean"] ** 2 / (count * sums["weight_squared"] or 1),

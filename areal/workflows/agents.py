@@ -25,7 +25,7 @@ from pydantic import Field
 from areal.config import UserError
 from areal.data.rows import Row
 from areal.plugins import load
-from areal.processes import tied
+from areal.processes import plain_environment, tied
 from areal.trajectory import Trajectory
 from areal.workflows.openai_api import Access
 from areal.workflows.session import Session
@@ -45,20 +45,22 @@ class AgentFailed(Exception):
 
 async def agent(
     session: Session, row: Row, *, agent: str | None = None, command: str | None = None, timeout_seconds: float = 600.0,
-    agent_reward: bool = False, reward_range: Range | None = None,
+    agent_reward: bool = False, reward_range: Range | None = None, pass_env: Sequence[str] = (),
 ) -> Trajectory:  # fmt: skip
     """Everything that an agent sampled, with the rewards that the agent gave. If it gave none, the row's reward
     functions score its last answer.
 
-    agent: `package.module:function`. command: a program and its arguments. timeout_seconds: time limit of one sample.
+    agent: `package.module:function`. command: a program and its arguments. pass_env: the environment variables of this
+    process that the program gets besides the plain ones. timeout_seconds: time limit of one sample.
     agent_reward: whether the agent may give rewards. reward_range: the lowest and the highest, of each reward and of
     their sum; default: 0 and 1.
     Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
     """
     async with session.endpoint() as api:
         reward_key = api.reward_key if agent_reward else ""
+        environment = plain_environment(pass_env)
         work = asyncio.create_task(
-            _call(agent, api, row, reward_key) if agent else _execute(command or "", api, row, reward_key)
+            _call(agent, api, row, reward_key) if agent else _execute(command or "", environment, api, row, reward_key)
         )
         try:
             ends: set[asyncio.Future[Any]] = {work, api.chat.failure}
@@ -151,7 +153,7 @@ async def _call(function: str, api: Access, row: Row, reward_key: str) -> float 
     return await call(api.base_url, api.api_key, row.fields, **options)
 
 
-async def _execute(command: str, api: Access, row: Row, reward_key: str) -> None:
+async def _execute(command: str, environment: dict[str, str], api: Access, row: Row, reward_key: str) -> None:
     """Run a program to its end. It is killed with its process group when this task ends; it is also killed when this
     process ends. Raises AgentFailed."""
     access = {"OPENAI_BASE_URL": api.base_url, "OPENAI_API_KEY": api.api_key}
@@ -161,7 +163,7 @@ async def _execute(command: str, api: Access, row: Row, reward_key: str) -> None
         process = await asyncio.create_subprocess_exec(
             *tied(*shlex.split(command)),
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[key.fileno()],
-            env=os.environ | access | {"AREAL_REWARD_FD": str(key.fileno())}, start_new_session=True,
+            env=environment | access | {"AREAL_REWARD_FD": str(key.fileno())}, start_new_session=True,
         )  # fmt: skip
         assert process.stdin is not None  # it is a pipe, which what the program starts inherits empty
         process.stdin.write(json.dumps(row.fields).encode() + b"\n")

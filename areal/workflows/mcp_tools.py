@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from areal.config import UserError
-from areal.processes import tied
+from areal.processes import plain_environment, tied
 
 # What each start of a server and each call of a tool may take, unless the user sets it.
 TIMEOUT_SECONDS = 60.0
@@ -31,12 +31,13 @@ ERROR_CHARACTERS = 300
 
 
 class Server(BaseModel, extra="forbid"):
-    """A command with its arguments and the environment variables that it gets besides those of this process; or a
-    URL."""
+    """A command with its arguments and the environment variables that it gets besides the plain ones: `env` with their
+    values, `pass_env` from this process; or a URL."""
 
     command: str | None = None
     args: list[str] = []
     env: dict[str, str] = {}
+    pass_env: list[str] = []
     url: str | None = None
 
 
@@ -164,7 +165,8 @@ async def _run_session(
     transport: Any = server.url
     if server.command:
         program, *arguments = tied(server.command, *server.args)
-        started = StdioServerParameters(command=program, args=arguments, env=os.environ | server.env)
+        environment = plain_environment(server.pass_env) | server.env
+        started = StdioServerParameters(command=program, args=arguments, env=environment)
         transport = stdio_client(started, errors)
     async with contextlib.AsyncExitStack() as stack:
         async with _starts(asyncio.get_running_loop()), asyncio.timeout(timeout_seconds):

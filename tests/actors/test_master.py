@@ -32,7 +32,8 @@ from areal.staleness.failures import UNSCORED_LIMIT
 from areal.storage import disk
 from areal.storage import journal as journal_module
 from areal.storage.journal import Journal
-from areal.storage.run_folder import RunFolder, checkpoint_of, read_metrics
+from areal.storage.records import read_records
+from areal.storage.run_folder import RunFolder, checkpoint_of
 from protocols.codec import Header, decode_body, decode_header, encode, encode_body
 from protocols.errors import (
     BusError,
@@ -799,7 +800,7 @@ async def test_a_version_that_is_due_is_held_by_one_generator_until_it_is_evalua
         due = await evaluator.ask(AskEvaluation())
         assert (due.version, due.holder) == (4, None)  # nothing newer will come
     assert fates(config) == ([0, 1, 2, 3], {})
-    records = list(read_metrics(config.folder / "evaluations.jsonl"))
+    records = list(read_records(config.folder / "evaluations.jsonl"))
     assert [record["version"] for record in records] == [0, 1, 2, 3]
     assert records[1].pop("time") > 0
     assert records[1].pop("run") == ""
@@ -1130,7 +1131,7 @@ async def test_no_step_is_committed_before_the_metrics_of_the_one_before_are_on_
                 with contextlib.suppress(PreparingError):
                     await commit(trainer, 1)
                     break
-    assert [record["step"] for record in read_metrics(config.folder / "metrics.jsonl")] == [1]
+    assert [record["step"] for record in read_records(config.folder / "metrics.jsonl")] == [1]
 
 
 async def test_what_actors_say_and_measure_is_recorded(config, monkeypatch):

@@ -78,12 +78,31 @@ def test_of_several_bases_the_later_one_wins(tmp_path):
         ({"guard": {"wd": 1}}, "Unknown key 'guard.wd' in .*: known are effective_sample_size"),
         ({"trainer": {"lr": float("inf")}}, "trainer.lr is inf in .*, but should be a finite number"),
         ({"steps": "three"}, r"steps is 'three' in .*, but should be a valid integer\.$"),
+        ({"trainer": {"betas": [1.0, 2.0]}}, r"trainer.betas.0 is 1.0 in .*, but should be less than 1"),
+        ({"trainer": {"betas": [0.9, -0.1]}}, r"trainer.betas.1 is -0.1 in .*, but should be greater than or equal"),
+        ({"trainer": {"eps_clip": 2}}, r"trainer.eps_clip is 2, but no ratio is below 0.*: set trainer.eps_clip to"),
+        ({"trainer": {"warmup_steps": 13}}, r"takes 13 optimizer steps, but there are only 12.*: lower trainer.warmup"),
+        ({"trainer": {"critic": {"warmup_steps": 12}}}, r"takes 12 .* only 12, .*: lower trainer.critic.warmup_steps"),
+        (
+            {"generator": {"max_model_len": 8}},
+            r"max_new_tokens is 8, but generator.max_model_len has room for 8 tokens",
+        ),
         ({"trainer": 3}, "trainer is a section, but has a value in .*: `areal config trainer` lists its keys"),
     ],
 )
 def test_a_key_or_a_number_that_cannot_be_is_one_sentence_with_a_hint(tmp_path, values, sentence):
     with pytest.raises(UserError, match=sentence):
         load_config(written(tmp_path, mine=RUN | {"reward": {"functions": ["addition"]}} | values))
+
+
+def test_settings_at_the_limit_of_what_can_be_are_taken(tmp_path):
+    values = RUN | {"reward": {"functions": ["addition"]}, "generator": {"max_model_len": 9}}
+    for trainer in (
+        {"warmup_steps": 12, "betas": [0.0, 0.999], "eps_clip": 1.0},
+        {"warmup_steps": 20, "lr_schedule_steps": 5},
+        {"objective": "gmpo", "eps_clip": 1.5},
+    ):
+        load_config(written(tmp_path, mine=values | {"trainer": trainer}))
 
 
 def test_an_override_may_name_a_base(tmp_path):

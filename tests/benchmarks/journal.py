@@ -87,7 +87,16 @@ def until_trained(state: RunState, chance: random.Random) -> None:
             elif ledger.started(permit.group_id, "manager", ledger.version) is ReportAnswer.ACCEPTED:
                 ledger.ready(permit.group_id, ledger.version)
                 state.emit(
-                    "rewarded", group=permit.group_id, mean=0.5, parts={"addition": 0.5}, tokens=900, discarded=0
+                    "rewarded",
+                    group=permit.group_id,
+                    row=permit.row,
+                    version=ledger.version,
+                    mean=0.5,
+                    spread=0.5,
+                    signal=True,
+                    parts={"addition": 0.5},
+                    tokens=900,
+                    discarded=0,
                 )
         if isinstance(batch := ledger.next_batch(ledger.version), Batch):
             record = ledger.commit(batch.version)

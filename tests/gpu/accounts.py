@@ -8,15 +8,15 @@ from typing import Any
 
 import yaml
 
+from areal.storage.records import read_records
 from areal.storage.rollouts import batches
-from areal.storage.run_folder import read_metrics
 
 
 def check_accounts(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Every step once, every prompt trained once or accounted for, no token older than the bound allows; and the
     rollouts of all that. Returns the records of the steps and the summary. Raises AssertionError with a sentence."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    records = list(read_metrics(folder / "metrics.jsonl"))
+    records = list(read_records(folder / "metrics.jsonl"))
     summary = json.loads((folder / "summary.json").read_text())
     bound = config["max_staleness"]
     assert summary["ok"], f"the run has failed: {summary['reason']}"

@@ -36,7 +36,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from areal.devices import visible_devices  # noqa: E402
-from areal.storage.run_folder import read_metrics  # noqa: E402
+from areal.storage.records import read_records  # noqa: E402
 
 REHEARSAL_PATIENCE = 5
 """How much longer a stage may take on a CPU."""
@@ -383,7 +383,7 @@ def resume(kit: Kit) -> str:
 
 
 def steps_of(kit: Kit, name: str) -> int:
-    return sum(1 for _ in read_metrics(kit.folder / "runs" / name / "metrics.jsonl"))
+    return sum(1 for _ in read_records(kit.folder / "runs" / name / "metrics.jsonl"))
 
 
 def child_of(run: subprocess.Popen[bytes], role: str) -> psutil.Process | None:

@@ -139,9 +139,7 @@ class Book:
         self.steps, self.max_staleness = steps, max_staleness
         self.max_attempts, self.on_failed_sample = max_attempts, on_failed_sample
 
-    def _admitted(
-        self, group_id: str, prompt_index: int, owner: str, version: int, row: int | None = None, **_: Any
-    ) -> None:
+    def _admitted(self, group_id: str, prompt_index: int, owner: str, version: int, row: int, **_: Any) -> None:
         self._hold(group_id not in self.prompt_of, f"{group_id} is admitted a second time", group_id)
         self._hold(
             prompt_index not in self.trained, f"prompt {prompt_index} is admitted again after training", group_id
@@ -161,7 +159,6 @@ class Book:
             f"prompt {prompt_index} is admitted, but it is neither re-queued nor the next one, {self.prompts}",
             group_id,
         )
-        row = prompt_index if row is None else row  # as the ledger reads events of earlier versions
         chosen = self.row_of.setdefault(prompt_index, row)
         self._hold(chosen == row, f"prompt {prompt_index} is of row {chosen}, but {group_id} of {row}", group_id)
         self.prompts = max(self.prompts, prompt_index + 1)

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from areal.config import Config
+from areal.data.history import History
 from areal.staleness.standstills import UNKNOWN
 from protocols.codec import MAX_BODY_BYTES
 from simulation.engines import LIKED, LIKED_MOST, LIKED_WEIGHT, REFERENCE, TEACHER, TOGETHER, Pace
@@ -15,12 +16,17 @@ from simulation.engines import LIKED, LIKED_MOST, LIKED_WEIGHT, REFERENCE, TEACH
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
 BRANCHING = "simulation.engines:branching"
-# Samplers and their options. No score is 1 here, and runs are short.
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "shuffle": {},
-    "difficulty": {"half_life": 2.0},
-    "skip_solved": {"times": 1, "epochs": 1, "reward": None},
-}
+SKIPS_FLAT = "simulation.model:skip_flat"
+# Samplers and their options. Runs are short.
+SAMPLERS: dict[str, dict[str, Any]] = {"shuffle": {}, "difficulty": {"half_life": 2.0}, SKIPS_FLAT: {}}
+
+
+def skip_flat(history: History, prompt: int) -> int:
+    """A user's sampler: the rows in order, but one whose last group had no signal is left out of the next epoch."""
+    index, rows = history.last + 1, len(history.data)
+    while (row := history.of(index)) and row.flat and index // rows - row.index // rows <= 1:
+        index += 1
+    return index
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def choices_not_journaled() -> AbstractContextManager[None]:
     """The journal does not say which row was chosen for a prompt."""
 
     def without_row(event: Event) -> tuple[str, dict[str, Any]]:
-        return event_record(replace(event, row=None) if isinstance(event, Admitted) else event)
+        return event_record(replace(event, row=event.prompt_index) if isinstance(event, Admitted) else event)
 
     return patch.multiple(run_state, event_record=without_row)
 

@@ -68,7 +68,9 @@ from simulation.model import (
     HANGS,
     MASTER,
     MODEL,
+    SAMPLERS,
     SCORERS,
+    SKIPS_FLAT,
     Model,
     config_of,
     draw_model,
@@ -155,8 +157,8 @@ class World:
             self.model = replace(self.model, save_every=Random(f"save {seed}").choice((0, 2, 8)))
             groups = Random(f"groups {seed}").random() < GROUPS and not self.model.branching
             self.model = replace(self.model, groups=groups)
-            sampler = Random(f"sampler {seed}").choice(("shuffle", "difficulty", "skip_solved"))
-            self.model = replace(self.model, sampler=sampler, size=3 if sampler == "skip_solved" else None)
+            sampler = Random(f"sampler {seed}").choice(tuple(SAMPLERS))
+            self.model = replace(self.model, sampler=sampler, size=3 if sampler == SKIPS_FLAT else None)
         scorers = Random(f"scorers {seed}")
         if model is None and plan is None and scorers.random() < SCORERS:
             judge = Random(f"judge {seed}").random() < 0.5

@@ -45,22 +45,3 @@ def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_f
         assert later.history.rows[later.history.data.key(permits[1].row)].tokens == 7
         assert later.ledger.choose(4) == state.ledger.choose(4)
         state.journal.compact(state.dump())
-
-
-def test_a_journal_of_before_samplers_is_one_of_shuffle():
-    connection = sqlite3.connect(":memory:", check_same_thread=False)
-    journal = Journal(connection)
-    for prompt in range(2):
-        group = {"group_id": f"g{prompt}.0", "prompt_index": prompt, "attempt": 0, "owner": "manager/0#1"}
-        journal.append("admitted", group | {"version": 0, "lease_expires": 30.0})
-    journal.append("ready", {"group_id": "g1.0", "start_version": 0})
-    journal.append("rewarded", {"group": "g1.0", "mean": 0.5, "parts": {}, "tokens": 7, "discarded": 0})
-    asyncio.run(journal.durable())
-    state = state_of(config_of(), connection)
-    assert [state.ledger.group(f"g{prompt}.0").row for prompt in range(2)] == [0, 1]
-    assert state.tokens == {"g1.0": 7}
-    assert [permit.row for permit in state.ledger.admit("manager/0#1", 2, 0.0, 30.0)] == [2, 3]
-    assert state.coverage == 4 / 20
-    past = state.dump()
-    del past["history"]
-    state._load(past)

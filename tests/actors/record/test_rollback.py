@@ -21,15 +21,13 @@ from areal.config import Config, UserError, dump_config
 from areal.staleness.ledger import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
 from areal.storage import rollouts
 from areal.storage.journal import Journal
+from areal.storage.records import line_of, read_records, record_of
 from areal.storage.run_folder import (
     CHANGES,
     RunFolder,
     checkpoint_of,
     first_version,
-    line_of,
     origins_of,
-    read_metrics,
-    record_of,
 )
 from areal.storage.spool import Spool, SpoolDamage
 from areal.trajectory import Group, Trajectory
@@ -87,8 +85,12 @@ def config(tmp_path: Path) -> Config:
 
 def ready(state: RunState, spool: Spool, name: str) -> None:
     put(spool, group_of(name))
-    state.ledger.ready(name, state.ledger.version)
-    state.emit("rewarded", group=name, mean=0.5, parts={}, tokens=3, discarded=0)
+    version, row = state.ledger.version, state.ledger.group(name).row
+    state.ledger.ready(name, version)
+    state.emit(
+        "rewarded", group=name, row=row, version=version, mean=0.5, spread=0.5, signal=True, parts={}, tokens=3,
+        discarded=0,
+    )  # fmt: skip
 
 
 def state_of(config: Config) -> RunState:
@@ -107,7 +109,7 @@ def alive_at(config: Config, version: int) -> dict[str, str]:
 
 
 def steps_in(folder: Path) -> tuple[list[int], list[int]]:
-    metrics = [record["step"] for record in read_metrics(folder / "metrics.jsonl")]
+    metrics = [record["step"] for record in read_records(folder / "metrics.jsonl")]
     return metrics, sorted(rollouts.groups_by_step(folder / rollouts.FOLDER))
 
 
@@ -127,7 +129,7 @@ def test_what_came_after_is_moved_away_and_what_was_ready_then_is_still(config):
     spool.close()
     assert steps_in(config.folder) == ([1, 2, 3, 4], [1, 2, 3, 4])
     assert steps_in(config.folder / "abandoned" / "1") == ([5], [5])
-    assert [change["step"] for change in read_metrics(config.folder / CHANGES)] == [2, 5]
+    assert [change["step"] for change in read_records(config.folder / CHANGES)] == [2, 5]
 
 
 def test_an_older_checkpoint_makes_the_newer_ones_history(config):
@@ -136,7 +138,7 @@ def test_an_older_checkpoint_makes_the_newer_ones_history(config):
     assert [path.name for path in (config.folder / "abandoned/1/checkpoints").iterdir()] == ["step_000004"]
     assert steps_in(config.folder) == ([1, 2], [1, 2])
     assert steps_in(config.folder / "abandoned" / "1") == ([3, 4, 5], [3, 4, 5])
-    assert [change["step"] for change in read_metrics(config.folder / CHANGES)] == [2, 3]
+    assert [change["step"] for change in read_records(config.folder / CHANGES)] == [2, 3]
     with pytest.raises(UserError, match=r"no checkpoint of step 4 to go back to: choose --from-step from 2\.$"):
         check_record(config, from_step=4)
 
@@ -254,7 +256,7 @@ def test_a_fork_begins_with_the_state_of_a_checkpoint_and_changes_nothing_of_the
     own = checkpoint_of(new.folder, 4)
     assert (record_of((own / "training" / "state.json").read_bytes()) or {})["run"] == state.journal.run
     assert (own / "model.safetensors").samefile(checkpoint_of(config.folder, 4) / "model.safetensors")
-    assert {record["run"] for record in read_metrics(new.folder / "metrics.jsonl")} == {state.journal.run}
+    assert {record["run"] for record in read_records(new.folder / "metrics.jsonl")} == {state.journal.run}
     assert steps_in(new.folder) == ([1, 2, 3, 4], [])
     assert json.dumps(state_of(config).dump()) == before
     again = forked(new, 4, "name=again")

@@ -599,6 +599,18 @@ async def test_a_program_may_be_the_agent(tokenizer, monkeypatch, tmp_path, last
     assert tokenizer.decode(done.tokens) == "<start>user 2+2=<end><start>assistant 4<end>"
 
 
+async def test_a_program_gets_the_variables_that_its_user_names_and_no_secret_of_the_manager(
+    tokenizer, monkeypatch, tmp_path
+):
+    for name in ("HF_TOKEN", "AREAL_KEYS", "TASK_1"):
+        monkeypatch.setenv(name, name.lower())
+    last = """give(0.25 * all(name in os.environ for name in ("PATH", "TASK_1"))
+     + 0.5 * any(name in os.environ for name in ("HF_TOKEN", "AREAL_KEYS")))"""
+    command = program(tmp_path, last)
+    _, done = await sample(tokenizer, monkeypatch, "4", command=command, agent_reward=True, pass_env=["TASK_*"])
+    assert done.reward == 0.25
+
+
 # What a policy with a shell can do as the agent's user, short of debugging the agent. It looks at no process but those
 # from itself up to the agent, which leads the session.
 ATTACK = """

@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from actors.watching.dashboard import RunsView, RunView, application
 from areal.__main__ import main
 from areal.desk.curves import COLOURS
+from areal.storage.records import line_of
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def folder(tmp_path):
 
 def add(folder, file: str, *records: dict) -> None:
     with (folder / file).open("a") as out:
-        out.write("".join(json.dumps(record) + "\n" for record in records))
+        out.write("".join(map(line_of, records)))
 
 
 def client(folder, token: str | None = None) -> TestClient:
@@ -128,6 +129,9 @@ async def test_what_is_no_step_is_refused(folder, since):
         ({"Host": "evil.example.org"}, 403),
         ({"Host": "127.0.0.1.example.org:8090"}, 403),
         ({"Host": ""}, 403),
+        ({"Host": "localhost/.evil.example"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": "localhost:80:90"}, 403),
         ({"Host": "localhost:8090", "Origin": "http://localhost:8090"}, 200),
         ({"Host": "localhost:8090", "Origin": "https://evil.example.org"}, 403),
         ({"Host": "localhost:8090", "Origin": "null"}, 403),

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from actors.watching import monitor
 from actors.watching.monitor import Feed, follow
+from areal.storage.records import line_of
 from protocols.errors import DeadlineError
 from protocols.messages import AskStatus, Shutdown, Status
 
@@ -52,7 +53,7 @@ def test_the_benchmarks_of_a_model_are_a_table(tmp_path):
 
 def test_alerts_are_named_when_a_run_has_ended(tmp_path):
     records = [{"step": step, "cut_share": 0.5 if step > 20 else 0.0} for step in range(1, 31)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "metrics.jsonl").write_text("".join(map(line_of, records)))
     assert "cut completions: 50% of the completions have been cut off" in " ".join(printed(tmp_path).split())
 
 

@@ -94,49 +94,8 @@ def test_rewards_of_another_range_are_rates_too():
     assert sum(source.key(i) < 20 for i in chosen[100:]) > 250
 
 
-def test_skip_solved_leaves_a_row_out_and_takes_it_again_and_is_shuffle_else():
-    source = addition()
-    assert run(samplers.SkipSolved(), source, 160, lambda key, prompt: 0.5) == list(range(160))
-    chosen = run(samplers.SkipSolved(times=2, epochs=2), source, 200, lambda key, prompt: float(key < 10), late=0)
-    epochs = [{source.key(i) for i in chosen if i // SIZE == epoch} for epoch in range(6)]
-    assert [min(epoch) for epoch in epochs] == [0, 0, 10, 10, 0, 10]
-    flat = samplers.SkipSolved(times=1, epochs=1, reward=None)  # what is never solved is left out as well
-    chosen = run(flat, source, 120, lambda key, prompt: 0.5 if key < 10 else 0.0, late=0)
-    assert [len([i for i in chosen if i // SIZE == epoch]) for epoch in range(4)] == [40, 10, 40, 10]
-
-
-def test_skip_solved_ends_where_all_rows_are_solved():
-    source = addition()
-    chosen = run(samplers.SkipSolved(times=1, epochs=3), source, 80, lambda key, prompt: 1.0, late=0)
-    assert chosen == [*range(40), *range(160, 200)]
-
-
-def test_easy_to_hard_takes_more_and_more_of_the_rows_by_a_field_or_the_measured_rate(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{i}", "answer": 1, "level": i}) + "\n" for i in range(100)))
-    source = open_source(DataConfig(source=str(file), eval_size=0), seed=0)
-    levels = [source.key(i) for i in run(samplers.EasyToHard("level", start=0.1), source, 1000, lambda *_: 0.5)]
-    early, late = sum(levels[:100]) / 100, sum(levels[600:]) / 400
-    assert early < 20 < 45 < late < 55
-    measured = run(samplers.EasyToHard(start=0.3), source, 2000, lambda key, prompt: 1 - key / 100)
-    early = [source.key(i) for i in measured[100:300]]
-    assert sum(early) / 200 < 40 < sum(source.key(i) for i in measured[1000:]) / 1000
-    refused("no such number", source, sampler="easy_to_hard", sampler_options={"field": "answer_of"})
-
-
-def test_mixture_moves_to_the_source_with_signal_within_its_bounds():
-    source = two_sources()
-    assert source.shares == [30, 10]
-    chosen = run(samplers.SignalMixture(), source, 600, lambda key, prompt: 0.5 if key % 2 else 0.0)
-    hard = [source.key(i) % 2 for i in chosen]
-    assert 0.1 < sum(hard[:60]) / 60 < 0.5
-    assert 0.5 < sum(hard[400:]) / 200 < 0.65  # shares 3 : 1, times 0.5 and at most 2
-    own = [source.key(i) for i in chosen if source.key(i) % 2]
-    assert len(set(own[:10])) == len(set(own[10:20])) == 10  # each source goes on in its own order
-
-
 def test_the_same_history_gives_the_same_choice_also_from_its_dump():
-    for choose in (samplers.Difficulty(), samplers.SkipSolved(), samplers.EasyToHard(), samplers.SignalMixture()):
+    for choose in (samplers.Difficulty(), EveryOther()):
         source = two_sources()
         history = History(source, 5, 4, 200)
         run(choose, source, 150, lambda key, prompt: key % 3 / 2, history=history)
@@ -152,12 +111,7 @@ def test_the_same_history_gives_the_same_choice_also_from_its_dump():
 def test_a_choice_looks_at_few_rows_however_many_there_are(monkeypatch):
     source = addition(size=20_000)
     looked = []
-    for choose in (
-        samplers.Difficulty(),
-        samplers.SkipSolved(),
-        samplers.EasyToHard(),
-        samplers.Difficulty(explore=0.0),
-    ):
+    for choose in (samplers.Difficulty(), samplers.Difficulty(explore=0.0)):
         history = History(source, 0, 8, 30_000)
         with monkeypatch.context() as patched:
             patched.setattr(source, "key", lambda index, key=source.key: looked.append(index) or key(index))
@@ -171,9 +125,6 @@ def test_mistakes_are_told():
     refused("unexpected keyword argument 'lo'", source, sampler="difficulty", sampler_options={"lo": 1})
     refused("low below high", source, sampler="difficulty", sampler_options={"low": 0.9})
     refused("is a function, which has no data.sampler_options", source, sampler="shuffle", sampler_options={"low": 0.9})
-    endless = open_source(DataConfig(source="addition", eval_size=0), seed=0)
-    refused("needs epochs, but the data has no end", endless, sampler="skip_solved")
-    refused("needs several data.sources", source, sampler="mixture")
     refused("has no nothing", source, sampler=f"{__file__}:nothing")
     refused("failed at prompt 0 with ZeroDivisionError", source, sampler=f"{__file__}:raises")
     refused("returned 'first'", source, sampler=f"{__file__}:no_index")

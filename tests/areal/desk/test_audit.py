@@ -23,8 +23,8 @@ from areal.config import Config, dump_config
 from areal.data.quickstart import make_tokenizer
 from areal.staleness.ledger import Batch, Event, Ledger, LedgerSettings, event_record
 from areal.storage.journal import Journal
+from areal.storage.records import line_of, record_of
 from areal.storage.rollouts import RolloutWriter
-from areal.storage.run_folder import line_of, record_of
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group, Trajectory
 

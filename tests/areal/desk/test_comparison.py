@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from areal.__main__ import main
+from areal.storage.records import line_of
 
 
 @pytest.fixture
@@ -21,9 +22,9 @@ def run_of(tmp_path):
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         ages = [99.0, 99.0, staleness, staleness]  # the first steps do not count
         records = [{"step": step, "staleness_mean": age, "reward_mean": step / 8} for step, age in enumerate(ages, 1)]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-        lines = (json.dumps({"version": version, "accuracy": value}) for version, value in evaluations)
-        (folder / "evaluations.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        (folder / "metrics.jsonl").write_text("".join(map(line_of, records)))
+        lines = (line_of({"version": version, "accuracy": value}) for version, value in evaluations)
+        (folder / "evaluations.jsonl").write_text("".join(lines))
         (folder / "summary.json").write_text(json.dumps({"ok": True, "accuracy_after": accuracy}))
         return str(folder)
 

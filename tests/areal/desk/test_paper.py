@@ -12,6 +12,7 @@ from areal.config import dump_config, load_config
 from areal.desk.paper import PUBLISHED, TableRow
 from areal.desk.sweep import read_sweep
 from areal.processes import ROOT
+from areal.storage.records import line_of
 
 # Of DeepSeek-R1-Distill-Qwen-1.5B, from its config.json.
 QWEN = {
@@ -35,7 +36,7 @@ def run_of(tmp_path):
         folder.mkdir()
         (folder / "config.yaml").write_text(dump_config(config))
         records = [{"step": step, "tflops": tflops} for step, tflops in ((1, 0.5), (3, 5.0), (4, 7.0))]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "metrics.jsonl").write_text("".join(map(line_of, records)))
         summary = {"ok": True, "accuracy_before": 0.1, "accuracy_after": accuracy, "seconds": 1800}
         (folder / "summary.json").write_text(json.dumps(summary | {"effective_throughput": throughput}))
         return str(folder)

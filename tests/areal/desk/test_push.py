@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard
 from areal.__main__ import main
 from areal.config import dump_config, load_config
 from areal.processes import ROOT
+from areal.storage.records import line_of
 
 SECRET = "s3cr3t"
 
@@ -41,12 +42,12 @@ def run(tiny_model, tmp_path) -> Path:
     (folder / "config.yaml").write_text(
         dump_config(load_config(ROOT / "configs" / "quickstart.yaml", overrides)).replace("(hidden)", SECRET)
     )
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 20, "reward_mean": 0.5, "staleness_max": 3}) + "\n")
+    (folder / "metrics.jsonl").write_text(line_of({"step": 20, "reward_mean": 0.5, "staleness_max": 3}))
     evaluations = [
         {"version": 0, "accuracy": 0.25, "standard_error": 0.05, "pass_at": {"1": 0.25, "4": 0.5}, "rows": 64},
         {"version": 20, "accuracy": 0.75, "standard_error": 0.05, "pass_at": {"1": 0.75, "4": 0.875}, "rows": 64},
     ]
-    (folder / "evaluations.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evaluations))
+    (folder / "evaluations.jsonl").write_text("".join(map(line_of, evaluations)))
     (folder / "summary.json").write_text(json.dumps({"ok": True, "staleness_max": 3, "checkpoint": str(checkpoint)}))
     return folder
 

@@ -21,6 +21,7 @@ from areal.config import Config, dump_config, load_config
 from areal.desk import bisection
 from areal.desk.replay import weight_metrics
 from areal.staleness.ledger import oldest_in_loss
+from areal.storage.records import line_of
 from areal.storage.rollouts import RolloutWriter, batches
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group, Trajectory
@@ -56,7 +57,7 @@ def record(folder: Path, **trainer) -> Path:
             result = engine.step(
                 batch, version=step - 1, temperature=TEMPERATURE, mask_older_than=oldest_in_loss("mask", 1, step - 1)
             )
-            metrics.write(json.dumps({"step": step, **asdict(result)}) + "\n")
+            metrics.write(line_of({"step": step, **asdict(result)}))
             writer.add_trained(step, batch, engine.values)
             writer.write()
             if step in (2, 4):
@@ -121,7 +122,7 @@ def test_groups_are_left_out_and_a_replay_ends_once_a_condition_holds(run, capsy
 def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_each_step(run, tmp_path, capsys):
     resumed = load_config(run / "config.yaml", ["trainer.lr=2e-3", "steps=9"])
     changes = [("trainer.lr", 1e-3, 2e-3), ("steps", STEPS, 9), ("max_staleness", 1, 2), ("generator.count", 1, 7)]
-    lines = [json.dumps({"step": 3, "key": key, "before": before, "now": now}) + "\n" for key, before, now in changes]
+    lines = [line_of({"step": 3, "key": key, "before": before, "now": now}) for key, before, now in changes]
     (run / "changes.jsonl").write_text("".join(lines))
     resumed = resumed.model_copy(update={"max_staleness": 2})
     (run / "config.yaml").write_text(dump_config(resumed))

@@ -25,6 +25,7 @@ from areal.desk.report import (
     write_figure,
     write_report,
 )
+from areal.storage.records import line_of
 
 TITLES = [
     "Reward, mean",
@@ -45,6 +46,7 @@ TITLES = [
     "Entropy",
     "Loss",
     "Gradient norm",
+    "Learning rate",
     "Share of clipped tokens",
 ]
 
@@ -78,6 +80,7 @@ def record(step, **changes):
         "kl_reference": 0.1,
         "loss": -0.01,
         "grad_norm": 0.7,
+        "lr": 1e-5,
         "entropy": 1.2,
         "clip_fraction": 0.01,
     } | changes
@@ -118,9 +121,9 @@ EVALUATIONS = [
 
 def make_folder(folder, records=(), summary=None, config="name: demo\n", evaluations=()):
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "metrics.jsonl").write_text("".join(map(line_of, records)))
     if evaluations:
-        (folder / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
+        (folder / "evaluations.jsonl").write_text("".join(map(line_of, evaluations)))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "config.yaml").write_text(config)
@@ -426,7 +429,7 @@ def test_the_last_minute_shows_who_did_what(folder):
     ]
     phases = {"train_seconds": 2.0, "trainer_wait_seconds": 1.0, "publish_wait_seconds": 0.0}
     run = folder([BRIEF | {"time": 1000.0} | phases])
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (run / "events.jsonl").write_text("".join(map(line_of, events)))
     shown = [(s.actor, s.name, s.begin, s.seconds, measured) for s, measured in timeline_of(read_run(run))]
     assert shown == [
         ("generator/0", "generating at version", -60.0, 60.0, False),
@@ -442,7 +445,7 @@ def test_an_activity_may_have_any_text(folder, activity):
     said = {"actor": f"generator/{activity}", "state": "healthy", "stats": {}}
     events = [said | {"time": at, "activity": activity} for at in (990.0, 995.0)]
     run = folder([BRIEF | {"time": 1000.0}])
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (run / "events.jsonl").write_text("".join(map(line_of, events)))
     page = write_report(run).read_text()
     assert "Timeline: the last minute" in page and "\x1b" not in page
     if activity == "a $ b":

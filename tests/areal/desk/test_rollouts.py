@@ -172,14 +172,6 @@ def test_a_run_without_rollouts_and_a_broken_file_are_told(run, tmp_path_factory
         rows(run, Where())
 
 
-def test_a_file_without_a_later_column_is_read_too(run):
-    path = run / "rollouts" / "000001.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["generators"]), path)
-    assert [row["generators"] for row in rows(run, condition({"step_max": "2"})).rows] == [None] * 5 + [
-        "generator/0#1"
-    ] * 4
-
-
 def test_one_row_has_everything_and_its_group_is_beside_it(written):
     own = Rollouts(written)
     row = own.row("g1.0", 0, 1)

@@ -26,6 +26,7 @@ from areal.desk.split import (
     plan,
     training_memory,
 )
+from areal.storage.records import line_of
 from areal.training.optimizer import bucket_elements
 
 # DeepSeek-R1-Distill-Qwen 1.5B and 7B, from their config.json; bytes of activations as `measure_activations` has them.
@@ -375,7 +376,7 @@ def test_rates_come_from_a_finished_run(file, tmp_path, capsys):
     numbers |= {"train_seconds": 9.0, "completion_tokens_mean": 200.0}
     warm_up = {key: 1e6 for key in numbers}
     records = [{"step": n} | (warm_up if n < 3 else numbers) for n in range(1, 6)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run / "metrics.jsonl").write_text("".join(map(line_of, records)))
     assert main(["plan", "--from", str(run), "--devices", "2", "--device-memory", "80"]) == 0
     said = capsys.readouterr().out
     assert "1,000" in said  # tokens/s of one generating device, and of one rank

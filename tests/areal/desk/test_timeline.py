@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from areal.desk.timeline import TimelineSpan, activities, read_events, spans
 from areal.storage import events as event_log
 from areal.storage.events import GONE, EventLog
+from areal.storage.records import line_of
 
 
 class Clock:
@@ -94,7 +93,7 @@ def test_half_a_line_of_a_master_that_was_killed_is_left_out(events, tmp_path):
     events.record_heartbeat("trainer/0", "healthy", "waiting", {})
     events.flush()
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"time": 1001.0, "actor": "trainer/0"})[:-5])
+        file.write(line_of({"time": 1001.0, "actor": "trainer/0"})[:-5])
     assert [event["activity"] for event in read_events(tmp_path)] == ["waiting"]
 
 

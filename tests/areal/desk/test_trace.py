@@ -8,6 +8,7 @@ from collections import defaultdict
 from areal.__main__ import main
 from areal.desk.report import Run
 from areal.desk.trace import trace_events
+from areal.storage.records import line_of
 
 
 def step(number: int, time: float, **more) -> dict:
@@ -110,7 +111,7 @@ def test_every_actor_has_a_name_and_a_place():
 
 
 def test_the_command_writes_one_json_file(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1, 102.0)) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(line_of(step(1, 102.0)))
     assert main(["trace", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "trace.json").read_text())
     assert {"ph", "pid", "name"} <= written["traceEvents"][0].keys()

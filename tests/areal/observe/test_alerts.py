@@ -12,6 +12,7 @@ from areal.__main__ import main
 from areal.observe import alert_inputs as digests
 from areal.observe.alert_inputs import Digests
 from areal.observe.alerts import Alert, alerts
+from areal.storage.records import line_of
 from areal.storage.rollouts import FOLDER, SCHEMA, RolloutWriter, files
 from areal.trajectory import Group, Trajectory, notes_of
 
@@ -240,7 +241,7 @@ def test_of_many_tokens_a_part_is_read(tmp_path, monkeypatch):
 def test_the_report_names_the_alerts_and_the_command_for_their_rollouts(tmp_path, capsys):
     records = write_run(tmp_path, lambda r, _: [sample(r, n % 2, 8) for n in range(SAMPLES)])
     drawn = ("step", "completion_tokens_mean", "reward_mean")  # drawing every metric takes seconds
-    lines = [json.dumps({name: record[name] for name in drawn}) + "\n" for record in records]
+    lines = [line_of({name: record[name] for name in drawn}) for record in records]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     assert main(["report", str(tmp_path)]) == 0
     page = Path(capsys.readouterr().out.strip()).read_text()

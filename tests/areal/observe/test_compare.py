@@ -7,6 +7,7 @@ import yaml
 
 from areal.__main__ import main
 from areal.models import quickstart_folder
+from areal.storage.records import line_of, read_records
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def run_of(tmp_path):
             }
             for step in range(1, 21)
         ]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        (folder / "metrics.jsonl").write_text("".join(map(line_of, records)))
         if accuracy is not None:
             (folder / "summary.json").write_text(json.dumps({"accuracy_after": accuracy, "samples_per_second": 64.25}))
         return str(folder)
@@ -74,10 +75,10 @@ def test_the_reward_of_the_trained_groups_is_told_from_that_of_all(run_of, tmp_p
     plain, filtering = run_of("plain"), run_of("filtering", filter_zero_signal=True)
     metrics = tmp_path / "filtering" / "metrics.jsonl"
     changed = [
-        json.loads(line) | {"reward_mean": 0.5, "reward_mean_all": 0.04 * step, "groups_filtered": 2}
-        for step, line in enumerate(metrics.read_text().splitlines(), 1)
+        record | {"reward_mean": 0.5, "reward_mean_all": 0.04 * record["step"], "groups_filtered": 2}
+        for record in read_records(metrics)
     ]
-    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in changed))
+    metrics.write_text("".join(map(line_of, changed)))
     rows = table(capsys, plain, filtering)
     assert "reward, last 10 steps" not in rows
     assert rows["reward of trained groups, last 10 steps"] == ["0.800", "0.500"]
@@ -98,10 +99,10 @@ def test_runs_are_compared_at_equal_generated_tokens_and_by_what_they_cost(run_o
     for name, tokens, mixed, last in (("a", 100, 0.5, 0.8), ("b", 200, 1.0, 0.6)):
         folder = tmp_path / run_of(name, data={"sampler": name})
         more = {"tokens_generated": tokens, "mixed_groups": mixed, "groups_trained": 4, "coverage": mixed}
-        records = [json.loads(line) | more for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        records = [record | more for record in read_records(folder / "metrics.jsonl")]
+        (folder / "metrics.jsonl").write_text("".join(map(line_of, records)))
         evaluations = [{"version": version, "accuracy": value} for version, value in ((0, 0.2), (20, last))]
-        (folder / "evaluations.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in evaluations))
+        (folder / "evaluations.jsonl").write_text("".join(map(line_of, evaluations)))
     rows = table(capsys, str(tmp_path / "a"), str(tmp_path / "b"))
     assert rows["held-out accuracy at 2,000 tokens generated"] == ["0.800", "0.400"]
     assert rows["trained groups with signal"] == ["50.0%", "100.0%"]

@@ -19,13 +19,14 @@ from areal.observe import tracking
 from areal.observe.tracking import Tracker, TrackingProcess, flat, open_sinks
 from areal.processes import ROOT, tied
 from areal.storage import disk
+from areal.storage.records import line_of
 
 
 def write(folder, *steps: int, versions=(), end: str = "\n") -> None:
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps({"step": step, "loss": step / 2, "time": 9.0}) + end for step in steps))
+        file.write("".join(line_of({"step": step, "loss": step / 2, "time": 9.0})[:-1] + end for step in steps))
     with (folder / "evaluations.jsonl").open("a") as file:
-        file.write("".join(json.dumps({"version": v, "accuracy": 0.5, "time": 9.0}) + "\n" for v in versions))
+        file.write("".join(line_of({"version": v, "accuracy": 0.5, "time": 9.0}) for v in versions))
 
 
 class Sink:
@@ -57,7 +58,7 @@ def test_benchmarks_are_told_by_their_names(tmp_path):
     sink = Sink()
     scores = {"accuracy": 0.25, "pass_at": {"2": 0.5}, "cut_share": None}
     record = {"version": 4, "accuracy": None, "benchmarks": {"aime24": scores, "none": {"accuracy": None}}}
-    (tmp_path / "evaluations.jsonl").write_text(json.dumps(record | {"time": 9.0}) + "\n")
+    (tmp_path / "evaluations.jsonl").write_text(line_of(record | {"time": 9.0}))
     Tracker(tmp_path, {"sink": sink}).look()
     numbers = {"eval/aime24": 0.25, "eval/aime24/accuracy": 0.25, "eval/aime24/pass_at/2": 0.5}
     assert sink.told == [(4, numbers, 9.0)]

@@ -209,40 +209,17 @@ def test_a_group_keeps_the_bound_of_its_admission(bounds: tuple[int, int]):
     assert state_of(replay(Ledger, events, earlier)) == state_of(ledger)
 
 
-def test_a_dump_of_before_settings_were_kept_is_loaded_with_those_of_now():
-    ledger = make(max_staleness=2)
-    admit(ledger, 1)
-    dump = through_json(ledger.dump())
-    dump["settings"]["prompts"] = None  # of earlier versions
-    assert all_but_the_story(Ledger.load(dump, make_settings(steps=1))) == all_but_the_story(ledger)
-    del dump["settings"], dump["groups"][0]["max_staleness"]
-    assert all_but_the_story(Ledger.load(dump, ledger.settings)) == all_but_the_story(ledger)
-
-
 def test_the_row_of_a_prompt_is_chosen_once_and_outlives_replays_dumps_and_attempts():
     events: list[Event] = []
     ledger = Ledger(make_settings(max_staleness=2), journal=events.append)
     ledger.choose = lambda prompt: 70 + prompt % 2
     assert [permit.row for permit in ledger.admit("manager/0#1", 3, 0.0, 30.0)] == [70, 71, 70]
     ledger.release("manager/0#1")
-    for copy in (replay(Ledger, events, ledger.settings), Ledger.load(through_json(ledger.dump()), ledger.settings)):
+    for copy in (replay(Ledger, events, ledger.settings), Ledger.load(through_json(ledger.dump()))):
         permits = copy.admit("manager/0#2", 4, 0.0, 30.0)
         rows = [(permit.prompt_index, permit.row) for permit in permits]
         assert rows[:3] == [(0, 70), (1, 71), (2, 70)]
         assert rows[3:] == [(3, 3)] * (len(rows) - 3), "without a sampler a prompt has its own row"
-
-
-def test_events_and_dumps_of_before_rows_were_chosen_have_the_rows_of_their_prompts():
-    ledger = make()
-    ledger.apply(Admitted("g0.0", 0, 0, "manager/0#1", 0, 30.0))
-    assert [group.row for group in unbatched(ledger)] == [0]
-    admit(ledger, 1)
-    ledger.release("manager/0#1")
-    admit(ledger, 1)
-    dump = through_json(ledger.dump())
-    for entry in (*dump["groups"], *dump["requeued"]):
-        del entry["row"]
-    assert all_but_the_story(Ledger.load(dump, ledger.settings)) == all_but_the_story(ledger)
 
 
 def test_requeued_prompts_come_first_and_oldest_first():
@@ -282,7 +259,7 @@ def test_a_filter_that_is_turned_on_later_leaves_ready_groups_alone():
     for group_id in groups:
         ledger.ready(group_id, 0, signal=False)
     ledger.next_batch(0)
-    ledger = Ledger.load(ledger.dump(), replace(ledger.settings, filter_zero_signal=True))
+    ledger.change_settings(replace(ledger.settings, filter_zero_signal=True))
     for group_id in groups:
         assert ledger.ready(group_id, 0, signal=False) is ReportAnswer.UNCHANGED
     assert train(ledger) == tuple(groups[:2])
@@ -549,7 +526,7 @@ def test_a_journal_that_fails_leaves_the_ledger_as_it_was():
 
 def test_an_event_that_does_not_fit_is_refused_with_nothing_changed():
     ledger = make()
-    for event in (Ready("g0.0", 0), Committed(0), BatchLogged(0, ("g0.0",)), Admitted("g5.0", 5, 0, "a", 0, 1.0)):
+    for event in (Ready("g0.0", 0), Committed(0), BatchLogged(0, ("g0.0",)), Admitted("g5.0", 5, 0, "a", 0, 1.0, 5)):
         with pytest.raises(LedgerError):
             ledger.apply(event)
     assert state_of(ledger) == state_of(make())
@@ -558,7 +535,7 @@ def test_an_event_that_does_not_fit_is_refused_with_nothing_changed():
 def test_every_kind_of_event_comes_back_from_its_record():
     events = [
         (make_settings(), "ledger_settings"),
-        (Admitted("g3.1", 3, 1, "manager/0#1", 7, 30.5), "admitted"),
+        (Admitted("g3.1", 3, 1, "manager/0#1", 7, 30.5, 9), "admitted"),
         (Renewed(("g3.1", "g4.0"), 60.0), "renewed"),
         (Started("g3.1", 7), "started"),
         (Ready("g3.1", 7), "ready"),
@@ -588,7 +565,7 @@ def test_a_replay_rebuilds_the_story_too_and_a_dump_starts_it_anew():
     finish(ledger, *admit(ledger, 2))
     ledger.next_batch(0)
     assert state_of(replay(Ledger, events, ledger.settings)) == state_of(ledger)
-    loaded = Ledger.load(ledger.dump(), ledger.settings)
+    loaded = Ledger.load(ledger.dump())
     assert ledger.story("g0.0") and not loaded.story("g0.0")
     loaded.commit(0)
     assert not loaded.alive and ledger.alive == 2, "a dump shares nothing with its ledger"
@@ -892,7 +869,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = self.from_a_dump()
 
     def from_a_dump(self) -> Ledger:
-        ledger = self.ledger_class.load(through_json(self.ledger.dump()), self.settings)
+        ledger = self.ledger_class.load(through_json(self.ledger.dump()))
         ledger.journal = self.ledger.journal
         return ledger
 

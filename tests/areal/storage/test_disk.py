@@ -23,10 +23,9 @@ from structlog.testing import capture_logs
 from areal.config import UserError
 from areal.storage import claim, disk
 from areal.storage.claim import check_room
-from areal.storage.disk import Backlog, Patience, Reserve, append, rename, running_out, shortage
+from areal.storage.disk import Backlog, Patience, Reserve, append, rename, replace, running_out, shortage
 from areal.storage.events import EventLog
 from areal.storage.journal import Journal
-from areal.storage.run_folder import replace
 from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import Group, Trajectory
 from areal.weights.folders import atomic_folder, write_tensors

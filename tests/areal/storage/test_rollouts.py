@@ -156,18 +156,6 @@ def test_a_file_that_cannot_be_read_is_named_and_stops_no_trainer(tmp_path):
     assert [path.stem for path in files(tmp_path)] == ["000001", "000002", "000003"]
 
 
-def test_files_of_earlier_versions_have_fewer_columns(tmp_path):
-    writer = RolloutWriter(tmp_path, "all", 1 << 30, lambda sequences: ["" for _ in sequences])
-    versions = np.array([-1, 0], np.int32)
-    sample = Trajectory(np.zeros(2, np.int32), np.zeros(2, np.float32), versions, 1.0, "stop")
-    writer.add_trained(1, [Group("g0.0", 0, (sample,))], None)
-    writer.write()
-    (path,) = files(tmp_path)
-    pq.write_table(pq.read_table(path).drop_columns(["teacher_logprobs", "reference_logprobs"]), path)
-    ((step, (group,)),) = batches(tmp_path)
-    assert (step, group.id, group.trajectories[0].teacher_logprobs) == (1, "g0.0", None)
-
-
 def test_the_files_are_those_of_one_run(tmp_path):
     own = writer(tmp_path)
     own.assign("a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -13,19 +12,20 @@ import pytest
 import structlog
 from helpers import read_jsonl
 
-from areal.config import Config, UserError, dump_config, load_config, secrets_in, without_secrets
+from areal.config import Config, UserError, dump_config, load_config
+from areal.hiding import secrets_in, without_secrets
 from areal.storage.claim import announce, check_free, claim, claimed_address
 from areal.storage.database import try_lock
+from areal.storage.records import NewRecords, line_of, read_records
 from areal.storage.run_folder import (
-    NewRecords,
     RunFolder,
     changed_back,
     compare_record,
     config_of_run,
     configuration_to_resume,
+    end_of,
     keep_changes,
     known_versions,
-    read_metrics,
     read_summary,
     store_configuration,
 )
@@ -266,7 +266,7 @@ def test_a_record_that_was_not_written_to_its_end_is_written_anew(config, torn):
     RunFolder(config).append_metrics(record(1))
     with (config.folder / "metrics.jsonl").open("a") as metrics:
         metrics.write(torn)
-    assert [m["step"] for m in read_metrics(config.folder / "metrics.jsonl")] == [1]
+    assert [m["step"] for m in read_records(config.folder / "metrics.jsonl")] == [1]
     RunFolder(config).append_metrics(record(2))
     assert [m["step"] for m in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2]
 
@@ -279,20 +279,13 @@ def test_a_damaged_byte_costs_the_line_that_has_it_and_not_the_later_ones(config
     lines = path.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2][:place] + bytes([lines[2][place] ^ 1]) + lines[2][place + 1 :]
     path.write_bytes(b"".join(lines))
-    assert [m["step"] for m in read_metrics(path)] == [1, 2, 4]
+    assert [m["step"] for m in read_records(path)] == [1, 2, 4]
     with structlog.testing.capture_logs() as logs:
         folder = RunFolder(config)
     (told,) = logs
     assert (told["file"], told["lines"], told["count"]) == (str(path), [3], 1)
     folder.append_metrics(record(5))
-    assert [m["step"] for m in read_metrics(path)] == [m["step"] for m in NewRecords(path).read()] == [1, 2, 4, 5]
-
-
-def test_a_record_without_a_checksum_of_an_earlier_version_is_read(config):
-    path = RunFolder(config).path / "metrics.jsonl"
-    path.write_text(json.dumps(record(1)) + "\n")
-    RunFolder(config).append_metrics(record(2))
-    assert [m["step"] for m in read_metrics(path)] == [1, 2]
+    assert [m["step"] for m in read_records(path)] == [m["step"] for m in NewRecords(path).read()] == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "\0\0"])
@@ -303,7 +296,7 @@ def test_a_damaged_summary_is_none(config, text):
 
 
 def test_the_memory_of_a_restart_does_not_grow_with_the_steps(begun, config):
-    lines = [json.dumps(record(step) | {"more": "." * 500}) + "\n" for step in range(1, 4001)]
+    lines = [line_of(record(step) | {"more": "." * 500}) for step in range(1, 4001)]
     (begun / "metrics.jsonl").write_text("".join(lines))
     tracemalloc.start()
     folder = RunFolder(config)
@@ -451,16 +444,40 @@ def test_changes_are_kept_with_the_step_from_which_they_hold(begun, config):
     assert changed_back(begun, 10) == {"trainer.lr": 1e-6}
 
 
+def test_a_longer_decay_is_told_where_a_run_goes_on_and_its_old_end_can_be_kept(begun, config):
+    settings = ["trainer.lr_schedule=linear", "trainer.lr_final=0.1"]
+    RunFolder(configuration_to_resume(begun, None, [*settings, "steps=4"]))
+    longer = configuration_to_resume(begun, None, ["steps=8"])
+    changes = keep_changes(longer, 4, 4)
+    steps, after = 4 * longer.trainer.minibatches, 8 * longer.trainer.minibatches
+    share = 1 - 0.9 * (steps + 1) / after
+    assert changes[1:] == [
+        f"the decay of the learning rate ends later, so that the rate goes from 0.1 to {share:.2g} of trainer.lr: "
+        f"resume with trainer.lr_schedule_steps=4 to keep the old end"
+    ]
+    kept = configuration_to_resume(begun, None, ["steps=8", "trainer.lr_schedule_steps=4"])
+    assert [line.split()[0] for line in keep_changes(kept, 4, 4)] == ["steps", "trainer.lr_schedule_steps"]
+    assert [kept.trainer.lr_share(step, kept.optimizer_steps) for step in (steps, after)] == [pytest.approx(0.1)] * 2
+
+
+def test_a_run_that_is_ended_early_redoes_its_steps_at_the_rates_that_they_had(begun, config):
+    ended = configuration_to_resume(begun, None, end_of(begun, 1))
+    assert ended.steps == 1 != config.steps
+    assert ended.optimizer_steps == config.optimizer_steps
+    assert configuration_to_resume(begun, None, end_of(begun, 0)).steps == 0
+
+
 def test_records_are_read_once_each_and_when_they_are_whole(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = NewRecords(path)
     assert records.read() == []
-    path.write_text('{"step": 1}\n{"st')
+    first, second = (line_of({"step": step}) for step in (1, 2))
+    path.write_text(first + second[:5])
     assert records.read() == [{"step": 1}]
     with path.open("a") as file:
-        file.write('ep": 2}\n')
+        file.write(second[5:])
     assert records.read() == [{"step": 2}]
-    path.write_text('{"step": 1}\n')
+    path.write_text(first)
     assert records.read() == [{"step": 1}]
 
 

@@ -198,24 +198,6 @@ def test_damaged_calls_are_none(change):
     assert versions_of(spool, "g1.0", 0) == versions_of(spool, "g1.0", 1) == []
 
 
-def test_a_spool_of_the_format_before_is_brought_to_this_one(path: Path):
-    group = make_group(1)
-    spool = Spool.open(path)
-    put(spool, group)
-    spool.close()
-    connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE unfinished; PRAGMA user_version = 5;")
-    connection.close()
-    spool = Spool.open(path)
-    assert bits(spool.get([group.id])[0]) == bits(group) and spool.unfinished(1) == {}
-    spool.put_calls("g2.0", 0, 2, calls_of(5, 6))
-    assert spool.unfinished(2) == {("g2.0", 0): 5}
-    spool._connection.execute("UPDATE parts SET crc = crc + 1")
-    with pytest.raises(UserError, match="is damaged"):
-        spool.get([group.id])
-    spool.close()
-
-
 def test_missing_groups_are_named():
     spool = in_memory()
     put(spool, make_group(0))

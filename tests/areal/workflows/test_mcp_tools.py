@@ -55,7 +55,7 @@ def url(free_port):
 async def test_the_policy_sees_tools_calls_them_and_its_turn_without_a_call_is_scored(tmp_path):
     session = chat(f"So: {call('note', text='Köln')}", "Noted.", **{"Noted.": 0.5})
     done = await run(session, program(str(tmp_path)))
-    assert session.prompts[0] == "tools notesleepdieuser Note it.assistant "
+    assert session.prompts[0] == "tools notesleepvariabledieuser Note it.assistant "
     assert session.prompts[1].endswith("</tool_call>tool Kölnassistant ")
     assert done.reward == 0.5
     assert "Köln" in session.tokenizer.decode(done.tokens[done.sampled])
@@ -66,6 +66,18 @@ async def test_no_sample_sees_what_another_one_has_left_in_a_program():
     sessions = [chat(call("note", text=text), "Done.") for text in "ab"]
     await asyncio.gather(*(run(session, program()) for session in sessions))
     assert [session.prompts[1].rpartition("tool ")[2] for session in sessions] == ["aassistant ", "bassistant "]
+
+
+async def test_a_program_gets_the_variables_that_its_user_names_and_no_secret_of_the_manager(monkeypatch):
+    for name in ("HF_TOKEN", "AREAL_KEYS", "MY_NAME", "TASK_1"):
+        monkeypatch.setenv(name, name.lower())
+    servers = program()
+    servers["notes"] |= {"pass_env": ["TASK_*"], "env": {"MY_NAME": "given"}}
+    names = ["HF_TOKEN", "AREAL_KEYS", "MY_NAME", "TASK_1"]
+    session = chat(*(call("variable", name=name) for name in names), "Done.")
+    await run(session, servers, max_turns=5)
+    answers = [prompt.rpartition("tool ")[2].removesuffix("assistant ") for prompt in session.prompts[1:]]
+    assert answers == ["not set", "not set", "given", "task_1"]
 
 
 async def test_all_calls_of_a_turn_are_made_in_order_and_the_errors_of_tools_are_told_to_the_policy():

@@ -1,0 +1,107 @@
+"""Files with a record in each line, JSON with a checksum: metrics, evaluations, events, changes of settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import structlog
+
+from areal.storage.disk import replace
+
+log = structlog.get_logger()
+
+
+def whole_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, and then cut off what follows the last whole one. Damaged lines before it are told
+    and left as they are."""
+    end = number = 0
+    damaged: list[int] = []
+    for record, place, line in _records(path):
+        yield record
+        damaged += range(number + 1, line)
+        end, number = place, line
+    if damaged:
+        log.warning("damaged lines are left out", file=str(path), lines=damaged[:20], count=len(damaged))
+    if path.exists() and path.stat().st_size > end:  # nothing is written where nothing has to be
+        os.truncate(path, end)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole records of a file."""
+    return (record for record, _, _ in _records(path))
+
+
+def move_records(path: Path, to: Path, moved: Callable[[dict[str, Any]], bool]) -> None:
+    """Move the records for which `moved` is true from one file to another. A call that was interrupted is repeated."""
+    lines: dict[bool, list[str]] = {True: [], False: []}
+    for record in read_records(path):
+        lines[moved(record)].append(line_of(record))
+    if lines[True]:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        replace(to, "".join(lines[True]))
+        replace(path, "".join(lines[False]))
+
+
+def metrics_up_to(path: Path, step: int) -> bytes:
+    """The lines of a metrics.jsonl up to the record of `step`."""
+    end = max((end for record, end, _ in _records(path) if record["step"] <= step), default=0)
+    return path.read_bytes()[:end] if end else b""
+
+
+def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the whole records of a file from offset `begin` on, the offset of the end of each, and the number of its
+    line."""
+    if not path.exists():
+        return
+    end = begin
+    with path.open("rb") as file:  # by line: a long run has gigabytes of them
+        file.seek(begin)
+        for number, line in enumerate(file, 1):
+            end += len(line)
+            if (record := record_of(line)) is not None:
+                yield record, end, number
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """A record, which is not empty, as a line of a file, with a checksum, `crc`."""
+    text = json.dumps(record)
+    return f'{text[:-1]}, "crc": {crc32(text.encode())}}}\n'
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if the line is not complete, or damaged."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not line.endswith(b"\n"):
+        return None
+    checksum = record.pop("crc", None)
+    return record if checksum == crc32(json.dumps(record).encode()) else None
+
+
+class NewRecords:
+    """Reads the records of a file that is being written, each record once.
+
+    An incomplete last line is left for a later call: a resumed master may write it again at the same position. Damaged
+    lines are skipped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the records since the previous call."""
+        if self._path.exists() and self._path.stat().st_size < self._place:
+            self._place = 0  # the file was replaced by a shorter one
+        records = []
+        for record, place, _ in _records(self._path, self._place):
+            records.append(record)
+            self._place = place
+        return records
