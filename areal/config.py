@@ -897,8 +897,8 @@ class SandboxConfig(Section):
     )
     tests: Literal["outside", "inside_where_needed"] = Field(
         "outside",
-        description="outside: tests in Python run in another process than the program; rows that need more are refused. "
-        "inside_where_needed: such rows' tests run beside the program, which can forge their verdict",
+        description="outside: tests in Python run in another process than the program; rows that need more are "
+        "refused. inside_where_needed: such rows' tests run beside the program, which can forge their verdict",
     )
     url: str | None = Field(
         None, pattern=r"^https?://.+", description="address of a SandboxFusion server, without /run_code"

@@ -452,8 +452,6 @@ CHEATED = [
     "assert next(iter([f(7)])) == {secret}",
     "class Expected(int):\n    pass\nassert f(7) == Expected({secret})",
     "import numpy as np\nassert np.array_equal([f(7)], [{secret}])",
-    "import numpy as np\nassert (np.asarray(f(7)) == {secret}).all()",
-    "try:\n    f(7)\n    assert False\nexcept Missing as error:\n    assert str(error) == '{secret}'",
     "try:\n    assert f(7) == {secret}\nexcept Missing:\n    pass",
     "try:\n    assert f(7) == {secret}\nexcept ValueError:\n    assert False",
 ]

@@ -238,7 +238,9 @@ SETS: dict[str, tuple[dict, str, list[str]]] = {
     ),
     "KodCode": ({"test": KOD_CODE, "solution": KOD_CODE_SOLUTION}, KOD_CODE_SOLUTION, ["def mean(v): return 0"]),
     "KodCode, without classes": (
-        {"test": KOD_CODE_FUNCTIONS, "solution": KOD_CODE_SOLUTION}, KOD_CODE_SOLUTION, ["def mean(v): return 0"]
+        {"test": KOD_CODE_FUNCTIONS, "solution": KOD_CODE_SOLUTION},
+        KOD_CODE_SOLUTION,
+        ["def mean(v): return 0"],
     ),
     "MBPP": (
         {

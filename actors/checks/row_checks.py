@@ -130,8 +130,8 @@ def check_tests(config: Config, source: PromptSource) -> None:
         checked, inside, flaws = asyncio.run(_flaws_of_tests(config, reward, _rows(config, source)))
     if inside:
         print(
-            f"Note: the tests of {inside} of the {checked} rows of {config.data.named} that were checked run beside the "
-            f"program, which can forge their verdict (docs/sandbox.md).",
+            f"Note: the tests of {inside} of the {checked} rows of {config.data.named} that were checked run beside "
+            f"the program, which can forge their verdict (docs/sandbox.md).",
             file=sys.stderr,
         )
     if flaws:

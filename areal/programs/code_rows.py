@@ -70,10 +70,8 @@ TRIVIAL = {
     "functions return inf": "return float('inf')",
     "functions return a long range": "return range(10**12)",
     "functions return an infinite half": "return __import__('numpy').float16('inf')",
-    "functions return an empty array": "return __import__('numpy').array([])",
-    "functions return an empty array of any shape": "return __import__('numpy').empty((0, 1, 1, 1))",
     "functions return their first argument": "return a[0] if a else None",
-    "functions return their first argument, emptied": "return a and hasattr(a[0], 'clear') and a[0].clear() or a and a[0]",
+    "functions return their first argument, emptied": "return a and (hasattr(a[0], 'clear') and a[0].clear() or a[0])",
     "functions set all values of their first argument to 0": """\
 for key in [*a[0]] if isinstance(a and a[0], dict) else range(len(a[0])) if isinstance(a and a[0], list) else ():
         a[0][key] = 0
@@ -153,7 +151,9 @@ def _trivial_programs(functions: Iterable[str]) -> dict[str, str]:
     programs = {
         what: "".join(f"def {name}(*a, **_):\n    {body}\n" for name in functions) for what, body in TRIVIAL.items()
     }
-    errors = "".join(f"{name} = Exception\n" if name[0].isupper() else f"def {name}(*a, **_): pass\n" for name in functions)
+    errors = "".join(
+        f"{name} = Exception\n" if name[0].isupper() else f"def {name}(*a, **_): pass\n" for name in functions
+    )
     return programs | {"exceptions are other names of Exception": errors, "nothing is defined": ""}
 
 

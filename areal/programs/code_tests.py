@@ -46,6 +46,8 @@ _SOURCES = {
 }
 # How many of a row's solutions are tried until one passes.
 _MOST_SOLUTIONS = 5
+# CPU time of a program that computes nothing, and of its tests.
+_TRIVIAL_SECONDS = 1.0
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-6, 1e-12
 _FEW_DECIMALS = 6
@@ -53,8 +55,8 @@ _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})(e[+-]?\d{1,3})?"
 
 
 class CodeTests:
-    """1.0 if the program in a completion passes all tests of its row, else 0.0. Part `passed`: the share it passes. Part
-    `inside`: 1.0 if the tests ran beside the program, which can forge their verdict.
+    """1.0 if the program in a completion passes all tests of its row, else 0.0. Part `passed`: the share it passes.
+    Part `inside`: 1.0 if the tests ran beside the program, which can forge their verdict.
 
     Options are the fields of SandboxConfig, and refuse_weak: a row that a program passes that computes nothing is no
     row. Whether a row can be judged, and in which way, is found out before a program is judged: with the row's own
@@ -140,37 +142,37 @@ class CodeTests:
 
     async def _weakness(self, way: Way, tests: Tests) -> str | None:
         async def score(program: str) -> float:
-            return float(all(await self._results(program, tests, way, to_the_end=False)))
+            return float(all(await self._results(program, tests, way, trivial=True)))
 
         return await passing(tests.trivial_programs(), score)
 
     async def _results(
-        self, code: str, tests: Tests, way: Way, reasons: list[str] | None = None, to_the_end: bool = True
+        self, code: str, tests: Tests, way: Way, reasons: list[str] | None = None, trivial: bool = False
     ) -> list[bool]:
-        """Which of the tests a program passes. reasons: gets why the tests cannot be run. to_the_end: also after one
-        that fails."""
+        """Which of the tests a program passes. reasons: gets why the tests cannot be run. trivial: the program computes
+        nothing, so it gets little time, and the first test that it fails is the last."""
         results = [False] * len(tests)
         reasons = [] if reasons is None else reasons
         try:
             async with asyncio.timeout(self._config.wall_seconds):
                 match tests:
                     case Outputs():
-                        await self._run_outputs(code, tests, results, to_the_end)
+                        await self._run_outputs(code, tests, results, trivial)
                     case Calls():
                         await self._run_calls(code, tests, results)
                     case Asserts():
-                        lines = await self._run_asserts(code, tests, way, to_the_end)
+                        lines = await self._run_asserts(code, tests, way, trivial)
                         results[:], reason = _verdict(lines, len(results))
                         reasons += filter(None, [reason])
         except TimeoutError:
             reasons.append("they take longer than a program may")
         return results
 
-    async def _run_outputs(self, code: str, tests: Outputs, results: list[bool], to_the_end: bool) -> None:
+    async def _run_outputs(self, code: str, tests: Outputs, results: list[bool], trivial: bool) -> None:
         for i, (stdin, expected) in enumerate(tests.pairs):
             outcome = await self._sandbox.run(code, tests.language, stdin=stdin, expected=len(expected.encode()))
             results[i] = outcome.succeeded and same_output(outcome.stdout, expected)
-            if outcome.status in _GIVE_UP or not (results[i] or to_the_end):
+            if outcome.status in _GIVE_UP or (trivial and not results[i]):
                 break
 
     async def _run_calls(self, code: str, tests: Calls, results: list[bool]) -> None:
@@ -191,10 +193,10 @@ class CodeTests:
                 results[position] = any(same_result(answer, expected) for expected in tests.expected[position])
                 position += 1
 
-    async def _run_asserts(self, code: str, tests: Asserts, way: Way, to_the_end: bool) -> list[list[str]]:
+    async def _run_asserts(self, code: str, tests: Asserts, way: Way, trivial: bool) -> list[list[str]]:
         """The words of each line of the verdict (areal.programs.tests_runner). All tests are in one run, in which the
         program and, outside it, the tests may each use `cpu_seconds`."""
-        seconds = self._config.cpu_seconds
+        seconds = min(self._config.cpu_seconds, _TRIVIAL_SECONDS if trivial else math.inf)
         nonce = secrets.token_hex(16)
         job = {
             "nonce": nonce,
@@ -203,7 +205,7 @@ class CodeTests:
             "tests": tests.tests,
             "candidate": tests.candidate,
             "pytest": tests.pytest_style,
-            "to_the_end": to_the_end,
+            "to_the_end": not trivial,
         }
         files = {"program.py": _whole(code, tests).encode(errors="replace"), **self._runner}
         main = f"import tests_runner\ntests_runner.main({way == 'outside'}, {seconds})\n"

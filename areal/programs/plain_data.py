@@ -3,8 +3,9 @@
 A message is JSON. Numbers, texts, lists, None and booleans stand for themselves, any other value is `{name: content}`.
 `VALUES`, `CONTAINERS` and `BUILTINS` have all that crosses, besides arrays of numpy, iterators and exceptions; what is
 derived from such a type arrives as that type. What is decoded is made by this file, whatever was sent, and its `==` is
-no weaker than Python's: numbers of numpy arrive as Python's, and arrays with 64 bits a number. Lists, dicts and the like
-are numbered in the order in which a message has them, so that an answer may refer to those of its request.
+no weaker than Python's: numbers of numpy arrive as Python's, arrays with 64 bits a number, and empty ones as lists.
+Lists, dicts and the like are numbered in the order in which a message has them, so that an answer may refer to those of
+its request.
 """
 
 import array
@@ -100,8 +101,8 @@ NAMED = {kind.__name__: kind for kind in CONTAINERS}
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 BASES = (*CONTAINERS, *VALUES, int, float, str)
 
-# Exceptions that arrive as they are. What catches all, what tests raise themselves when they fail, what ends an iteration
-# and what holds other exceptions never does.
+# Exceptions that arrive as they are. What catches all, what tests raise themselves when they fail, what ends an
+# iteration and what holds other exceptions never does.
 NEVER = (AssertionError, AttributeError, NameError, StopIteration, StopAsyncIteration, BaseExceptionGroup)
 EXCEPTIONS = {
     name: kind
@@ -210,6 +211,8 @@ class Encoder:
             return self.encode(item)
         if type(value) is not numpy.ndarray:
             raise NotPlain(f"an object of the class {type(value).__name__}")
+        if self.wide and not value.size:  # to numpy all of no numbers are equal to any
+            return self.encode([])
         if value.dtype.kind == "O":
             return {"objects": [[*value.shape], self.items([*value.flat])]}
         if self.wide and value.dtype.itemsize <= 16 and value.dtype.char not in "gG":
@@ -269,13 +272,16 @@ class Decoder:
         import numpy
 
         data = bytes.fromhex(data)
-        if not (WIDE if self.wide else ARRAY).fullmatch(kind) or not shape or max(shape) > len(data) + (1 << 16):
-            raise ValueError("an array of another kind, or of no bytes")
+        kinds, least = (WIDE, 1) if self.wide else (ARRAY, 0)
+        if not kinds.fullmatch(kind) or not shape or min(shape) < least or max(shape) > len(data) + (1 << 16):
+            raise ValueError("an array of another kind, or of no numbers")
         return numpy.ndarray(tuple(shape), numpy.dtype(kind), data).copy()
 
     def decode_objects(self, shape, items):
         import numpy
 
+        if self.wide and not items:
+            raise ValueError("an array of nothing")
         array = numpy.empty(len(items), object)
         for place, item in enumerate(self.items(items)):
             array[place] = item

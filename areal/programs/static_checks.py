@@ -46,9 +46,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """names: what the tests use and expect the program to define. can_fail: False if no code that runs can fail, or none
-    that runs uses the program. unsafe: why a program could reach tests that run outside it, or None. more: why right
-    programs would not pass tests that run outside them, or None."""
+    """names: what the tests use and expect the program to define. can_fail: False if no code that runs can fail, or
+    none that runs uses the program. unsafe: why a program could reach tests that run outside it, or None. more: why
+    right programs would not pass tests that run outside them, or None."""
 
     names: tuple[str, ...]
     can_fail: bool
@@ -154,7 +154,9 @@ def _unsafe(node: ast.AST, defined: set[str]) -> str | None:
     )
 
 
-def _more(trees: Sequence[ast.AST], nodes: Sequence[ast.AST], reached: Sequence[ast.AST], names: set[str]) -> str | None:
+def _more(
+    trees: Sequence[ast.AST], nodes: Sequence[ast.AST], reached: Sequence[ast.AST], names: set[str]
+) -> str | None:
     """What the tests use besides functions that are called by name with plain data and return plain data."""
     modules = _of_libraries(nodes)
     names = names - modules
@@ -181,7 +183,12 @@ def _more(trees: Sequence[ast.AST], nodes: Sequence[ast.AST], reached: Sequence[
                     return f".{attribute}"
                 if isinstance(base, ast.Name) and base.id in names and attribute not in ("__name__", "__doc__"):
                     return f".{attribute} of {base.id}"
-                if isinstance(base, ast.Name) and base.id == PROGRAM and _is_class(attribute) and id(node) not in caught:
+                if (
+                    isinstance(base, ast.Name)
+                    and base.id == PROGRAM
+                    and _is_class(attribute)
+                    and id(node) not in caught
+                ):
                     return f"the class {attribute}"
                 if attribute not in ATTRIBUTES | own and not _is_of_module(base, modules):
                     return f".{attribute}, which no plain data have"
@@ -245,8 +252,8 @@ def _caught(node: ast.AST) -> Iterator[ast.AST]:
             expected = [kind]
         case ast.Call(func=ast.Name(id="raises"), args=[kind, *_]):
             expected = [kind]
-    for kind in filter(None, expected):
-        yield from kind.elts if isinstance(kind, ast.Tuple) else [kind]
+    for error in filter(None, expected):
+        yield from error.elts if isinstance(error, ast.Tuple) else [error]
 
 
 def _is_class(name: str) -> bool:

@@ -278,7 +278,9 @@ def run_pytest(tests, report):
             function = pyfuncitem.obj
             if not inspect.iscoroutinefunction(function):
                 return None
-            asyncio.run(function(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(function).parameters}))
+            asyncio.run(
+                function(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(function).parameters})
+            )
             return True
 
         def pytest_runtest_makereport(self, item, call):
@@ -300,11 +302,12 @@ def is_safe(path):
     return os.path.isdir(path) and all(os.path.commonpath([path, it]) != it for it in (os.getcwd(), "/tmp"))
 
 
-def start_program(cpu_seconds, close):
-    """Starts the program in a process of its own. Returns the stream to it. close: calls for what it must not have."""
+def start_program(cpu_seconds, verdict, nothing):
+    """Starts the program in a process of its own, without the verdict and the tests. Returns the stream to it."""
     tests_socket, program_socket = socket.socketpair()
     if os.fork() == 0:
-        close()
+        verdict.close()
+        os.dup2(nothing.fileno(), 0)
         tests_socket.close()
         set_dumpable(1)
         sys.setrecursionlimit(RECURSION)
@@ -324,7 +327,7 @@ def main(outside, cpu_seconds):
     with open(os.dup(1), "w") as verdict, open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 1)
         if outside:
-            stream = start_program(cpu_seconds, lambda: (verdict.close(), os.dup2(nothing.fileno(), 0)))
+            stream = start_program(cpu_seconds, verdict, nothing)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             sys.setrecursionlimit(DEEP)
             # Nothing is imported from where the program can write.

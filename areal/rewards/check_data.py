@@ -7,7 +7,8 @@ compare with the row's `answer`, the former is an empty completion, and the solu
 
 Each line of the output is the result of one line of the input, in the same order:
 
-    {"line": 3, "status": "bad", "reason": "if functions return [], the score is full", "solution": "passed", "inside": false}
+    {"line": 3, "status": "bad", "reason": "if functions return [], the score is full", "solution": "passed",
+     "inside": false}
 
 `status` is `ok` or `bad`; if it is bad, there is a `reason`. `solution` is `passed`, `failed`, or null if there is
 none. `inside`: its tests run beside the program, which can forge their verdict (docs/sandbox.md).

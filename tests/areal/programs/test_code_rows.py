@@ -181,13 +181,13 @@ def test_what_gives_a_program_a_hold_on_its_tests_is_seen(source, unsafe):
         ("import io, sys\nsys.stdin = io.StringIO('1')\nassert f() == 1", ".stdin"),
         ("try:\n    f(1)\nexcept AssertionError:\n    pass\nelse:\n    assert 0", "AssertionError, which tests raise"),
         ("async def test_f():\n    assert await f(1)", "asynchronous functions"),
-        ("import pytest\ndef test_f():\n    with pytest.raises(OwnError) as e:\n        f(1)\n    assert e.value.code == 3", None),
+        ("import pytest\ndef test_f():\n    with pytest.raises(E) as e:\n        f(1)\n    assert e.value.n", None),
         ("try:\n    f(1)\n    assert 0\nexcept OwnError as e:\n    assert e.name == 2", None),
         ("import io, sys\nout = io.StringIO()\nsys.stdout = out\nf(1)\nassert out.getvalue() == '1'", None),
         ("assert math.isclose(f(1), 3) and Counter(f(2)) == Counter('ab') and np.allclose(f(3), 1)", None),
         ("assert f(int, len, LIMIT, key=str) == NAMES and f(1)[0].upper().count('A') == 1", None),
         ("def test_f(capsys):\n    f(1)\n    assert capsys.readouterr().out == '1'", None),
-        ("import unittest\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)", None),
+        ("import unittest\nclass F(unittest.TestCase):\n    def test_f(self):\n        self.assertTrue(f(1))", None),
     ],
 )  # fmt: skip
 def test_tests_that_need_more_than_calls_with_plain_data_are_seen(source, more):

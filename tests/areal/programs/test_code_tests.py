@@ -185,7 +185,10 @@ async def test_asserts_import_nothing_that_the_program_wrote(code):
         ("def test_f(caplog):\n    assert f(1)", "they need the fixture caplog"),
         ("assert f(1)(2) == 3", "they need a call of what f returns"),
         ("x = [print, open]\nassert f(x) == 3", "they need open"),
-        ("import csv\nassert f(csv.reader) == 3", "give the program what is no plain data: an object of the class builtin"),
+        (
+            "import csv\nassert f(csv.reader) == 3",
+            "give the program what is no plain data: an object of the class builtin",
+        ),
         ("class Test:\n    __init__ = lambda s: 0\n    def test_f(self):\n        assert f(1)", "no test is collected"),
     ],
 )
@@ -205,7 +208,8 @@ async def test_a_row_whose_own_solution_does_not_pass_is_an_error_whatever_the_p
 async def test_of_skipped_tests_and_those_that_are_expected_to_fail_none_has_passed(code):
     tests = (
         "import pytest\n@pytest.mark.skip\ndef test_a():\n    assert f(1)\ndef test_b():\n    assert f(1)\n"
-        "@pytest.mark.xfail\ndef test_c():\n    assert f(1) == 2\n@pytest.fixture\ndef broken():\n    yield\n    assert f(2) == 2\n"
+        "@pytest.mark.xfail\ndef test_c():\n    assert f(1) == 2\n"
+        "@pytest.fixture\ndef broken():\n    yield\n    assert f(2) == 2\n"
         "def test_d(broken):\n    assert f(1)\n"
     )
     assert await code.score("", "def f(x): return 1", {"test": tests}) == (0.0, {"passed": 0.25})
@@ -321,9 +325,9 @@ async def test_a_row_whose_function_has_a_built_in_name_may_use_it_and_others(co
 
 async def test_a_row_that_a_program_without_a_thought_passes_is_refused_where_that_is_asked_for():
     reward = CodeTests(refuse_weak=True, cpu_seconds=2.0, wall_seconds=60.0)
-    weak, good = "import numpy as np\nassert (f(3) == np.array([0, 2, 4])).all()", "assert f(3) == [0, 2, 4]"
-    programs = "import numpy as np\ndef f(n): return np.arange(n) * 2", "def f(n): return [0, 2, 4]"
-    with pytest.raises(RewardError, match="are weak: a program in which functions return an empty array of any shape"):
+    weak, good = "assert f(3) > 70000", "assert f(3) == [0, 2, 4]"
+    programs = "def f(n): return 10**6", "def f(n): return [0, 2, 4]"
+    with pytest.raises(RewardError, match="are weak: a program in which functions return inf passes them"):
         await score_of(reward, programs[0], weak)
     with pytest.raises(RewardError, match="are weak"):  # the row decides, not the program
         await score_of(reward, "def f(n): return 1", weak)

@@ -120,8 +120,14 @@ WEAK: dict[str, tuple[dict, str]] = {
 }  # fmt: skip
 # By name: tests that run outside for no program, and what they need.
 REFUSED = {
-    "a folder that the program sees": ("def test_f(tmp_path):\n    (tmp_path / 'x').write_text('7')\n    assert f(tmp_path) == 7", "the fixture tmp_path"),
-    "an object that the program gets": ("from unittest.mock import Mock\nassert f(Mock()) == 3", "the module unittest.mock"),
+    "a folder that the program sees": (
+        "def test_f(tmp_path):\n    (tmp_path / 'x').write_text('7')\n    assert f(tmp_path) == 7",
+        "the fixture tmp_path",
+    ),
+    "an object that the program gets": (
+        "from unittest.mock import Mock\nassert f(Mock()) == 3",
+        "the module unittest.mock",
+    ),
     "text that is run": ("assert eval(f(3)) == 3", "eval"),
     "an object that is looked into": ("assert f(3).value == 3", ".value, which no plain data have"),
 }

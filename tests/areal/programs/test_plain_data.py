@@ -59,9 +59,7 @@ JUNK = st.recursive(
     lambda items: st.one_of(
         st.lists(items, max_size=4),
         st.dictionaries(
-            st.sampled_from(
-                [*plain_data.MAKERS, *plain_data.NAMED, "ref", "int", "ndarray", "objects"]
-            )
+            st.sampled_from([*plain_data.MAKERS, *plain_data.NAMED, "ref", "int", "ndarray", "objects"])
             | st.sampled_from(["error", "builtin", "iterator", "object", "callback", "__class__", "eval"]),
             items,
             max_size=2,
@@ -198,7 +196,9 @@ def shuffled(message, chance):
             return message
         case dict():
             return {
-                chance.choice([name, *NAMES, "ref", "ndarray", "objects", "error", "builtin", "iterator"]): shuffled(content, chance)
+                chance.choice([name, *NAMES, "ref", "ndarray", "objects", "error", "builtin", "iterator"]): shuffled(
+                    content, chance
+                )
                 for name, content in message.items()
             }
     return chance.choice([message, message, -1, True, "int", 1e9, [], None])
@@ -208,7 +208,8 @@ def shuffled(message, chance):
     "message",
     [
         {"Fraction": ["1e999999999", None]}, {"Fraction": [1, 0]}, {"int": "zz"}, {"ndarray": ["|O", [1], "00"]},
-        {"ndarray": ["<f8", [0, 1 << 40], ""]}, {"ndarray": ["<f8", [1 << 62], "00" * 8]}, {"ndarray": ["<U9", [9], "00"]},
+        {"ndarray": ["<f8", [0, 1 << 40], ""]}, {"ndarray": ["<f8", [1 << 62], "00" * 8]},
+        {"ndarray": ["<U9", [9], "00"]},
         {"deque": [-1, []]}, {"dict": [None, [1]]}, {"set": [None, [[]]]}, {"ref": 0}, {},
         {"type": ["X"]}, {"object": [1, []]}, {"bytes": [5]}, {"range": [1.5]}, {"error": ["E", "", 5, []]},
         {"builtin": "exec"}, {"builtin": "AssertionError"}, {"error": [["\0", ["Exception"]], "", [], []]},
@@ -275,6 +276,10 @@ def test_arrays_of_a_program_arrive_with_64_bits_a_number(kind):
     if value.dtype.itemsize < 8 and value.dtype.kind in "iufc":
         with pytest.raises(ValueError, match="another kind"):
             decoded(encoded(value), wide=True)
+    assert plain_data.Encoder(wide=True).encode(np.empty((0, 1, 1), kind)) == []
+    for shape in ([0], [1, 0], [-1]):
+        with pytest.raises(ValueError):
+            decoded(json.dumps({"ndarray": ["<f8", shape, ""]}).encode(), wide=True)
     for other in (np.longdouble(1), np.array([1], np.longdouble), np.array([1], "M8[s]"), np.ma.masked):
         with pytest.raises(plain_data.NotPlain):
             plain_data.Encoder(wide=True).encode(other)
