@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from areal.text import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +34,12 @@ class RoomTools(NamedTuple):
 
 def output(width: int) -> Console:
     """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80. Texts are printed
-    as they are: `[/INST]` in a setting is no markup."""
+    as they are: `[/INST]` in a setting is no markup, and no text that is printed can steer the terminal."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else width, markup=False)
+    class ShownConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Any]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+    return ShownConsole(width=None if sys.stdout.isatty() else width, markup=False)

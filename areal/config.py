@@ -717,7 +717,9 @@ class TrainerConfig(Section):
         "group's other samples",
     )
     advantage_std: Literal["batch", "group", "none"] = Field(
-        "batch", description="standard deviation that divides the difference: of the global batch, or of the group"
+        "batch",
+        description="standard deviation that divides the difference: of the global batch, if there is a mean, "
+        "or of the group, if the mean is of the group, too",
     )
     critic: CriticConfig | None = Field(None, description="estimate advantages with a value head")
     loss_mean: Literal["token", "sequence", "constant"] = Field(
@@ -733,7 +735,7 @@ class TrainerConfig(Section):
         0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: no reference model"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="k1 and k3 are unbiased, k3 is never negative, k2 has a low variance"
+        "k3", description="k1 for kl_in=reward; k2 and k3 for either (docs/objectives.md)"
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
     reference: str | None = Field(
@@ -771,16 +773,16 @@ class TrainerConfig(Section):
         """The share of `lr` with which the optimizer step number `step`, from 0, is made. steps: the optimizer steps of
         the schedule. Warm-up rises from 1 / warmup_steps to 1. A decay has ended at the last step. With a critic, whose
         rate is constant, all this begins after the steps that train it alone."""
-        before = self.critic.warmup_steps if self.critic else 0
-        number = step - before + 1
+        alone = self.critic.warmup_steps if self.critic else 0
+        number = step - alone + 1
         if number <= self.warmup_steps or number <= 0:
             return max(number, 0) / max(self.warmup_steps, 1)
         if self.lr_schedule == "constant":
             return 1.0
-        left = 1 - min((number - self.warmup_steps) / max(1, steps - before - self.warmup_steps), 1.0)
+        share = 1 - min((number - self.warmup_steps) / max(1, steps - alone - self.warmup_steps), 1.0)
         if self.lr_schedule == "cosine":
-            left = (1 - math.cos(math.pi * left)) / 2
-        return self.lr_final + (1 - self.lr_final) * left
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.lr_final + (1 - self.lr_final) * share
 
     def schedule_conflicts(self, steps: int) -> Iterator[str]:
         """Why the policy would never be trained at the rate `lr` in so many optimizer steps."""
@@ -830,10 +832,21 @@ class TrainerConfig(Section):
                 f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
                 f"none: set trainer.eps_clip to at most 1"
             )
+        if self.advantage_std != "none" and self.advantage_mean in ("none", *{"batch"} - {self.advantage_std}):
+            yield (
+                f"trainer.advantage_std={self.advantage_std} divides by 0 where the rewards of a {self.advantage_std} "
+                f"are all the same, but less trainer.advantage_mean={self.advantage_mean} they are not 0: set both to "
+                f"group or both to batch, or trainer.advantage_std=none"
+            )
         for key in ("behaviour_weight_bounds", "sequence_mask_bounds"):
             low, high = getattr(self, key)
             if not 0 <= low < high:
                 yield f"trainer.{key} is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
+                "trainer.kl_estimator is k1, whose gradient in the loss is 0 on average: set trainer.kl_in=reward, or "
+                "trainer.kl_estimator=k2"
+            )
         if self.objective == "m2po" and self.proximal != "recompute":
             yield (
                 f"trainer.proximal is {self.proximal}, but the mask of m2po compares pi_prox and pi_behav over the "
@@ -865,6 +878,7 @@ class GuardConfig(Section):
     logprob_gap: float = Field(
         0.5, gt=0, description="maximum, nats: how far generators and trainer differ on the same weights"
     )
+    advantage_max: float = Field(1000.0, gt=0, description="maximum of abs(A) of a token")
     patience: int = Field(3, ge=1, description="steps in a row beyond a limit that stop the run")
 
 

@@ -66,7 +66,7 @@ def all_shown(value: Any) -> Any:
         case str():
             return shown(value)
         case dict():
-            return {key: all_shown(inner) for key, inner in value.items()}
+            return {all_shown(key): all_shown(inner) for key, inner in value.items()}
         case list() | tuple():
             return [all_shown(inner) for inner in value]
     return value

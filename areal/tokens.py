@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,6 +78,22 @@ def read_template(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"The chat template {file} cannot be read ({error}): correct data.chat_template.") from None
+
+
+@functools.lru_cache(maxsize=64)
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """The tokens that are no text."""
+    return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+
+
+@functools.lru_cache(maxsize=64)
+def stop_tokens(tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a sequence of the model with this tokenizer: its end of sequence, and those that the model's
+    folder lists."""
+    files = (Path(tokenizer.name_or_path) / name for name in ("generation_config.json", "config.json"))
+    file = next((file for file in files if file.is_file()), None)
+    listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None
+    return frozenset([*([listed] if isinstance(listed, int) else listed or ()), tokenizer.eos_token_id]) - {None}
 
 
 def missing_character(tokenizer: Any, text: str) -> str | None:

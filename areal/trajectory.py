@@ -17,6 +17,9 @@ NOT_SAMPLED = -1
 LARGEST_REWARD = 1e9
 """The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
 
+ROUNDING = 1e-9
+"""As a share of the larger of two rewards: a smaller difference is what sums leave in float64."""
+
 LARGEST_FIELD = 16 << 10
 """The largest size of a value of a row in notes, as JSON."""
 
@@ -336,9 +339,13 @@ class Group:
     def has_signal(self) -> bool:
         """True if the rewards differ, or the returns of tokens. If they are all the same, nothing distinguishes good
         samples from bad ones."""
-        rewards = {t.reward for t in self.trajectories if t.returns is None}
-        returns = [t.returns[t.sampled] for t in self.trajectories if t.returns is not None]
-        return len(rewards.union(*(np.unique(values).tolist() for values in returns))) > 1
+        credits = np.concatenate([[t.reward] if t.returns is None else t.returns[t.sampled] for t in self.trajectories])
+        return bool(differ(credits.max(), credits.min()))
+
+
+def differ(first: Any, second: Any) -> Any:
+    """Whether two rewards, or each two of arrays, differ by more than rounding."""
+    return np.abs(first - second) > ROUNDING * np.maximum(np.abs(first), np.abs(second))
 
 
 def joined(parts: Sequence[Group]) -> Group:

@@ -98,12 +98,13 @@ def check_prompts(
 
 def _lengths(config: Config, source: PromptSource, tokenizer: Any) -> tuple[list[int], list[str]]:
     """The numbers of tokens of some rows' prompts, and what is wrong with others."""
-    lengths, flaws = [], []
+    lengths, flaws, answered = [], [], 0
     until = time.monotonic() + PROMPTS_SECONDS
     for row in islice(_rows(config, source), PROMPTS):
         if time.monotonic() > until:
             break
         talk, messages = begin(tokenizer, row.prompt)
+        answered += messages[-1]["role"] == "assistant"
         shown = f"that of the prompt {prompt_text(row.prompt)[:80]!r}"
         try:
             lengths.append(len(talk.prompt(messages)))
@@ -111,6 +112,12 @@ def _lengths(config: Config, source: PromptSource, tokenizer: Any) -> tuple[list
             character = missing_character(tokenizer, prompt_text(row.prompt))
             reason = f"the tokenizer has no token for {character!r}" if character else " ".join(str(error).split())
             flaws.append(f"{shown} ({reason})")
+    if answered:
+        print(
+            f"Note: {answered} of {len(lengths) + len(flaws)} prompts of {config.data.named} end with a turn of the "
+            f"assistant, after which the policy begins another one.",
+            file=sys.stderr,
+        )
     return lengths, flaws
 
 

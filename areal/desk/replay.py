@@ -82,7 +82,9 @@ WINDOW = 10
 FINAL_SHARE = 10
 """The figures of a replay are means over this part of its steps, the last ones."""
 # Not the guard of a run: a variant is only given up once it computes no numbers any more.
-_NUMBERS_ONLY = GuardConfig(effective_sample_size=0, entropy=0, logprob_gap=sys.float_info.max)
+_NUMBERS_ONLY = GuardConfig(
+    effective_sample_size=0, entropy=0, logprob_gap=sys.float_info.max, advantage_max=sys.float_info.max
+)
 _LINES = 10
 
 

@@ -16,7 +16,6 @@ from rich.text import Text
 from areal.command_line import output
 from areal.config import UserError
 from areal.desk.rollouts import SORTED_BY, QueryStuck, Rollouts, Where, sql_condition, tokenizer_of
-from areal.text import shown
 from areal.tokens import token_texts
 from areal.trajectory import pieces
 
@@ -47,11 +46,11 @@ def _print(row: dict[str, Any], tokenizer: Any, console: Console) -> None:
     step = row["fate"] if row["step"] is None else f"step {row['step']}"
     title = f"{step} · group {row['group']} · prompt {row['prompt_index']} · sample {row['sample']}{branch}"
     console.print()
-    console.print(Rule(Text(shown(title)), align="left"))
-    console.print(Text(shown(" · ".join(_about(row)))))
+    console.print(Rule(Text(title), align="left"))
+    console.print(Text(" · ".join(_about(row))))
     for heading, text, style in _texts(row, tokenizer):
         console.print(Text(f"── {heading}", style="dim"))
-        console.print(Text(shown(text), style=style), soft_wrap=True)  # so that it can be copied
+        console.print(Text(text, style=style), soft_wrap=True)  # so that it can be copied
 
 
 def _about(row: dict[str, Any]) -> Iterator[str]:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
 from areal.storage.rollouts import FOLDER, files
 from areal.tokens import tokenizer_in
-from areal.trajectory import NOT_SAMPLED
+from areal.trajectory import NOT_SAMPLED, differ
 
 TOKEN_BYTES = 64 << 20
 """Uncompressed bytes of tokens that are read from a file. Of a larger file only every n-th row group is read."""
@@ -110,8 +110,8 @@ def digest(path: Path) -> list[Digest]:
         for _, of_group in groupby(rows, key=itemgetter("group")):
             first, *remaining = of_group
             groups += 1
-            if any(row["sample"] != first["sample"] for row in remaining) and all(
-                row["reward"] == first["reward"] for row in remaining
+            if any(row["sample"] != first["sample"] for row in remaining) and not any(
+                differ(row["reward"], first["reward"]) for row in remaining
             ):
                 flat[first["reward"]] += 1
                 prompts.append(first["prompt_index"])

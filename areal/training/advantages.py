@@ -10,41 +10,50 @@ from __future__ import annotations
 
 import numpy as np
 
-EPS = 1e-6
-"""Added to the standard deviation, so that advantages are 0 and not NaN if all rewards are equal."""
+from areal.trajectory import differ
 
 
 def advantages(
     rewards: np.ndarray, groups: np.ndarray, samples: np.ndarray, returns: np.ndarray | None = None,
     penalties: np.ndarray | None = None, *, sampled: np.ndarray, mean: str, std: str,
 ) -> np.ndarray:  # fmt: skip
-    """(return - mean) / (std + EPS) of every token, float64 [T].
+    """(return - mean) / std of every token, float64 [T]; 0 where the return is the mean but for rounding
+    (areal.trajectory.differ).
 
     rewards: [M], of each sample. groups: int [M], the group of each sample. Groups may differ in size. samples: int
     [T], the sample of each token; the tokens of a sample are in the order in which they may have caused each other.
     returns: [T], by default the reward of the token's sample. penalties: [T], 0 by default; the return of a token is
-    lowered by those of the token and of all later ones of its sample. sampled: bool [T]. mean and std are taken over
-    the samples' returns, lowered by all their penalties. If returns differ within a sample, all its sampled tokens
-    together have the weight of one sample.
-    mean: "batch" (over all), "group", "leave_one_out" (over the others of the group; a group of one uses its own
-    return), "none" (0). std, of the population: "batch", "group", "none" (1, and no EPS). Raises ValueError if a return
+    lowered by those of the token and of all later ones of its sample. sampled: bool [T].
+    mean: of the samples' returns, each the mean over its sampled tokens or its reward, lowered by all its penalties:
+    "batch" (over all), "group", "leave_one_out" (over the others of the group; a group of one uses its own return),
+    "none" (0). std: "batch", "group", "none" (1): the root mean square of the sampled tokens' returns less that mean
+    over the batch or group, in which all tokens of a sample have the weight of one. So abs(A) is at most about
+    sqrt(MT), if std is not of another level than mean (TrainerConfig refuses such pairs). Raises ValueError if a return
     is not finite.
     """
-    sample_returns, within = np.asarray(rewards, np.float64), np.zeros(len(rewards))
-    gains = sample_returns[samples]
+    totals = np.asarray(rewards, np.float64)
+    gains = totals[samples]
     if returns is not None:
         gains = np.asarray(returns, np.float64)
-        sample_returns = _mean_of(gains, samples, sampled)
-        within = _mean_of((gains - sample_returns[samples]) ** 2, samples, sampled)
+        totals = _mean_of(gains, samples, sampled)
     if penalties is not None:
-        to_go = _to_go(np.asarray(penalties, np.float64), samples)
-        gains = gains - to_go
-        sample_returns = sample_returns - np.bincount(samples, penalties)
-    if not np.isfinite(sample_returns).all() or not np.isfinite(gains).all():
-        raise ValueError(f"rewards, returns and penalties must be finite, not {sample_returns.tolist()}")
-    return (gains - _means(sample_returns, groups, mean)[samples]) / _scales(sample_returns, within, groups, std)[
-        samples
-    ]
+        gains = gains - _to_go(np.asarray(penalties, np.float64), samples)
+        totals = totals - np.bincount(samples, penalties)
+    if not np.isfinite(totals).all() or not np.isfinite(gains).all():
+        raise ValueError(f"rewards, returns and penalties must be finite, not {totals.tolist()}")
+    differences = _differences(gains, totals, samples, groups, mean)
+    if std == "none":
+        return differences
+    squares = _mean_of(_differences(gains, totals, samples, groups, std) ** 2, samples, sampled)
+    scales = np.sqrt(_means(squares, groups, std))
+    return differences / np.where(scales > 0, scales, 1.0)[samples]
+
+
+def _differences(
+    gains: np.ndarray, totals: np.ndarray, samples: np.ndarray, groups: np.ndarray, mean: str
+) -> np.ndarray:
+    means = _means(totals, groups, mean)[samples]
+    return np.where(differ(gains, means), gains - means, 0.0)
 
 
 def _mean_of(values: np.ndarray, samples: np.ndarray, sampled: np.ndarray) -> np.ndarray:
@@ -100,15 +109,3 @@ def _means(rewards: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
             return np.where(peers > 0, (sums - rewards) / np.maximum(peers, 1), rewards)
         case _:
             return np.zeros(len(rewards))
-
-
-def _scales(rewards: np.ndarray, within: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
-    """within: [M], the variance of the returns in each sample."""
-    match of:
-        case "batch":
-            return np.full(len(rewards), np.sqrt(rewards.var() + within.mean()) + EPS)
-        case "group":
-            deviations = (rewards - _means(rewards, groups, "group")) ** 2 + within
-            return np.sqrt(_means(deviations, groups, "group")) + EPS
-        case _:
-            return np.ones(len(rewards))

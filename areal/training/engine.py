@@ -47,6 +47,7 @@ from areal.training.objectives import (
     interpolated_proximal,
     kl,
     kl_of_top,
+    kl_penalty,
     mask_sequences,
     rehearse,
     value_loss,
@@ -676,7 +677,7 @@ class TrainingEngine:
                 out = mask_sequences(self._objective(tokens, self.config), tokens, self.config)
                 loss = out.loss
                 if self.config.kl_coef and self.config.kl_in == "loss":
-                    loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
+                    loss = loss + self.config.kl_coef * kl_penalty(tokens, row.reference, self.config)
                 if row.top_logprobs is not None:
                     likely = everything[0][len(row.targets) :].view_as(row.top_logprobs)
                     loss = loss + self.config.teacher_coef * kl_of_top(row.top_logprobs, likely)

@@ -20,11 +20,14 @@ ADVICE = {
     "entropy": "the policy has collapsed to few answers: lower trainer.lr, or raise trainer.eps_clip_higher",
     "logprob_gap": "generators and trainer compute different log-probs on the same weights: compare generator.dtype "
     "with trainer.dtype, and the sampling settings",
+    "advantage_max": "read the rewards for extreme ones, or bring them near 1; with advantages in units of the reward "
+    "raise guard.advantage_max",
     "engine_gap": "an engine computes other log-probs than the trainer on the same weights: a load went wrong, or its "
     "kernels do not fit the model",
 }
+MAXIMA = ("logprob_gap", "advantage_max")
 LIMITS = {"engine_gap": "logprob_gap"}
-"""The key of the limit, where it is not that of the metric."""
+"""The key of the limit, where it is not that of the metric. Limits are minima, but MAXIMA."""
 
 
 def not_finite(metrics: Mapping[str, float | None]) -> str | None:
@@ -73,10 +76,10 @@ class Guard:
         key = LIMITS.get(name, name)
         limit = getattr(self._config, key)
         # NaN compares as false here, so it counts as beyond any limit.
-        sound = value <= limit if key == "logprob_gap" else value >= limit
+        sound = value <= limit if key in MAXIMA else value >= limit
         self._streaks[name] = 0 if sound else self._streaks[name] + 1
         if self._streaks[name] < self._config.patience:
             return None
-        side = "above" if key == "logprob_gap" else "below"
+        side = "above" if key in MAXIMA else "below"
         steps = f"{self._streaks[name]} steps in a row" if self._streaks[name] > 1 else "this step"
         return f"{name} is {value:.3g}, for {steps} {side} guard.{key} = {limit:g}: {ADVICE[name]}."

@@ -381,6 +381,15 @@ def kl_of_top(teacher: Tensor, logp: Tensor) -> Tensor:
     return (p * (teacher - logp)).sum(-1) + torch.xlogy(rest, rest) - rest * log_rest
 
 
+def kl_penalty(tokens: Tokens, logp_ref: Tensor, config: TrainerConfig) -> Tensor:
+    """`kl` of each token, [S], times what the surrogate weighs its gradient with where nothing is clipped: sg(u w), so
+    that tokens of an older policy pull as those of the current one would."""
+    if config.objective == "ppo":
+        tokens = replace(tokens, logp_prox=tokens.logp_behav)
+    weight = ratio(tokens.log_u.detach()) * behaviour_weight(tokens, config)
+    return weight * kl(tokens.logp, logp_ref, config.kl_estimator)
+
+
 def kl(logp: Tensor, logp_ref: Tensor, estimator: str) -> Tensor:
     """Estimators of KL(pi || pi_ref) from tokens that pi sampled, nats [S] (Schulman, "Approximating KL divergence").
 

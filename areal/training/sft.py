@@ -1,14 +1,17 @@
 """Supervised fine-tuning: trains a model that reinforcement learning then starts from, or on what a run has sampled.
 
 The rows have a prompt and a completion. The training engine of runs trains on them, with all of its features. The loss
-is -log pi of the completion's tokens and of the end-of-sequence token after them, averaged according to
-`trainer.loss_mean`. Of rollouts, it is that of the sampled tokens, exactly as they were sampled. Under torchrun every
-rank reads the same rows, and only rank 0 prints.
+is -log pi of the completion's tokens and of the end after them, averaged according to `trainer.loss_mean`. The end of a
+chat is what its template writes there, up to the first token that ends a sequence; of a text it is the end-of-sequence
+token. Of rollouts, the loss is that of the sampled tokens, exactly as they were sampled. Under torchrun every rank
+reads the same rows, and only rank 0 prints.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +28,7 @@ from areal.data.sources import open_source
 from areal.devices import set_allocator
 from areal.models import context_of, find_model
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
-from areal.tokens import load_tokenizer, reads_as_kept
+from areal.tokens import load_tokenizer, reads_as_kept, special_tokens, stop_tokens
 from areal.training.guard import not_finite
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 from areal.workflows.conversation import begin
@@ -81,7 +84,8 @@ def fine_tune(config: SftConfig, console: Console) -> None:
         raise UserError(f"{config.output} already exists: name another folder for the trained model.")
     model = find_model(config.model, "model")
     config = config.model_copy(update={"max_length": min(config.max_length, context_of(model) or config.max_length)})
-    rows, held_out, too_long = _read_rows(config, model)
+    tokenizer = load_tokenizer(str(model), config.data)
+    rows, held_out, notes = _read_rows(config, model, tokenizer)
     steps = math.ceil(len(rows) / config.batch_size)
 
     from areal.training.engine import TrainingEngine
@@ -93,8 +97,8 @@ def fine_tune(config: SftConfig, console: Console) -> None:
         model, trainer, seed=config.seed, optimizer_steps=steps * config.epochs, longest=config.max_length
     )
     console.quiet = engine.rank != 0
-    if too_long:
-        console.print(f"{too_long} rows are left out: they have more than max_length={config.max_length} tokens")
+    for note in notes:
+        console.print(note)
     console.print(
         f"{len(rows)} rows to train on, {len(held_out)} held out; held-out loss {_loss(engine, held_out):.4f}"
     )
@@ -111,6 +115,8 @@ def fine_tune(config: SftConfig, console: Console) -> None:
         _check_finite({"loss": loss}, f"of held-out rows after epoch {epoch + 1}")
         console.print(f"epoch {epoch + 1}/{config.epochs}: held-out loss {loss:.4f}")
     engine.export(config.output)
+    if engine.rank == 0:
+        _end_where_trained(config.output, tokenizer, {int(row.trajectories[0].tokens[-1]) for row in rows})
     engine.close()
     console.print(f"the model is in {config.output}", soft_wrap=True)
 
@@ -145,28 +151,37 @@ def _check_finite(numbers: Mapping[str, float], where: str) -> None:
         raise UserError(f"{wrong} {where}: set a lower trainer.lr. No model is written.")
 
 
-def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group], int]:
-    """Rows to train on, held-out rows, and the number of rows that are left out of both because they are too long."""
-    tokenizer = load_tokenizer(str(model), config.data)
+def _end_where_trained(folder: Path, tokenizer: Any, ends: set[int]) -> None:
+    """List the special tokens among `ends`, with which rows end, as ends of sequences of the model in `folder`."""
+    if unlisted := (ends & special_tokens(tokenizer)) - stop_tokens(tokenizer):
+        file = folder / "generation_config.json"
+        settings = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps(settings | {"eos_token_id": sorted(stop_tokens(tokenizer) | unlisted)}, indent=2))
+
+
+def _read_rows(config: SftConfig, model: Path, tokenizer: Any) -> tuple[list[Group], list[Group], list[str]]:
+    """Rows to train on, held-out rows, and what to say of the rows."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"The tokenizer of {model} has no end-of-sequence token: set eos_token in tokenizer_config.json."
         )
     data = config.data
     if data.source and (rollouts := rollouts_in(Path(data.source))):
-        parts = sampled(tokenizer, model, rollouts, config)
+        parts, notes = sampled(tokenizer, model, rollouts, config), list[str]()
     else:
-        parts = _demonstrations(tokenizer, config)
+        parts, notes = _demonstrations(tokenizer, config)
     rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in parts)
     if not rows or not held_out:
         raise UserError(
             f"{data.named} has too few rows of at most max_length={config.max_length} tokens: raise max_length."
         )
-    return rows, held_out, sum(map(len, parts)) - len(rows) - len(held_out)
+    if too_long := sum(map(len, parts)) - len(rows) - len(held_out):
+        notes.append(f"{too_long} rows are left out: they have more than max_length={config.max_length} tokens")
+    return rows, held_out, notes
 
 
-def _demonstrations(tokenizer: Any, config: SftConfig) -> list[list[Group]]:
-    """The rows of the source: those to train on, and those held out."""
+def _demonstrations(tokenizer: Any, config: SftConfig) -> tuple[list[list[Group]], list[str]]:
+    """The rows of the source: those to train on, and those held out; and what to say of them."""
     data, eval_size = config.data, config.data.eval_size
     if eval_size is None:
         size = open_source(data.model_copy(update={"eval_size": 0}), config.seed).size or 0
@@ -175,22 +190,51 @@ def _demonstrations(tokenizer: Any, config: SftConfig) -> list[list[Group]]:
     if source.size is None:
         raise UserError(f"{data.named} generates an unlimited number of rows: set data.size.")
     read = [source.row(i) for i in range(source.size)], [source.heldout(i) for i in range(eval_size)]
-    return [[_encode(tokenizer, row, data) for row in rows] for rows in read]
+    names = tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer)))
+    spell = re.compile("|".join(map(re.escape, names)) or "(?!)")
+    matches = [match for rows in read for row in rows if (match := spell.search(_text(row, data)))]
+    notes = [
+        f"{len(matches)} completions spell special tokens, such as {match[0]}, and train these" for match in matches[:1]
+    ]
+    return [[_encode(tokenizer, row, data) for row in rows] for rows in read], notes
+
+
+def _text(row: Row, data: SftData) -> str:
+    match row.fields["answer"]:
+        case [{"role": "assistant", "content": str(text), **rest}] if not rest.get("tool_calls"):
+            pass  # a chat, as areal export writes it
+        case list():
+            raise UserError(
+                f"The row of {data.named} with the prompt {row.prompt!r:.60} has a {data.answer_key} that is neither "
+                f"text nor one message of the assistant that is text: make it one."
+            )
+        case _:
+            text = row.answer or ""
+    if not text:
+        raise UserError(f"The row of {data.named} with the prompt {row.prompt!r:.60} has no {data.answer_key}: add it.")
+    return text
 
 
 def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
-    if not row.answer:
-        raise UserError(f"The row of {data.named} with the prompt {row.prompt!r:.60} has no {data.answer_key}: add it.")
     talk, messages = begin(tokenizer, row.prompt)
-    prompt = talk.prompt(messages)
-    match row.fields["answer"]:
-        case [{"role": "assistant", "content": str(text)}]:  # a chat, as areal export writes it
-            pass
-        case _:
-            text = row.answer
-    completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    prompt, text, end = talk.prompt(messages), _text(row, data), _end(tokenizer, talk.end(messages))
+    ends = stop_tokens(tokenizer) | (special_tokens(tokenizer) & {*end})
+    completion, trimmed = (tokenizer.encode(t, add_special_tokens=False) for t in (text, text.rstrip()))
+    if not ends.isdisjoint(trimmed[-1:]):  # the row has an end of its own: there is to be one
+        completion = trimmed[: max((i + 1 for i, token in enumerate(trimmed) if token not in ends), default=0)]
+    written = next((n for n in range(len(end), 0, -1) if completion[-n:] == end[:n]), 0)  # such as white space
+    completion += end[written:]
     is_sampled = np.repeat([False, True], [len(prompt), len(completion)])
     return _alone(row.index, np.array([*prompt, *completion], np.int32), is_sampled)
+
+
+def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
+    """What ends an answer after which the template writes these tokens: those up to the first that ends a sequence or,
+    if none does, up to the last special token."""
+    stops, special = stop_tokens(tokenizer), special_tokens(tokenizer)
+    places = [i for i, token in enumerate(written) if token in stops][:1]
+    places = places or [i for i, token in enumerate(written) if token in special][-1:]
+    return [*written[: places[0] + 1]] if places else [tokenizer.eos_token_id]
 
 
 def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray) -> Group:

@@ -29,6 +29,7 @@ class StepResult:
     logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where
     pi_theta is still that version; None if there are no such tokens.
     weight_mean, weight_max: mean and maximum of pi_prox / pi_behav, before an objective bounds it.
+    advantage_max: the largest |A| of a token in the loss, with what a teacher adds.
     effective_sample_size: (sum w)^2 / (n sum w^2), the equivalent number of equally weighted tokens as a share of n.
     kl_behaviour: KL(pi_behav || pi_prox), nats per token. kl_reference: KL(pi_prox || pi_ref) (k3), nats per token, or
     None. kl_teacher: KL(pi_prox || teacher) (k1), nats per token; teacher_agreement: mean of min(1, teacher / pi_prox),
@@ -52,6 +53,7 @@ class StepResult:
     logprob_gap: float | None
     weight_mean: float
     weight_max: float
+    advantage_max: float
     effective_sample_size: float
     kl_behaviour: float
     kl_reference: float | None
@@ -88,7 +90,7 @@ class Tally:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
-        self.weight_max = torch.zeros(1, dtype=torch.float64, device=device)
+        self.maxima = torch.zeros(2, dtype=torch.float64, device=device)  # of weights and advantages
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self.grad_norms: list[float] = []
         self.lr: float | None = None
@@ -124,8 +126,9 @@ class Tally:
             "computed": torch.tensor(sum(row.added) if len(row.places) else 0),
         }
         self.sums += torch.stack([sums[name].sum().double().to(self.sums.device) for name in self.SUMS])
-        if len(weight):
-            self.weight_max = torch.maximum(self.weight_max, weight.max())
+        if len(weight) and (A := row.advantages) is not None:
+            largest = torch.stack([weight.max(), A.abs().max().double()])
+            self.maxima = torch.maximum(self.maxima, largest)
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -143,11 +146,11 @@ class Tally:
     ) -> StepResult:  # fmt: skip
         """The step's result, which is the same on all ranks except for the seconds and what follows from them (all
         ranks)."""
-        totals, weight_max = self.sums.cpu(), self.weight_max.cpu()
+        totals, maxima = self.sums.cpu(), self.maxima.cpu()
         operations = torch.tensor([self.operations], dtype=torch.float64)
         dist.all_reduce(operations, group=control)
         dist.all_reduce(totals, group=control)
-        dist.all_reduce(weight_max, op=dist.ReduceOp.MAX, group=control)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=control)
         count = max(1, tokens_trained)
         tflops = operations.item() / dist.get_world_size(control) / sum(self.seconds.values()) / 1e12
         sums = dict(zip(self.SUMS, totals.tolist(), strict=True))
@@ -159,7 +162,8 @@ class Tally:
             grad_norm=float(np.mean(self.grad_norms)),
             lr=self.lr,
             logprob_gap=sums["gap"] / sums["current"] if sums["current"] else None,
-            weight_max=weight_max.item(),
+            weight_max=maxima[0].item(),
+            advantage_max=maxima[1].item(),
             effective_sample_size=sums["weight_mean"] ** 2 / (count * sums["weight_squared"] or 1),
             explained_variance=explained_variance,
             tokens_trained=tokens_trained,

@@ -25,7 +25,8 @@ from areal.trajectory import LARGEST_REWARD, Trajectory
 from areal.workflows import environments, mcp_tools, verifiers_agent, verifiers_policy
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
-from areal.workflows.conversation import Conversation, Keep, Message, begin, check_shown, keep_until, messages_of, user
+from areal.workflows.chat_templates import Message
+from areal.workflows.conversation import Conversation, Keep, begin, check_shown, keep_until, messages_of, user
 from areal.workflows.openai_api import ChatRequest, ChatSession
 from areal.workflows.session import Session
 

@@ -9,22 +9,18 @@ the messages that came in between.
 from __future__ import annotations
 
 import bisect
-import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from areal.data.rows import Prompt, prompt_text
 from areal.trajectory import NOT_SAMPLED, Finish, Tokens, Trajectory
+from areal.workflows.chat_templates import ChatTemplate, Message, encoded_first
 
-Message = dict[str, Any]
-
-# Placeholder for the content of a sampled turn in a rendering: text that no template changes and no message contains.
-_CONTENT = "content-sampled-6f1d8a"
 # Keys of a message that some agents send back as they got them, and others leave out.
 THINKING = ("reasoning", "reasoning_content")
 # Tokens that are decoded again together with new ones: the text of a token may depend on those before it.
@@ -67,7 +63,7 @@ class Conversation:
     def __init__(self, tokenizer: Any, tools: list[dict[str, Any]] | None = None, *, plain: bool = False) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
-        self._plain = plain or not tokenizer.chat_template
+        self._template = None if plain or not tokenizer.chat_template else ChatTemplate(tokenizer, tools)
         self._last_prompt: tuple[list[Message], list[int]] | None = None
         self._parts: list[Generation] = []
         self.messages: list[Message] = []
@@ -75,7 +71,7 @@ class Conversation:
 
     def copy(self) -> Conversation:
         """A conversation that goes on from here by itself."""
-        branch = Conversation(self._tokenizer, self._tools, plain=self._plain)
+        branch = Conversation(self._tokenizer, self._tools, plain=self._template is None)
         branch._parts, branch.messages = self._parts.copy(), self.messages.copy()
         branch.generations = self.generations.copy()
         return branch
@@ -94,7 +90,7 @@ class Conversation:
         """Tokens to generate the next assistant turn from. A second call before `add` replaces the first.
 
         Raises ValueError if `messages` do not continue this conversation (a branch needs another Conversation), or if
-        the chat template does not show the assistant's last turn.
+        the chat template does not show one of them.
         """
         if not self.continues(messages):
             raise ValueError("the messages do not begin with those of this conversation")
@@ -118,6 +114,10 @@ class Conversation:
         self.messages = [*messages, message]
         return message
 
+    def end(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens that the chat template writes after an answer to these messages, if nothing follows."""
+        return [] if self._template is None else self._template.end(messages)
+
     def text(self, sampled: Generation) -> str:
         """The sampled text, without special tokens."""
         return _decoded(self._tokenizer, sampled.tokens)
@@ -137,52 +137,16 @@ class Conversation:
         return trajectory.checked()
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
-        return list(_first_encoded(self._tokenizer, _plain_text(messages) if self._plain else self._render(messages)))
+        if self._template is None:
+            return list(encoded_first(self._tokenizer, _plain_text(messages)))
+        return self._template.first(messages)
 
     def _between(self, new: Sequence[Message]) -> list[int]:
         """The tokens between the last sampled turn and the next one."""
-        if self._plain:
-            return self._encode(_plain_text(new))
+        if self._template is None:
+            return self._tokenizer.encode(_plain_text(new), add_special_tokens=False)
         sampled = self.generations[-1]
-        end = sampled.tokens[-1:].tolist() if sampled.finish == "stop" else []
-        try:
-            tokens = self._after_placeholder([*map(_turn, self.messages), *new])
-        except jinja2.TemplateError:  # gpt-oss's and Mistral's want the calls that a tool has answered
-            tokens = self._after_placeholder([*map(_turn_of_calls, self.messages), *new])
-            if self.messages[-1].get("tool_calls"):  # what they write behind the arguments was sampled, up to the end
-                added = self._tokenizer.added_tokens_decoder
-                tokens = [*itertools.dropwhile(lambda token: token not in added or not added[token].special, tokens)]
-                if not end or tokens[:1] != end:
-                    raise
-        # The end of the turn must appear only once: as the policy sampled it or, for a cut turn, from the template.
-        return tokens[1:] if end and tokens[:1] == end else tokens
-
-    def _after_placeholder(self, messages: Sequence[Message]) -> list[int]:
-        _, placeholder, ending = self._render(messages).rpartition(_CONTENT)
-        if not placeholder:
-            raise ValueError("the chat template does not show the assistant's last turn")
-        return self._encode(ending)
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, add_generation_prompt=True, tokenize=False
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-
-def _turn(message: Message) -> Message:
-    """The message, or a placeholder if it was sampled."""
-    return {"role": "assistant", "content": _CONTENT} if message["role"] == "assistant" else message
-
-
-def _turn_of_calls(message: Message) -> Message:
-    """The same, with a placeholder for the arguments of each call, if there are any."""
-    if not (calls := message.get("tool_calls")):
-        return _turn(message)
-    placed = [call | {"function": call["function"] | {"arguments": {"argument": _CONTENT}}} for call in calls]
-    return {"role": "assistant", "content": "", "tool_calls": placed}
+        return self._template.between(self.messages, new, sampled.tokens.tolist(), sampled.finish == "stop")
 
 
 def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
@@ -197,9 +161,16 @@ def messages_of(prompt: Prompt) -> list[Message]:
 
 
 def check_shown(tokenizer: Any, messages: Sequence[Message], tools: list[dict[str, Any]]) -> None:
-    """Raises ValueError if the chat template does not show the tools to the policy."""
+    """Raises ValueError if the chat template does not show the tools to the policy, or not the results of calls."""
     if Conversation(tokenizer, tools).prompt(messages) == Conversation(tokenizer).prompt(messages):
         raise ValueError("the model's chat template shows it no tools: choose a model whose template does")
+    _check_results(tokenizer, str(tokenizer.chat_template), json.dumps(tools))
+
+
+@lru_cache(maxsize=64)
+def _check_results(tokenizer: Any, template: str, tools: str) -> None:
+    """Once for all samples with these tools, which are JSON."""
+    ChatTemplate(tokenizer, json.loads(tools)).check()
 
 
 def user(text: str) -> Message:
@@ -272,12 +243,6 @@ class GrownText:
 def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
     text: str = tokenizer.decode(tokens, skip_special_tokens=True)  # transformers looks at each item of a list
     return text
-
-
-@lru_cache(maxsize=64)
-def _first_encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Cached, because all samples of a group begin with the same text, which may be long. Later texts differ."""
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def not_sampled(tokens: Tokens) -> Generation:

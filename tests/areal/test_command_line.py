@@ -13,6 +13,7 @@ import structlog
 
 import areal
 from areal.__main__ import RUN, command_line, main
+from areal.command_line import output
 from areal.processes import ROOT
 
 
@@ -138,3 +139,16 @@ def test_what_is_missing_or_wrong_is_told_in_a_sentence(command, told, capsys, t
     assert main(command.split()) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert told in sentence
+
+
+def test_nothing_that_a_tool_prints_can_steer_the_terminal(capsys):
+    from rich.table import Table
+
+    table = Table("name\x1b[2J")
+    table.add_row("fork\x9b31m of \x1b]0;title\x07")
+    console = output(80)
+    console.print(table)
+    console.print("fate\x1b[2K: 50 %", highlight=False)
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x9b", "\x07"} & set(printed)
+    assert r"fate\x1b[2K: 50 %" in printed and r"name\x1b[2J" in printed

@@ -13,7 +13,7 @@ from areal.data import addition
 from areal.programs.code_tests import continued, program_in, same_output
 from areal.rewards import final_answer
 from areal.rewards.functions import exact_match
-from areal.text import python_call, shown
+from areal.text import all_shown, python_call, shown
 from areal.workflows.parsers import cut
 
 # What the functions are to find, as regular expressions, which take time beyond all bounds on some texts.
@@ -89,6 +89,11 @@ def test_reading_a_text_takes_time_in_proportion_to_its_length(name):
 def test_what_is_shown_cannot_steer_a_terminal(text):
     assert shown(text).isprintable()
     assert "\\" in shown(text)
+
+
+def test_texts_in_values_are_shown_keys_included():
+    values = {"a\x1b": ["\x9b", {"b\x07": 1, 2: "c"}]}
+    assert all_shown(values) == {r"a\x1b": [r"\x9b", {r"b\x07": 1, 2: "c"}]}
 
 
 def test_what_is_harmless_is_shown_as_it_is():

@@ -64,6 +64,16 @@ def test_branches_that_do_not_fit_are_refused(branches, said):
         replace(BRANCHED, branches=branches).checked()
 
 
+@pytest.mark.parametrize(
+    ("rewards", "signal"),
+    [([0.1 + 0.2, 0.3], False), ([3e8 * (0.1 + 0.2), 9e7], False), ([1e-12, 0.0], True), ([1.0, 1.0 + 1e-6], True)],
+)
+def test_rewards_that_differ_by_rounding_are_no_signal(rewards, signal):
+    assert len(set(rewards)) == 2
+    samples = tuple(replace(SAMPLE, reward=reward, returns=None) for reward in rewards)
+    assert Group("g", 0, samples).has_signal == signal
+
+
 def test_a_group_whose_tokens_are_credited_differently_has_signal():
     alike = replace(BRANCHED, returns=np.ones(8))
     assert not Group("g", 0, (alike, replace(SAMPLE, reward=1.0))).has_signal

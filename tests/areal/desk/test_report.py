@@ -75,6 +75,7 @@ def record(step, **changes):
         "logprob_gap": 1e-4,
         "weight_mean": 1.01,
         "weight_max": 4.0,
+        "advantage_max": 1.5,
         "effective_sample_size": 0.8,
         "kl_behaviour": 0.02,
         "kl_reference": 0.1,

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.training.advantages import EPS, advantages
+from areal.config import TrainerConfig
+from areal.training.advantages import advantages
 
 MEANS = ["batch", "group", "leave_one_out", "none"]
 STDS = ["batch", "group", "none"]
@@ -17,8 +18,12 @@ def of(rewards, groups, penalties=None, lengths=None, returns=None, sampled=None
     return advantages(rewards, groups, samples, returns, penalties, sampled=sampled, mean=mean, std=std)
 
 
+PAIRS = [("batch", "batch"), *((mean, std) for mean in ("group", "leave_one_out") for std in STDS), ("batch", "none")]
+"""Of a mean and a standard deviation, as a configuration may have them; and none of both."""
+
+
 def baseline(values, groups, i, of):
-    """What trajectory i is compared with, or divided by, counted out."""
+    """What trajectory i is compared with, counted out."""
     everyone = [v for v, g in zip(values, groups, strict=True) if of == "batch" or g == groups[i]]
     others = [v for j, (v, g) in enumerate(zip(values, groups, strict=True)) if g == groups[i] and j != i]
     return {"none": [0.0], "leave_one_out": others or [values[i]]}.get(of, everyone)
@@ -28,10 +33,13 @@ def reference(rewards, groups, lengths, penalties, mean, std):
     ends = np.cumsum(lengths)
     costs = [penalties[end - n : end] for end, n in zip(ends, lengths, strict=True)]
     returns = [r - sum(c) for r, c in zip(rewards, costs, strict=True)]
+    gains = [[r - sum(c[t:]) for t in range(len(c))] for r, c in zip(rewards, costs, strict=True)]
     found = []
-    for i, (r, c) in enumerate(zip(rewards, costs, strict=True)):
-        scale = 1.0 if std == "none" else np.std(baseline(returns, groups, i, std)) + EPS
-        found += [(r - sum(c[t:]) - np.mean(baseline(returns, groups, i, mean))) / scale for t in range(len(c))]
+    for i, own in enumerate(gains):
+        center = 0.0 if std == "none" else np.mean(baseline(returns, groups, i, std))
+        spread = [np.mean([(g - center) ** 2 for g in gain]) for gain in gains]
+        scale = 1.0 if std == "none" else np.sqrt(np.mean(baseline(spread, groups, i, std))) or 1.0
+        found += [(g - np.mean(baseline(returns, groups, i, mean))) / scale for g in own]
     return found
 
 
@@ -49,13 +57,47 @@ def batches(draw, costly=True):
     )
 
 
-@pytest.mark.parametrize("std", STDS)
-@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize(("mean", "std"), [*PAIRS, ("none", "none")])
 @given(batch=batches())
 def test_advantages_are_what_counting_out_gives(batch, mean, std):
     rewards, groups, penalties, lengths = batch
     wanted = reference(rewards, groups, lengths, penalties, mean, std)
     np.testing.assert_allclose(of(*batch, mean=mean, std=std), wanted, rtol=1e-9, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mean", "std"), PAIRS)
+@given(batch=batches(), size=st.sampled_from([1e-9, 1.0, 3e8]))
+def test_no_advantage_is_larger_than_the_numbers_of_samples_and_tokens_allow(batch, size, mean, std):
+    rewards, groups, penalties, lengths = batch
+    found = of(np.array(rewards) * size, groups, np.array(penalties) * size, lengths, mean=mean, std=std)
+    if std != "none":
+        assert abs(found).max() <= 2 * np.sqrt(sum(lengths) * len(rewards))
+    np.testing.assert_allclose(found / (size if std == "none" else 1), of(*batch, mean=mean, std=std), atol=1e-6)
+
+
+@pytest.mark.parametrize(("mean", "std"), PAIRS)
+def test_rewards_that_differ_by_rounding_teach_nothing(mean, std):
+    rewards = [0.1 + 0.2, 0.3, 0.7 - 0.4]
+    assert len(set(rewards)) == 3
+    assert not of(rewards, [0] * 3, mean=mean, std=std).any()
+    assert not of(3e8 * np.array(rewards), [0] * 3, mean=mean, std=std).any()
+    wanted = np.array([1.0, -1.0]) * (1 if std != "none" else 5e-7) * (2 if mean == "leave_one_out" else 1)
+    np.testing.assert_allclose(of([1 + 1e-6, 1.0], [0, 0], mean=mean, std=std), wanted, rtol=1e-6)
+
+
+def test_copies_with_a_penalty_within_them_are_divided_by_what_the_penalty_spreads():
+    """All samples of the group have the same return; their tokens do not."""
+    found = of([1.0, 1.0], [0, 0], [0, 0.5, 0, 0, 0.5, 0], [3, 3], mean="group", std="group")
+    spread = np.sqrt(np.mean([0, 0, 0.5**2]))
+    np.testing.assert_allclose(found, [0, 0, 0.5 / spread] * 2, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("mean", "std"), [("batch", "group"), ("none", "group"), ("none", "batch")])
+def test_a_mean_and_a_deviation_of_levels_that_do_not_fit_are_refused(mean, std):
+    with pytest.raises(ValueError, match=f"advantage_std={std} divides by 0 where .*advantage_mean={mean}"):
+        TrainerConfig(advantage_mean=mean, advantage_std=std)
+    for fits in [*PAIRS, ("none", "none")]:
+        TrainerConfig(advantage_mean=fits[0], advantage_std=fits[1])
 
 
 def test_batch_norm_compares_with_all_samples_and_group_norm_with_its_own():
@@ -111,8 +153,9 @@ def test_a_penalty_counts_for_the_tokens_up_to_it():
     assert found.tolist() == [0.5, 0.5, 1.0, -0.25, -0.25, -0.25]
 
 
-@pytest.mark.parametrize("std", STDS)
-@pytest.mark.parametrize("mean", ["batch", "group", "none"])
+@pytest.mark.parametrize(
+    ("mean", "std"), [("batch", "batch"), ("batch", "none"), *(("group", std) for std in STDS), ("none", "none")]
+)
 @given(batch=batches(costly=False), data=st.data())
 def test_a_sample_with_returns_of_its_tokens_weighs_as_much_as_any_other(batch, data, mean, std):
     rewards, groups, _, lengths = batch
@@ -132,7 +175,7 @@ def test_a_sample_with_returns_of_its_tokens_weighs_as_much_as_any_other(batch, 
 
     wanted = [
         (value - (0.0 if mean == "none" else counted(i, mean).mean()))
-        / (1.0 if std == "none" else counted(i, std).std() + EPS)
+        / (1.0 if std == "none" or not counted(i, std).std() else counted(i, std).std())
         for value, i in zip(returns, samples, strict=True)
     ]
     found = of(rewards, groups, None, lengths, returns, sampled, mean=mean, std=std)

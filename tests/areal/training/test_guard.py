@@ -40,6 +40,7 @@ def test_a_loss_of_the_users_own_that_is_not_finite_is_told_as_such():
     ("name", "limit", "bad", "side"),
     [
         ("effective_sample_size", 0.1, 0.04, "below"),
+        ("advantage_max", 1000, 5e5, "above"),
         ("effective_sample_size", 0.1, math.nan, "below"),
         ("entropy", 0.3, 0.2, "below"),
         ("logprob_gap", 0.5, 0.7, "above"),

@@ -15,6 +15,7 @@ from areal.training.objectives import (
     Tokens,
     interpolated_proximal,
     kl,
+    kl_penalty,
     mask_sequences,
     rehearse,
     resolve_objective,
@@ -434,6 +435,48 @@ def test_gradients_of_the_kl_estimators_in_the_loss(estimator, slope):
         "reverse": (logp_ref.exp() * (logp_ref - logp)).sum(),
     }[slope]
     torch.testing.assert_close(found, *torch.autograd.grad(wanted, logits))
+
+
+@pytest.mark.parametrize("objective", ["decoupled_ppo", "ppo", "grpo"])
+@pytest.mark.parametrize(("estimator", "slope"), [("k2", "kl"), ("k3", "reverse")])
+def test_the_kl_penalty_in_the_loss_pulls_alike_whatever_policy_has_sampled(objective, estimator, slope):
+    """Exactly, as a sum over a vocabulary; the wanted gradient in closed form. The first policy is the current one."""
+    rng = np.random.default_rng(3)
+    logits = torch.tensor(rng.normal(0, 1, 6), requires_grad=True)
+    ref = torch.log_softmax(torch.tensor(rng.normal(0, 1, 6)), 0)
+    p, q = torch.softmax(logits.detach(), 0).numpy(), np.exp(ref.numpy())
+    log_ratio = np.log(p / q)
+    wanted = {"kl": p * (log_ratio - (p * log_ratio).sum()), "reverse": p - q}[slope]
+    for drift in (0.0, 0.7, 2.0):
+        logp = torch.log_softmax(logits, 0)
+        prox, behav = (
+            torch.log_softmax(logits.detach() + scale * torch.tensor(rng.normal(0, 1, 6)), 0)
+            for scale in (drift / 4, drift)
+        )
+        tokens = Tokens(logp, prox, behav, torch.zeros(6), torch.arange(6))
+        penalty = kl_penalty(tokens, ref, settings(objective, kl_estimator=estimator))
+        (found,) = torch.autograd.grad((behav.exp() * penalty).sum(), logits)
+        np.testing.assert_allclose(found, wanted, atol=1e-9)
+
+
+def test_the_kl_penalty_keeps_the_bounds_of_the_behaviour_weight():
+    logp, behav = torch.log(torch.tensor([0.5, 0.5, 0.5])), torch.log(torch.tensor([0.5, 0.1, 0.9]))
+    tokens, ref = Tokens(logp, logp, behav, torch.ones(3), torch.arange(3)), torch.log(torch.tensor([0.25] * 3))
+    k2 = np.log(2) ** 2 / 2
+    for kind, weights in {
+        "full": [1, 5, 5 / 9],
+        "truncated": [1, 2, 5 / 9],
+        "masked": [1, 0, 0],
+        "none": [1] * 3,
+    }.items():
+        config = TrainerConfig(behaviour_weight=kind, behaviour_weight_bounds=(0.8, 2.0), kl_estimator="k2")
+        np.testing.assert_allclose(kl_penalty(tokens, ref, config), k2 * np.array(weights), rtol=1e-6)
+
+
+def test_k1_in_the_loss_is_refused(load):
+    with pytest.raises(UserError, match="kl_estimator is k1, whose gradient in the loss is 0 on average: set"):
+        load("trainer.kl_coef=0.1", "trainer.kl_estimator=k1")
+    assert load("trainer.kl_coef=0.1", "trainer.objective=rloo").trainer.kl_estimator == "k1"
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -1,0 +1,232 @@
+"""What a model's chat template writes before the first sampled turn, and between two of them.
+
+A template renders whole messages, but a sampled turn is kept as it was sampled. So the turns are rendered with a
+placeholder for what was sampled, and what follows the last placeholder is what comes between. A turn with calls is
+rendered with them: some templates write the results of tools only beside their calls, or name them by their place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from areal.tokens import special_tokens
+
+Message = dict[str, Any]
+
+# Placeholders for what was sampled, in the last turn and in earlier ones: text that no template changes and no message
+# contains.
+_LAST, _EARLIER = "content-sampled-6f1d8a", "content-earlier-6f1d8a"
+EXAMPLE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "The word."}}},
+    },
+}
+# The most tokens that a template writes to end a turn.
+_END_TOKENS = 256
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. tools: those that it shows to the policy.
+
+    The methods raise ValueError if the template does not show a message, and whatever the template raises.
+    """
+
+    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._name = f"the chat template of {tokenizer.name_or_path}".removesuffix(" of ")
+        self._in_parts = _in_parts(tokenizer, str(tokenizer.chat_template))
+
+    def first(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of the messages, and of the beginning of the assistant's turn."""
+        text = self._render(messages)
+        self._check_shown(messages, text)
+        return list(encoded_first(self._tokenizer, text))
+
+    def between(self, past: Sequence[Message], new: Sequence[Message], turn: Sequence[int], ended: bool) -> list[int]:
+        """The tokens between the last message of `past`, which was sampled as `turn`, and the next turn, without those
+        at the end of a turn that the policy has sampled itself. ended: whether it has ended the turn."""
+        failure = ValueError("no turn was sampled")
+        for form in _forms(past):
+            try:
+                return self._rest(form, new, turn, ended)
+            except Exception as error:  # templates may raise anything, and may render another form
+                failure = error  # type: ignore[assignment]
+        raise failure
+
+    def end(self, messages: Sequence[Message]) -> list[int]:
+        """What the template writes after an answer to the messages, where nothing follows."""
+        text = self._render([*messages, {"role": "assistant", "content": _LAST}], continues=False)
+        return self._encode(self._after(text))
+
+    def check(self) -> None:
+        """Raises ValueError if what comes between two turns is not what the template writes there in a rendering of the
+        whole. With tools, the first turn has two calls or, if the template refuses these, one."""
+        failure = None
+        for calls, arguments in itertools.product((2, 1), (dict, json.dumps)) if self._tools else [(0, dict)]:
+            try:
+                return self._check_example(*_example(self._tools, calls, arguments))
+            except ValueError:
+                raise
+            except Exception as error:  # templates raise anything where they do not take a form
+                failure = failure or error
+        raise ValueError(f"{self._name} refuses such a conversation: {failure}")
+
+    def _check_example(self, question: Message, turn: Message, new: Sequence[Message]) -> None:
+        head = self._encode(self._render([question]))
+        answered = self._encode(self._render([question, turn], continues=False))
+        whole = self._encode(self._render([question, turn, *new]))
+        start = next((i for i, (a, b) in enumerate(zip(head, answered, strict=False)) if a != b), len(head))
+        special = special_tokens(self._tokenizer)
+        end = 1 + max(
+            (i for i, token in enumerate(answered) if token in special and i >= start), default=len(answered) - 1
+        )
+        written = self.between([question, turn], new, answered[start:end], ended=True)
+        expected = whole[end:] if whole[:end] == answered[:end] else whole[-len(written) :]
+        if written != expected:
+            shown, needed = map(self._tokenizer.decode, (written, expected))
+            raise ValueError(f"after a turn, {self._name} writes {needed!r}, of which a conversation has {shown!r}")
+
+    def _rest(self, turns: Sequence[Message], new: Sequence[Message], turn: Sequence[int], ended: bool) -> list[int]:
+        text, has_calls = self._render([*turns, *new]), "tool_calls" in turns[-1]
+        if has_calls and _LAST not in text:  # it shows no arguments: what follows begins with the turn
+            head = self._render(turns[:-1])
+            text = text.replace(head, head + _LAST, 1) if text.startswith(head) else text
+        tokens = self._encode(self._after(text))
+        n = self._written(tokens, turn, ended, has_calls)
+        if has_calls and not (ended and n):
+            raise ValueError(f"{self._name} ends a turn with calls otherwise than the policy did")
+        self._check_shown(new, self._tokenizer.decode(tokens[n:]))
+        return tokens[n:]
+
+    def _after(self, text: str) -> str:
+        _, placeholder, ending = text.rpartition(_LAST)
+        if not placeholder:
+            raise ValueError(f"{self._name} does not show the assistant's last turn")
+        return ending
+
+    def _written(self, tokens: Sequence[int], turn: Sequence[int], ended: bool, has_calls: bool) -> int:
+        """How many of `tokens`, which follow the placeholder, need not be written, as the turn ends with the last of
+        them. Those before what it ends with are white space and special tokens or, with calls, the end of arguments."""
+        special = special_tokens(self._tokenizer)
+        start = next((i for i, token in enumerate(tokens) if token in special), 0) if has_calls else 0
+        while start < len(tokens) and (tokens[start] in special or not self._tokenizer.decode(tokens[start]).strip()):
+            start += 1
+        longest, written = 0, 0
+        for end in range(1, min(len(tokens), start + _END_TOKENS) + 1):
+            n = 0
+            while n < min(end, len(turn)) and tokens[end - 1 - n] == turn[-1 - n]:
+                n += 1
+            if n > longest and end - n <= start:
+                longest, written = n, end
+        return written if ended or not special.isdisjoint(tokens[written - longest : written]) else 0
+
+    def _check_shown(self, messages: Sequence[Message], shown: str) -> None:
+        for message in messages:
+            for text in _texts_of(message):
+                if not _stands(text, shown):
+                    raise ValueError(f"{self._name} does not show {text[:60]!r}, which the role {message['role']} says")
+
+    def _render(self, messages: Sequence[Message], *, continues: bool = True) -> str:
+        if self._in_parts:
+            messages = [message | {"content": _parts(message.get("content"))} for message in messages]
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), tools=self._tools, add_generation_prompt=continues, tokenize=False
+        )
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+
+def _example(tools: list[dict[str, Any]] | None, calls: int, arguments: Any) -> tuple[Message, Message, list[Message]]:
+    """A question, a turn of the assistant and what follows. arguments: makes those of calls."""
+    question = {"role": "user", "content": "Question 4071?"}
+    if not tools:
+        return (
+            question,
+            {"role": "assistant", "content": "Answer 5172."},
+            [{"role": "user", "content": "Question 6283?"}],
+        )
+    function = {"name": tools[0]["function"]["name"], "arguments": arguments({"argument": "value"})}
+    requests = [{"id": f"call0000{i}", "type": "function", "function": function} for i in range(calls)]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": f"Result {7394 + i}."}
+        for i, call in enumerate(requests)
+    ]
+    return question, {"role": "assistant", "content": "", "tool_calls": requests}, results
+
+
+def _forms(past: Sequence[Message]) -> Iterator[list[Message]]:
+    """The messages with placeholders for what was sampled: with calls, whose arguments are an object or text, and then
+    without calls. Each suits some templates."""
+    has_calls = any(message.get("tool_calls") for message in past)
+    for arguments in (dict, json.dumps, None) if has_calls else (None,):
+        earlier = [_placed(message, _EARLIER, arguments) for message in past[:-1]]
+        yield [*earlier, *(_placed(message, _LAST, arguments) for message in past[-1:])]
+
+
+def _placed(message: Message, placeholder: str, arguments: Any) -> Message:
+    """The message, with a placeholder if it was sampled. arguments: makes those of calls; None: without calls."""
+    if message["role"] != "assistant":
+        return message
+    calls = message.get("tool_calls")
+    if not calls or not arguments:
+        return {"role": "assistant", "content": placeholder}
+    shown = {"arguments": arguments({"argument": placeholder})}
+    placed = [call | {"function": call["function"] | shown} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": placed}
+
+
+def _texts_of(message: Message) -> Iterator[str]:
+    """What a message says that has to be shown: not the thinking of earlier turns, nor what was said beside calls."""
+    for call in message.get("tool_calls") or ():
+        yield call["function"]["name"]
+    if not message.get("tool_calls"):
+        content = message.get("content") or ""
+        content = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        yield content.rpartition("</think>")[2] if message["role"] == "assistant" else content
+
+
+def _stands(text: str, shown: str) -> bool:
+    """Whether the text stands in what is shown, trimmed, as JSON, or at least most of its words in their order."""
+    text = text.strip()
+    if text in shown or json.dumps(text)[1:-1] in shown:
+        return True
+    words, place, missing = re.findall(r"\w+", text), 0, 0
+    for word in words:
+        at = shown.find(word, place)
+        place, missing = (at + len(word), missing) if at >= 0 else (place, missing + 1)
+    return 2 * missing <= len(words)  # templates take out marks such as /no_think
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
+
+
+@lru_cache(maxsize=64)
+def _in_parts(tokenizer: Any, template: str) -> bool:
+    """Whether the template shows content only as a list of parts. template: its text, by which the answer is kept."""
+    for content in (_LAST, _parts(_LAST)):
+        try:
+            shown = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        except Exception:  # templates may raise anything, and the messages themselves will tell
+            continue
+        if _LAST in shown:
+            return content is not _LAST
+    return False
+
+
+@lru_cache(maxsize=64)
+def encoded_first(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Cached, because all samples of a group begin with the same text, which may be long. Later texts differ."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
