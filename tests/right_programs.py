@@ -243,4 +243,4 @@ def right_programs():
 
 def way_of(row) -> str:
     needs = read_tests(row).needs
-    return "inside" if needs.unsafe or needs.more else "outside"
+    return "inside" if needs.unsafe or needs.beyond else "outside"

@@ -129,7 +129,7 @@ class CodeTests:
 
     async def _hindrance(self, way: Way, tests: Asserts, programs: Sequence[str]) -> str | None:
         """Why right programs would not pass the tests in this way, or None. programs: the row's solutions."""
-        needs = tests.needs.unsafe or (None if programs else tests.needs.more)
+        needs = tests.needs.unsafe or (None if programs else tests.needs.beyond)
         if way == "outside" and needs:
             return f"they need {needs}"
         reasons: list[str] = []
@@ -137,7 +137,7 @@ class CodeTests:
             passed = all(await self._results(program, tests, way, reasons))
             if passed or not (programs or reasons):
                 return None
-        use = f"; they use {tests.needs.more}" if tests.needs.more else ""
+        use = f"; they use {tests.needs.beyond}" if tests.needs.beyond else ""
         return reasons[0] if reasons else f"the row's own solution does not pass them so{use}"
 
     async def _weakness(self, way: Way, tests: Tests) -> str | None:

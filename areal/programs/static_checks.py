@@ -47,13 +47,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 @dataclass(frozen=True, slots=True)
 class Needs:
     """names: what the tests use and expect the program to define. can_fail: False if no code that runs can fail, or
-    none that runs uses the program. unsafe: why a program could reach tests that run outside it, or None. more: why
+    none that runs uses the program. unsafe: why a program could reach tests that run outside it, or None. beyond: why
     right programs would not pass tests that run outside them, or None."""
 
     names: tuple[str, ...]
     can_fail: bool
     unsafe: str | None
-    more: str | None
+    beyond: str | None
 
 
 @lru_cache(maxsize=64)  # the completions of a row are scored one after another
@@ -82,7 +82,7 @@ def needs_of(sources: tuple[str, ...], pytest_style: bool, functions: frozenset[
     defined = {node.name for node in nodes if isinstance(node, Function)}
     can_fail = uses_program and any(_may_fail(node, defined) for node in reached)
     unsafe = next(filter(None, (_unsafe(node, defined) for node in nodes)), None)
-    return Needs(tuple(sorted(names)), can_fail, unsafe, _more(trees, nodes, reached, names))
+    return Needs(tuple(sorted(names)), can_fail, unsafe, _beyond(trees, nodes, reached, names))
 
 
 @lru_cache(maxsize=64)
@@ -154,15 +154,15 @@ def _unsafe(node: ast.AST, defined: set[str]) -> str | None:
     )
 
 
-def _more(
+def _beyond(
     trees: Sequence[ast.AST], nodes: Sequence[ast.AST], reached: Sequence[ast.AST], names: set[str]
 ) -> str | None:
     """What the tests use besides functions that are called by name with plain data and return plain data."""
     modules = _of_libraries(nodes)
     names = names - modules
-    own = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    own |= {node.name for node in nodes if isinstance(node, Function)}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own_names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own_names |= {node.name for node in nodes if isinstance(node, Function)}
+    own_names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     functions = {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
     functions -= {node.arg for node in nodes if isinstance(node, ast.arg)}  # pytest gives what its fixtures return
     expected = [part for node in nodes for part in _caught(node)]
@@ -190,7 +190,7 @@ def _more(
                     and id(node) not in caught
                 ):
                     return f"the class {attribute}"
-                if attribute not in ATTRIBUTES | own and not _is_of_module(base, modules):
+                if attribute not in ATTRIBUTES | own_names and not _is_of_module(base, modules):
                     return f".{attribute}, which no plain data have"
             case ast.Call(func=ast.Call(func=ast.Name(id=name))) if name in names:
                 return f"a call of what {name} returns"

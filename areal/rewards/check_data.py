@@ -86,10 +86,10 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     reasons = [f"if {trivial}, the score is full"] if trivial else []
     if failure := await _failure(pool, name, prompt, solutions, row):
         reasons.append(f"its own solution does not pass: {failure}")
-    found = {"solution": ("failed" if failure else "passed") if solutions else None, "inside": "inside" in parts}
+    facts = {"solution": ("failed" if failure else "passed") if solutions else None, "inside": "inside" in parts}
     if reasons:
-        return {"status": "bad", "reason": "; ".join(reasons), **found}
-    return {"status": "ok", **found}
+        return {"status": "bad", "reason": "; ".join(reasons), **facts}
+    return {"status": "ok", **facts}
 
 
 def _trivial(name: str, row: dict[str, Any]) -> dict[str, str]:

@@ -165,7 +165,7 @@ def test_what_gives_a_program_a_hold_on_its_tests_is_seen(source, unsafe):
 
 
 @pytest.mark.parametrize(
-    ("source", "more"),
+    ("source", "beyond"),
     [
         ("assert f(1).left == 2", ".left, which no plain data have"),
         ("x = f(1)\nassert x.left == 2", ".left, which no plain data have"),
@@ -190,9 +190,9 @@ def test_what_gives_a_program_a_hold_on_its_tests_is_seen(source, unsafe):
         ("import unittest\nclass F(unittest.TestCase):\n    def test_f(self):\n        self.assertTrue(f(1))", None),
     ],
 )  # fmt: skip
-def test_tests_that_need_more_than_calls_with_plain_data_are_seen(source, more):
+def test_tests_that_need_more_than_calls_with_plain_data_are_seen(source, beyond):
     needs = read_tests({"tests": source}).needs
-    assert (needs.more or "").startswith(more or "") and bool(needs.more) == bool(more)
+    assert (needs.beyond or "").startswith(beyond or "") and bool(needs.beyond) == bool(beyond)
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,8 @@ def check(data, watch):
     size = 0
     for part in parts_of(value):
         kind = type(part)
-        known = kind in EXACT or isinstance(part, BaseException) or part in plain_data.BUILTINS.values()
-        assert known, kind
+        is_known = kind in EXACT or isinstance(part, BaseException) or part in plain_data.BUILTINS.values()
+        assert is_known, kind
         if isinstance(part, BaseException):
             assert not isinstance(part, plain_data.NEVER)
             assert kind.__module__ in ("builtins", "solution", "areal.programs.plain_data")
