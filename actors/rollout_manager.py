@@ -3,6 +3,14 @@
 The prompt of a group is the row of the data source at the index in the permit. The source is a pure function of that
 index. Scored samples are on the trainer's disk, and so are the calls of others, from time to time: if a rollout manager
 dies, another one samples what is missing. It never decides admission.
+
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| main | a healthy generator, room on the generators, permits | one task for each group |
+| group | what the trainer has of it, if it is resumed; its first G scored samples; the trainer | `GroupReady` |
+| sample | tokens of each call, then its score; if an actor dies, another one | its group |
+| renew leases | a quarter of a lease | keeps its groups; ends those that were lost |
+| balance | 2 s | moves sequences to emptier generators |
 """
 
 from __future__ import annotations
@@ -62,8 +70,8 @@ log = structlog.get_logger()
 class RolloutManager(Sampler):
     role = "rollout_manager"
 
-    async def setup(self) -> None:
-        await super().setup()
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._unfinished: dict[str, int] = {}  # number of unfinished samples, by group
         self._sessions: dict[str, list[SampleSession]] = {}
@@ -71,24 +79,28 @@ class RolloutManager(Sampler):
         self._saves = asyncio.Semaphore(SAVES)
 
     async def main(self) -> None:
-        await self.become_healthy()
-        self.spawn(self._renew_leases(), "renew leases")
-        self.spawn(self._balance(), "balance")
-        while self.state == "healthy":
-            self.activity = "waiting for a healthy generator"
-            await self.until(lambda: self.with_role("generator"))
-            self.activity = f"the generators are full, so no new group starts: {self._running} samples are running"
+        await self.member.become_healthy()
+        self.member.spawn(self._renew_leases(), "renew leases")
+        self.member.spawn(self._balance(), "balance")
+        while self.member.state == "healthy":
+            self.member.activity = "waiting for a healthy generator"
+            await self.directory.until(lambda: self.directory.with_role("generator"))
+            self.member.activity = (
+                f"the generators are full, so no new group starts: {self._running} samples are running"
+            )
             await self._router.room.until(lambda: self._free_groups() > 0)
-            self.activity = "waiting for permits from the master"
-            permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
+            self.member.activity = "waiting for permits from the master"
+            permits = await self.member.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
             for permit in permits.permits:
-                if self.state == "healthy":  # otherwise it is free again once this manager has left
+                if self.member.state == "healthy":  # otherwise it is free again once this manager has left
                     self._begin_group(permit)
 
     async def hand_over(self) -> None:
         """Leave the groups in progress to another manager, which goes on with what is saved of them. If there is none,
         finish them."""
-        if any(manager.identity != self.bus.identity.name for manager in self.with_role("rollout_manager")):
+        if any(
+            manager.identity != self.member.bus.identity.name for manager in self.directory.with_role("rollout_manager")
+        ):
             sessions = [session for sessions in self._sessions.values() for session in sessions]
             if saves := [session.save() for session in sessions if session.unsaved and session.save_every < math.inf]:
                 await asyncio.wait(saves, timeout=HAND_OVER_SECONDS)
@@ -97,8 +109,6 @@ class RolloutManager(Sampler):
         await self._router.room.until(lambda: not self._groups)
 
     def stats(self) -> dict[str, float]:
-        if self.state == "stale":
-            return {}
         return super().stats() | {
             "groups_running": len(self._groups),
             "samples_running": self._running,
@@ -107,15 +117,14 @@ class RolloutManager(Sampler):
         }
 
     def note_loads(self, loads: LoadColumns) -> None:
-        if self.state != "stale":
-            columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
-            rows = map(GeneratorLoad, *(column.tolist() for column in columns))
-            self._router.loads = dict(zip(loads.names, rows, strict=True))
-            self._router.room.notify()
+        columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
+        rows = map(GeneratorLoad, *(column.tolist() for column in columns))
+        self._router.loads = dict(zip(loads.names, rows, strict=True))
+        self._router.room.notify()
 
     def _free_groups(self) -> int:
         """Number of groups to start now. It is at least 1 if no group is in progress."""
-        generators = self.with_role("generator")
+        generators = self.directory.with_role("generator")
         places = sum(map(self._router.limit, generators)) / self._router.askers
         beginning = self._samples * sum(not sessions for sessions in self._sessions.values())
         requests = sum(self._router.requests[m.identity] for m in generators) + beginning
@@ -128,7 +137,7 @@ class RolloutManager(Sampler):
         while True:
             await asyncio.sleep(self.config.master.lease_seconds / 4)
             if self._groups:
-                renewed = await self.ask_master(RenewLeases(groups=tuple(self._groups)), LostLeases)
+                renewed = await self.member.ask_master(RenewLeases(groups=tuple(self._groups)), LostLeases)
                 for group in renewed.groups:
                     if task := self._groups.get(group):
                         log.warning("lease lost", group=group)
@@ -138,7 +147,9 @@ class RolloutManager(Sampler):
         """Every BALANCE_SECONDS, move sequences to generators where they finish sooner."""
         while True:
             await asyncio.sleep(BALANCE_SECONDS)
-            generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.loads}
+            generators = {
+                m.identity: m for m in self.directory.with_role("generator") if m.identity in self._router.loads
+            }
             loads = {identity: self._router.loads[identity] for identity in generators}
             calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
             moves = plan_moves(loads, calls, self._router.askers, asyncio.get_running_loop().time())
@@ -162,7 +173,7 @@ class RolloutManager(Sampler):
         self.awaited_rewards.update(permit.rewards)
         self._unfinished[permit.group] = self._samples
         self._sessions[permit.group] = []
-        self._groups[permit.group] = task = self.spawn(self._run_group(permit), permit.group)
+        self._groups[permit.group] = task = self.member.spawn(self._run_group(permit), permit.group)
         # A callback, not code in the task: a task that is cancelled before its first step never runs.
         task.add_done_callback(lambda _: self._end_group(permit.group))
 
@@ -178,7 +189,7 @@ class RolloutManager(Sampler):
         except SampleFailed as failure:
             discarded = _tokens_sampled(self._sessions[permit.group])
             failed = GroupFailed(group=permit.group, cause=failure.cause, reason=text_of(failure), discarded=discarded)
-            await self.ask_master(failed, Done)
+            await self.member.ask_master(failed, Done)
 
     async def _sample_group(self, permit: Permit) -> None:
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
@@ -240,7 +251,9 @@ class RolloutManager(Sampler):
         """The group has this start version: no sample of it goes on at an older one, and the master is told."""
         for session in self._sessions[permit.group]:
             session.min_version = max(version, permit.min_version)
-        self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
+        self.member.spawn(
+            self.member.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started"
+        )
 
     def _read_row(self, index: int) -> Row:
         """The row of the data at the index. Raises SampleFailed if it cannot be used."""
@@ -355,7 +368,7 @@ class RolloutManager(Sampler):
         return unpacked(stored.columns) if stored.columns else []
 
     def _save_regularly(self, permit: Permit, place: int, session: SampleSession) -> None:
-        session.save = lambda: self.spawn(self._save(permit, place, session), "save calls")
+        session.save = lambda: self.member.spawn(self._save(permit, place, session), "save calls")
         session.save_every = self.config.rollout_manager.save_every_tokens or math.inf
 
     async def _save(self, permit: Permit, place: int, session: SampleSession) -> None:
@@ -394,9 +407,9 @@ class RolloutManager(Sampler):
     async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
         """Ask the trainer, again until it answers. Raises RefusedError."""
         while True:
-            trainer = (await self.until(lambda: self.with_role("trainer")))[0]
+            trainer = (await self.directory.until(lambda: self.directory.with_role("trainer")))[0]
             try:
-                return await self.ask(trainer.address, request, answer, STORE_SECONDS)
+                return await self.member.ask(trainer.address, request, answer, STORE_SECONDS)
             except BusError as error:
                 # If the trainer was fenced, its successor will answer.
                 if isinstance(error, RefusedError) and not isinstance(error, FencedError):

@@ -17,16 +17,18 @@ from unittest.mock import patch
 import numpy as np
 
 from actors import generator, rollout_manager, trainer
-from actors.generator import Generator
+from actors.generator import Generator, SharedDevices
 from actors.master import Master
 from actors.mastering import run_state
 from actors.mastering.evaluations import Evaluations
 from actors.mastering.hangs import Hangs
 from actors.mastering.progress import Progress
+from actors.mastering.run_control import RunControl
 from actors.mastering.run_state import RunState
+from actors.mastering.training_requests import TrainingRequests
 from actors.rollout_manager import RolloutManager, _GroupStart
-from actors.runtime.actor import Actor
-from actors.runtime.works import Operation
+from actors.runtime.membership import Membership
+from actors.runtime.works import Operation, Works
 from actors.sampling import sessions
 from actors.sampling.calls import Call
 from actors.sampling.group_scores import GroupScores
@@ -34,6 +36,7 @@ from actors.sampling.jobs import RoutedGenerators, RoutedRewards, ScoreJob
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from actors.trainer import Trainer
+from actors.training.turns import Turns
 from areal.data.rows import Row
 from areal.staleness.ledger import (
     Admitted,
@@ -129,15 +132,15 @@ def replies_not_matched() -> AbstractContextManager[None]:
 
 def version_kept_on_roll_back() -> AbstractContextManager[None]:
     """A restarted trainer loads the last checkpoint, but takes its weights for those of the run's current version."""
-    ask_master = Trainer.ask_master
+    ask_master = Membership.ask_master
 
-    async def ask(trainer: Trainer, *arguments: Any) -> Any:
-        answer = await ask_master(trainer, *arguments)
+    async def ask(member: Membership, *arguments: Any) -> Any:
+        answer = await ask_master(member, *arguments)
         if isinstance(answer, Recovery):
             answer = answer.model_copy(update={"checkpoint_version": answer.version})
         return answer
 
-    return patch.multiple(Trainer, ask_master=ask)
+    return patch.multiple(Membership, ask_master=ask)
 
 
 def choices_not_journaled() -> AbstractContextManager[None]:
@@ -220,7 +223,7 @@ def answers_before_the_commit() -> AbstractContextManager[None]:
 
 def no_fencing() -> AbstractContextManager[None]:
     """The master accepts all reports of trainers, even those of an old lineage."""
-    return patch.multiple(Master, _check_trainer=lambda master, request, lineage=None: None)
+    return patch.multiple(RunControl, check_trainer=lambda run, request, lineage=None: None)
 
 
 def no_filter() -> AbstractContextManager[None]:
@@ -280,7 +283,7 @@ def branches_lost_on_the_way() -> AbstractContextManager[None]:
 
 def hold_ignored() -> AbstractContextManager[None]:
     """A generator loads the newest version even while it holds another one."""
-    return patch.multiple(Generator, _wanted_policy=lambda generator: generator.policy)
+    return patch.multiple(Generator, _wanted_policy=lambda generator: generator.directory.policy)
 
 
 def published_before_it_is_written() -> AbstractContextManager[None]:
@@ -288,7 +291,7 @@ def published_before_it_is_written() -> AbstractContextManager[None]:
     write = Trainer._write
 
     async def begin_to_write(trainer: Trainer, policy: Any) -> Any:
-        trainer.spawn(write(trainer, policy), "write")
+        trainer.member.spawn(write(trainer, policy), "write")
         return policy
 
     return patch.multiple(Trainer, _write=begin_to_write)
@@ -315,12 +318,12 @@ def checkpoint_reported_before_it_is_written() -> AbstractContextManager[None]:
 
 def start_versions_not_reported() -> AbstractContextManager[None]:
     """A rollout manager does not tell the master at which version a group started."""
-    ask_master = RolloutManager.ask_master
+    ask_master = Membership.ask_master
 
-    async def ask(manager: RolloutManager, message: Message, *more: Any) -> Any:
-        return Done() if isinstance(message, GroupStarted) else await ask_master(manager, message, *more)
+    async def ask(member: Membership, message: Message, *more: Any) -> Any:
+        return Done() if isinstance(message, GroupStarted) else await ask_master(member, message, *more)
 
-    return patch.multiple(RolloutManager, ask_master=ask)
+    return patch.multiple(Membership, ask_master=ask)
 
 
 def min_version_stays() -> AbstractContextManager[None]:
@@ -341,13 +344,13 @@ def min_version_stays() -> AbstractContextManager[None]:
 
 def rollouts_written_at_the_end() -> AbstractContextManager[None]:
     """The trainer writes its rollouts when the run has ended, not before each checkpoint."""
-    write = Trainer._write_rollouts
+    write = trainer.write_rollouts
 
-    async def write_if_over(trainer: Trainer) -> None:
-        if trainer._stop.done():
-            await write(trainer)
+    async def write_if_over(member: Membership, rollouts: RolloutWriter) -> None:
+        if member.stopped.done():
+            await write(member, rollouts)
 
-    return patch.multiple(Trainer, _write_rollouts=write_if_over)
+    return patch.multiple(trainer, write_rollouts=write_if_over)
 
 
 def rollouts_written_again() -> AbstractContextManager[None]:
@@ -372,13 +375,13 @@ def rejected_payloads_kept() -> AbstractContextManager[None]:
 
 def payloads_not_dropped_at_a_start() -> AbstractContextManager[None]:
     """A trainer that starts keeps the payloads that its predecessor left and nobody needs any more."""
-    ask_recovery = Master.ask_recovery
+    ask_recovery = TrainingRequests.ask_recovery
 
-    async def drop_nothing(master: Master, request: Any) -> Recovery:
-        return (await ask_recovery(master, request)).model_copy(update={"drop": ""})
+    async def drop_nothing(requests: TrainingRequests, request: Any) -> Recovery:
+        return (await ask_recovery(requests, request)).model_copy(update={"drop": ""})
 
     drop_nothing.handled_kind = AskRecovery  # type: ignore[attr-defined]
-    return patch.multiple(Master, ask_recovery=drop_nothing)
+    return patch.multiple(TrainingRequests, ask_recovery=drop_nothing)
 
 
 def spool_never_emptied() -> AbstractContextManager[None]:
@@ -400,26 +403,26 @@ def leases_not_renewed_at_a_start() -> AbstractContextManager[None]:
 
 def work_not_reported() -> AbstractContextManager[None]:
     """Heartbeats do not say what an actor works on."""
-    return patch.multiple(Actor, works=lambda actor: ())
+    return patch.multiple(Works, report=lambda works: ())
 
 
 def awake_in_a_turn() -> AbstractContextManager[None]:
     """A generator answers that it has yielded the devices, and goes on."""
 
-    async def stay_awake(generator: Generator) -> None:
+    async def stay_awake(devices: SharedDevices) -> None:
         pass
 
-    return patch.multiple(Generator, _sleep=stay_awake)
+    return patch.multiple(SharedDevices, _sleep=stay_awake)
 
 
 def old_trainers_give_devices() -> AbstractContextManager[None]:
     """A trainer gives its devices away without asking whether they are still its own."""
 
-    async def give(trainer: Trainer, request: Any) -> Done:
-        await trainer.until(lambda: not trainer._in_turn and request.sender in trainer.directory)
+    async def give(turns: Turns, request: Any) -> Done:
+        await turns._directory.until(lambda: not turns._mine and request.sender in turns._directory.members)
         return Done()
 
-    return patch.multiple(Trainer, give_devices=give)
+    return patch.multiple(Turns, give_devices=give)
 
 
 def failures_in_parts_are_lost() -> AbstractContextManager[None]:
@@ -661,7 +664,7 @@ def shortages_are_failures() -> AbstractContextManager[None]:
     store_samples = Trainer.store_samples
 
     async def store_at_once(trainer: Trainer, request: Any) -> Done:
-        if trainer._disk.shortage:
+        if trainer.member.disk.shortage:
             raise RefusedError("the disk is full")
         return await store_samples(trainer, request)
 
@@ -693,7 +696,7 @@ def snapshots_without_lost_evaluations() -> AbstractContextManager[None]:
 
 def own_pause_not_excused() -> AbstractContextManager[None]:
     """The master takes time in which it was suspended itself for silence of the others."""
-    return patch.multiple(Master, _now=lambda master: asyncio.get_running_loop().time())
+    return patch.multiple(RunControl, now=lambda run: asyncio.get_running_loop().time())
 
 
 def leases_of_leavers_stay() -> AbstractContextManager[None]:
