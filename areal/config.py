@@ -1506,8 +1506,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and aliases
-    that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
+    """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
+    aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
     try:
         return yaml.load(text, _UniqueKeyLoader)
     except RecursionError:
