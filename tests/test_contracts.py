@@ -45,7 +45,7 @@ BREAKS: dict[str, tuple[dict[str, str], str]] = {
     "Rooms of the actors": ({"actors.watching.health": "actors.master", "actors.generator": "actors.trainer"}, ""),
     "A run never imports the desk": ({"actors.watching.monitor": "areal.desk.report"}, ""),
     "The desk opens a run by": ({"areal.desk.trace": "areal.storage.run_folder"}, ""),
-    "No circles": ({"areal.workflows.conversation": "areal.workflows.session"}, "- .session -> .conversation"),
+    "No circles": ({"areal.workflows.conversation": "areal.workflows.session"}, "- .openai_api -> .conversation"),
     "vLLM is known": ({"actors.evaluator": "vllm"}, ""),
     "DeepSpeed is known": ({"areal.training.step_metrics": "deepspeed"}, ""),
     "ZeroMQ is known": ({"actors.runtime.actor": "zmq"}, ""),

@@ -24,9 +24,10 @@ import pyarrow.parquet as pq
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
 from areal.record import Record
 from areal.run_files import ROLLOUTS
+from areal.sampled import NOT_SAMPLED
 from areal.storage.rollouts import files
 from areal.tokens import tokenizer_in
-from areal.trajectory import NOT_SAMPLED, differ
+from areal.trajectory import differ
 
 TOKEN_BYTES = 64 << 20
 """Uncompressed bytes of tokens that are read from a file. Of a larger file only every n-th row group is read."""
