@@ -34,12 +34,12 @@ from actors.mastering.run_state import RunState
 from actors.record.record import check_record
 from areal.__main__ import main
 from areal.config import UserError
+from areal.sampled import TOP
 from areal.storage.journal import journal_copy
 from areal.storage.records import read_records
 from areal.storage.rollouts import batches, files
 from areal.storage.run_folder import checkpoint_of, config_of_run
 from areal.tokens import load_tokenizer
-from areal.trajectory import TOP
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
