@@ -1481,8 +1481,27 @@ class _RepeatedKeyError(yaml.YAMLError):
     """A mapping has a key twice."""
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Reads YAML as `safe_load` does, but refuses a key that a mapping has twice: by itself the last one would hold."""
+# YAML 1.2's numbers, in its core schema, with `_` between digits. By YAML 1.1, which `safe_load` reads, 1e-3 is text,
+# 010 is 8 and 1:30 is 90.
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_NUMBERS = {"tag:yaml.org,2002:int": _INTEGER, "tag:yaml.org,2002:float": _FLOAT}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML as `safe_load` does, but numbers as YAML 1.2 has them, and refuses a key that a mapping has twice: by
+    itself the last one would hold."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag not in _NUMBERS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -1494,6 +1513,27 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that are numbers by YAML 1.1 or 1.2."""
+
+
+for _tag, _form in _NUMBERS.items():
+    # Each resolver is compared with a whole scalar, by its first character.
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(_tag, re.compile(f"(?:{_form.pattern})$"), list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a text in YAML. Raises yaml.YAMLError and ValueError."""
+    return yaml.load(text, _Loader)
+
+
+def write_yaml(values: Any) -> str:
+    """The text in YAML that `read_yaml` reads as `values`, with keys in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
 def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
     first. Raises UserError if it cannot be read."""
@@ -1503,7 +1543,7 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        values = read_yaml(file.read_text(encoding="utf-8"))
     except _RepeatedKeyError as error:
         raise UserError(f"{file} {error}: remove one.") from None
     except OSError as error:
@@ -1554,7 +1594,7 @@ def merged(below: Any, above: Any) -> Any:
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, with HIDDEN in place of secrets."""
-    return yaml.safe_dump(without_secrets(config.model_dump(mode="json")), sort_keys=False)
+    return write_yaml(without_secrets(config.model_dump(mode="json")))
 
 
 def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:
@@ -1585,7 +1625,7 @@ def split_override(override: str) -> tuple[str, str]:
 
 def _yaml(text: str, override: str) -> Any:
     try:
-        return yaml.load(text, _UniqueKeyLoader)
+        return read_yaml(text)
     except _RepeatedKeyError as error:
         raise UserError(f"The override {override!r} {error}: remove one.") from None
     except (yaml.YAMLError, ValueError):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import duckdb
 import yaml
 
-from areal.config import UserError
+from areal.config import UserError, read_yaml
 from areal.storage.rollouts import FOLDER, SCHEMA, files
 from areal.tokens import tokenizer_in
 
@@ -283,6 +283,6 @@ def _mistake(error: duckdb.Error) -> UserError:
 def tokenizer_of(run: Path) -> Any | None:
     """The tokenizer of a run's model; None if the folder of the model is not here, or has none."""
     try:
-        return tokenizer_in(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"])
+        return tokenizer_in(read_yaml((run / "config.yaml").read_text(encoding="utf-8"))["model"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None
