@@ -24,7 +24,8 @@ from areal.storage.run_folder import config_of_run, configuration_to_resume, end
 from areal.text import shown
 
 if TYPE_CHECKING:
-    from actors.runtime.actor import Actor, Ending
+    from actors.runtime.actor import Ending
+    from actors.runtime.membership import Membership
     from actors.runtime.supervisor import Supervisor
     from areal.data.sources import PromptSource
     from areal.storage.journal import Journal
@@ -475,8 +476,8 @@ async def prepare(config: Config) -> tuple[Config, PromptSource]:
 def run_monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from actors.runtime.actor import first_answer
     from actors.runtime.addresses import new_bus
+    from actors.runtime.membership import first_answer
     from actors.watching.monitor import Feed, follow
     from protocols.messages import AskStatus
 
@@ -525,11 +526,12 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
     leave(3 if ending.fenced else 0 if ending.ok else 1)
 
 
-def build(role: str, arguments: argparse.Namespace) -> Actor:
-    """The actor of a role. Imports only the module of that role, and so only its engine."""
+def build(role: str, arguments: argparse.Namespace) -> Membership:
+    """An actor of a role. Imports only the module of that role, and so only its engine."""
     from importlib import import_module
 
     from actors.runtime.addresses import Door, new_bus, open_network
+    from actors.runtime.membership import Membership
     from protocols.addresses import host_of
 
     door = Door.towards(arguments.master, arguments.host, arguments.bind, arguments.ports)
@@ -539,7 +541,8 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
     further: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
     bus = new_bus(f"{role}/{'?' if arguments.index is None else arguments.index}", network)
-    return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **further.get(role, {}))
+    options = further.get(role, {})
+    return Membership(kind, bus, arguments.master, arguments.index, door, patience=arguments.wait, **options)
 
 
 def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -589,7 +592,7 @@ def ask_config(arguments: argparse.Namespace) -> Config:
 
 def ask_master(arguments: argparse.Namespace, message: Message) -> Any:
     """The master's answer to a message of a process that is no actor yet. Waits for it. Raises UserError."""
-    from actors.runtime.actor import ask_once
+    from actors.runtime.membership import ask_once
 
     network = network_towards(arguments.master)
     return asyncio.run(ask_once(network, arguments.master, message, arguments.wait, arguments.role[0]))

@@ -5,6 +5,12 @@ A result contains only tokens that the evaluated version sampled. If a token of 
 fails and gives no result. The master keeps the scores of rows that are done, so that the next attempt, also of a
 restarted evaluator, goes on with the others. The samples of benchmarks are kept with their completions in the run
 folder, as this actor sees it (areal.storage.samples), and none of them is made again.
+
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| main | a version that is due | the generator that holds it; the next evaluation |
+| one for each sample | its tokens, then its score | its row |
+| report | 1 s | the scores that are done are in the master's journal |
 """
 
 from __future__ import annotations
@@ -69,14 +75,14 @@ class NotExact(SampleFailed):
 class HolderRouter(Router):
     """Sends every sequence to the generator that holds the version under evaluation; routes other roles as usual."""
 
-    def __init__(self, evaluator: Evaluator, holder: Member) -> None:
-        super().__init__(evaluator)
+    def __init__(self, holder: Member, *routes: Any) -> None:
+        super().__init__(*routes)
         self._holder = holder
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
         if role != "generator":
             return await super().choose(role, serves)
-        now = self.actor.directory.get(self._holder.identity)
+        now = self.directory.members.get(self._holder.identity)
         if now is None or now.state != "healthy" or now.held != self._holder.held:
             raise NotExact(
                 f"{self._holder.identity} has left, is not healthy, or no longer holds version {min_version}"
@@ -213,8 +219,8 @@ def _settings_of(benchmark: BenchmarkConfig, sampling: SamplingConfig, config: C
 class Evaluator(Sampler):
     role = "evaluator"
 
-    async def setup(self) -> None:
-        await super().setup()
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         settings = self.config.evaluator
         conditions = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0, "min_p": 0.0}
         self._sampling = self.config.sampling.model_copy(update=conditions)
@@ -222,20 +228,22 @@ class Evaluator(Sampler):
         self._rows = [row for row in rows if not self.services.too_long(row)]
         if len(self._rows) < len(rows):
             log.warning("held-out rows are left out, as their prompts are too long", count=len(rows) - len(self._rows))
-        self._benchmark_rows = {
-            name: await asyncio.to_thread(open_benchmark, name, benchmark, self.config.seed)
-            for name, benchmark in settings.benchmarks.items()
-        }
+        self._benchmark_rows: dict[str, list[Row]] = {}
+
+    async def catch_up(self) -> None:
+        for name, benchmark in self.config.evaluator.benchmarks.items():
+            rows = await asyncio.to_thread(open_benchmark, name, benchmark, self.config.seed)
+            self._benchmark_rows[name] = rows
 
     async def main(self) -> None:
-        await self.become_healthy()
+        await self.member.become_healthy()
         failed: Counter[tuple[int, int]] = Counter()  # attempts by version and number of rows that were done before
         while True:
-            self.activity = "waiting for a version to evaluate"
-            due = await self.ask_master(AskEvaluation(), EvaluationAnswer, ASK_SECONDS)
+            self.member.activity = "waiting for a version to evaluate"
+            due = await self.member.ask_master(AskEvaluation(), EvaluationAnswer, ASK_SECONDS)
             if due.version is None:
                 continue
-            self.activity = f"evaluating version {due.version}"
+            self.member.activity = f"evaluating version {due.version}"
             evaluation = Evaluation(due, due.version, self._rows, self.config.evaluator.samples)
             benchmarks = await asyncio.to_thread(self._benchmarks_at, due.version)
             try:
@@ -247,9 +255,9 @@ class Evaluator(Sampler):
                 # A version in between is not tried again: the next version that is due follows soon.
                 if due.version in (0, self.config.steps) and failed[progress] < ATTEMPTS:
                     continue
-                await self.ask_master(EvaluationAbandoned(version=due.version, reason=text_of(error)), Done)
+                await self.member.ask_master(EvaluationAbandoned(version=due.version, reason=text_of(error)), Done)
             else:
-                await self.ask_master(result, Done)
+                await self.member.ask_master(result, Done)
 
     def _benchmarks_at(self, version: int) -> dict[str, Benchmark]:
         """The benchmarks that are due at a version."""
@@ -264,7 +272,7 @@ class Evaluator(Sampler):
         EvaluationFailed and NotExact."""
         if evaluation.holder is None:
             needed = [role for role in ("generator", "reward") if ROLES[role].processes(self.config)]
-            await self.until(lambda: all(map(self.with_role, needed)))
+            await self.directory.until(lambda: all(map(self.directory.with_role, needed)))
         loop = asyncio.get_running_loop()
         began, version = loop.time(), evaluation.version
         try:
@@ -276,16 +284,16 @@ class Evaluator(Sampler):
                 "the evaluation reached evaluator.timeout_seconds", version=version, unfinished=unfinished,
                 benchmarks=_progress_of(benchmarks),
             )  # fmt: skip
-        self.took(f"evaluation of version {version}", began, loop.time() - began)
+        self.member.took(f"evaluation of version {version}", began, loop.time() - began)
         return self._result(evaluation, benchmarks)
 
     async def _sample_all(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> None:
         """Sample and score all samples that are unfinished, and tell the master which rows are done. Raises
         NotExact."""
         home = evaluation.holder
-        router = HolderRouter(self, home) if home else self._router
+        router = HolderRouter(home, *self._routes) if home else self._router
         # Generators that have not joined yet take their share later.
-        generators = 1 if home else max(len(self.with_role("generator")), self.config.generator.count)
+        generators = 1 if home else max(len(self.directory.with_role("generator")), self.config.generator.count)
         gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
 
         async def take_sample(row: Row, sampling: SamplingConfig) -> Trajectory | None:
@@ -300,9 +308,9 @@ class Evaluator(Sampler):
             trajectory = await take_sample(row, benchmark.sampling)
             if trajectory:
                 text = self._texts(trajectory)[1]
-                await self.on_disk("samples of a benchmark", benchmark.keep, row, number, trajectory, text)
+                await self.member.on_disk("samples of a benchmark", benchmark.keep, row, number, trajectory, text)
             benchmark.add(row, number, trajectory)
-            self.activity = f"evaluating version {evaluation.version}: {_progress_of(benchmarks)}"
+            self.member.activity = f"evaluating version {evaluation.version}: {_progress_of(benchmarks)}"
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -322,7 +330,7 @@ class Evaluator(Sampler):
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             if rows := evaluation.take_finished_rows():
-                await self.ask_master(RowsScored(version=evaluation.version, scored=RowScores.of(rows)), Done)
+                await self.member.ask_master(RowsScored(version=evaluation.version, scored=RowScores.of(rows)), Done)
 
     async def _sample(
         self, row: Row, sampling: SamplingConfig, version: int, router: Router, home: Member | None

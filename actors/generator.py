@@ -6,6 +6,14 @@ sequences. With `generator.interrupt: false` it lets the running sequences finis
 meanwhile wait. A generator that *holds* a policy, because that policy is evaluated on it, loads no newer one until the
 master ends the hold. A generator knows nothing about tasks or rewards.
 
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| main | a published or held version newer than the loaded one | loads it, then the sequences that wait for it |
+| outputs of the engine | messages of vLLM's process | the flows of the askers |
+| one for each flow | tokens, at most every 20 ms | the samples of a manager |
+| weights for others | the next chunk on disk | the main loops of the generators below it in the tree |
+| device (`colocate`) | the trainer's turn to end | wakes the engine |
+
 A generator that shares its devices with the trainer starts its engine while the trainer does not compute. With
 `colocate` the engine sleeps while the trainer computes; its sequences continue afterwards.
 """
@@ -20,26 +28,23 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import structlog
 
-from actors.runtime.actor import CONTROL_SECONDS, Actor, Signal, handles, parked
+from actors.runtime.actor import CONTROL_SECONDS, Actor, HandlesRequests, Signal, handles, parked
+from actors.runtime.directory import Directory
+from actors.runtime.membership import Ask, Membership, Spawn
+from actors.runtime.works import Works
 from actors.sampling.flows import Flows
 from actors.weights.direct_weights import DirectReceiver
 from actors.weights.weight_service import WeightFetcher
-from areal.config import SamplingConfig
+from areal.config import Config, SamplingConfig
 from areal.devices import shares_devices
-from areal.generation.engine import (
-    Chunk,
-    EngineError,
-    EngineStats,
-    GenerationEngine,
-    LoadTimes,
-    WeightLoadError,
-)
+from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
+from areal.sampled import Generation, joined
 from areal.storage.disk import Patience
 from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
@@ -71,6 +76,7 @@ LOADS_FAIL_SECONDS = 60.0
 # How long the trainer may keep a request for the devices before it refuses it, and the pause before the next one.
 TAKE_SECONDS, TAKE_RETRY_SECONDS = 20.0, 1.0
 
+T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -81,7 +87,7 @@ class Engine(Protocol):
     def version(self) -> int: ...
     def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
-    ) -> AsyncGenerator[Chunk, None]: ...
+    ) -> AsyncGenerator[Generation, None]: ...
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
     async def load(self, folder: Path, version: int) -> LoadTimes: ...
@@ -95,56 +101,120 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+class SharedDevices(HandlesRequests):
+    """The devices of an engine, which the trainer may have in turns. It asks for them from the first moment on."""
+
+    def __init__(self, config: Config, directory: Directory, ask: Ask, spawn: Spawn, works: Works) -> None:
+        self._config = config
+        self._directory = directory
+        self._ask = ask
+        self._spawn = spawn
+        self._works = works
+        self._yields = 0  # requests to yield the devices
+        self._busy = asyncio.Lock()  # held while the engine starts, falls asleep and wakes
+        self._engine: Engine | None = None  # until it has started
+        self._asleep = False
+
+    async def start(self, start: Callable[[], Awaitable[Engine]]) -> Engine:
+        """Start the engine, once the trainer has left the devices."""
+
+        async def start_engine() -> Engine:
+            self._engine = engine = await start()
+            return engine
+
+        return await self._take(start_engine)
+
+    @handles(YieldDevices)
+    async def yield_devices(self, request: Request[YieldDevices]) -> Done:
+        self._yields += 1
+        await asyncio.shield(self._spawn(self._sleep(), "sleep"))  # also if the trainer no longer waits for the answer
+        return Done()
+
+    async def _sleep(self) -> None:
+        async with self._busy:
+            if self._engine is not None and self._config.colocate and not self._asleep:
+                self._asleep = True
+                with self._works.working("falling asleep", "sleep"):
+                    await self._engine.sleep()
+                self._spawn(self._take(functools.partial(self._wake, self._engine)), "wake")
+
+    async def _wake(self, engine: Engine) -> None:
+        with self._works.working("waking", "wake"):
+            await engine.wake()
+        self._asleep = False
+
+    async def _take(self, use: Callable[[], Awaitable[T]]) -> T:
+        """Call `use` once the trainer, if it shares its devices with this generator, has left them."""
+        while True:
+            yields = self._yields
+            if self._config.steps and shares_devices(self._config):
+                with self._works.waiting():
+                    trainer = (await self._directory.until(lambda: self._directory.with_role("trainer", False)))[0]
+                    try:
+                        await self._ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
+                    except BusError:  # it computes, has died, or has been replaced
+                        await asyncio.sleep(TAKE_RETRY_SECONDS)
+                        continue
+            async with self._busy:
+                if yields == self._yields:  # otherwise the trainer has taken the devices again since it answered
+                    return await use()
+
+
 class Generator(Actor):
     role = "generator"
-    _engine: Engine = None  # type: ignore[assignment]  # set by `setup`, like the one below
-    _weights: WeightFetcher = None  # type: ignore[assignment]
 
-    def __init__(
-        self, *args: Any, start_engine: Callable[..., Awaitable[Engine]] = GenerationEngine.start,
-        **kwargs: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(*args, **kwargs)
-        self._start_engine = start_engine
-        self._yields = 0  # requests to yield the devices, which may come before `setup`
-        self._device = asyncio.Lock()  # held while the engine starts, falls asleep and wakes
-        self._asleep = False
-        self._flows = Flows[_Tokens](lambda tokens: 12 * len(tokens.chunk.tokens) + 16, _columns, self.spawn)
+    @classmethod
+    async def start(
+        cls, member: Membership, start_engine: Callable[..., Awaitable[Engine]] = GenerationEngine.start
+    ) -> Self:
+        config = member.config
 
-    async def setup(self) -> None:
+        def start() -> Awaitable[Engine]:
+            member.activity = "starting the engine"
+            return start_engine(
+                Path(config.model), config.generator, version=0, seed=config.seed + (member.index or 0),
+                lora=config.trainer.lora, sleeps=config.colocate, transfer=config.weights.backend,
+            )  # fmt: skip
+
+        devices = SharedDevices(config, member.directory, member.ask, member.spawn, member.works)
+        member.serve(devices)
+        member.activity = "waiting for the trainer to leave the devices"
+        engine = await devices.start(start)
+        member.used.push_async_callback(engine.close)
+        return cls(member, engine)
+
+    def __init__(self, member: Membership, engine: Engine) -> None:
+        self.member = member
+        self.config, self.directory = member.config, member.directory
+        self._engine = engine
         self._weights = WeightFetcher(
-            self.bus, self.index or 0, self.config.weights, self.config.weights_folder,
-            functools.partial(self.with_role, healthy=False), lambda: self.policy,
+            member.bus, member.index or 0, self.config.weights, self.config.weights_folder,
+            functools.partial(self.directory.with_role, healthy=False), lambda: self.directory.policy,
         )  # fmt: skip
-        self._receiver = DirectReceiver(self)
+        member.used.push_async_callback(asyncio.to_thread, self._weights.close)
+        self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)
+        self._flows = Flows[_New](lambda new: new.tokens.nbytes + 16, _columns, member.spawn)
         self._loaded = Signal()
-        self._samples = self._works.unless_other("sample", self._steps)  # one for all sequences
+        self._samples = member.works.unless_other("sample", self._steps)  # one for all sequences
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine
         self._leaving: set[str] = set()
         self._concurrency = Concurrency(self.config.generator.max_concurrent_rollouts)
         self._lineage = 0
         self._reloads: Counter[str] = Counter()
-        self.activity = "waiting for the trainer to leave the devices"
-        await self._take_devices(self._start)
+
+    async def catch_up(self) -> None:
         if self._is_behind():
             await self._load_wanted()
 
-    async def _start(self) -> None:
-        self.activity = "starting the engine"
-        self._engine = await self._start_engine(
-            Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0),
-            lora=self.config.trainer.lora, sleeps=self.config.colocate, transfer=self.config.weights.backend,
-        )  # fmt: skip
-
     async def main(self) -> None:
-        await self.become_healthy()
+        await self.member.become_healthy()
         while True:
-            self.activity = f"generating at version {self._engine.version}"
-            await self.until(self._is_behind)
+            self.member.activity = f"generating at version {self._engine.version}"
+            await self.directory.until(self._is_behind)
             await self._load_wanted()
-            if self.state == "stale":
-                self.state = "healthy"
-                await self._beat()
+            if self.member.state == "stale":
+                self.member.state = "healthy"
+                await self.member.beat()
 
     async def hand_over(self) -> None:
         """Hand over every sequence: its asker continues it on another generator, from the tokens sampled so far."""
@@ -152,15 +222,7 @@ class Generator(Actor):
         self._loaded.notify()
         await self._flows.wait_until_empty()
 
-    async def teardown(self) -> None:
-        if self._weights is not None:
-            await asyncio.to_thread(self._weights.close)
-        if self._engine is not None:
-            await self._engine.close()
-
     def stats(self) -> dict[str, float]:
-        if self._engine is None:
-            return {}
         stats = asdict(self._engine.stats())
         del stats["steps"]
         return {
@@ -175,48 +237,11 @@ class Generator(Actor):
 
     def engagement(self) -> Engagement | None:
         """The load of the engine, for the heartbeat. Each call also adapts the limit of concurrent sequences."""
-        if self._engine is None:
-            return None
         stats = self._engine.stats()
         self._concurrency.adapt(stats.running, stats.waiting, stats.kv_use, stats.preemptions)
         return Engagement(
             sequences=Counter(self._sequences.values()), limit=self._concurrency.limit, version=self._engine.version
         )
-
-    @handles(YieldDevices)
-    async def yield_devices(self, request: Request[YieldDevices]) -> Done:
-        self._yields += 1
-        await asyncio.shield(self.spawn(self._sleep(), "sleep"))  # also if the trainer no longer waits for the answer
-        return Done()
-
-    async def _sleep(self) -> None:
-        async with self._device:
-            if self._engine is not None and self.config.colocate and not self._asleep:
-                self._asleep = True
-                with self.working("falling asleep", "sleep"):
-                    await self._engine.sleep()
-                self.spawn(self._take_devices(self._wake), "wake")
-
-    async def _wake(self) -> None:
-        with self.working("waking", "wake"):
-            await self._engine.wake()
-        self._asleep = False
-
-    async def _take_devices(self, use: Callable[[], Awaitable[None]]) -> None:
-        """Call `use` once the trainer, if it shares its devices with this generator, has left them."""
-        while True:
-            yields = self._yields
-            if self.config.steps and shares_devices(self.config):
-                with self._works.waiting():
-                    trainer = (await self.until(lambda: self.with_role("trainer", healthy=False)))[0]
-                    try:
-                        await self.ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
-                    except BusError:  # it computes, has died, or has been replaced
-                        await asyncio.sleep(TAKE_RETRY_SECONDS)
-                        continue
-            async with self._device:
-                if yields == self._yields:  # otherwise the trainer has taken the devices again since it answered
-                    return await use()
 
     @handles(OpenFlow)
     def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[Message]:
@@ -224,8 +249,8 @@ class Generator(Actor):
 
     @handles(Generate)
     async def generate(self, request: Request[Generate]) -> Done:
-        if self._engine is None or self.state == "draining":
-            raise BusyError("this generator accepts no sequences: it is starting or draining")
+        if self.member.state == "draining":
+            raise BusyError("this generator accepts no sequences: it is draining")
         message, owner = request.message, request.owner
         prompts = [prompt.tolist() for prompt in message.prompts]
         sequences = {
@@ -237,32 +262,31 @@ class Generator(Actor):
 
     @handles(EndJobs)
     async def end_jobs(self, request: Request[EndJobs]) -> Done:
-        if self._engine is not None:
-            names = {_name(request.owner, job) for job in request.message.jobs.tolist()}
-            self._leaving |= names & self._sequences.keys()
-            self._engine.hand_over(names)
-            self._loaded.notify()
+        names = {_name(request.owner, job) for job in request.message.jobs.tolist()}
+        self._leaving |= names & self._sequences.keys()
+        self._engine.hand_over(names)
+        self._loaded.notify()
         return Done()
 
     async def _sample(
-        self, name: str, sender: str, new: NewSequence, prompt: list[int], add: Callable[[_Tokens], None]
+        self, name: str, sender: str, new: NewSequence, prompt: list[int], add: Callable[[_New], None]
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
         sampling = SamplingConfig(**{name: getattr(new, name) for name in SAMPLING})
         self._sequences[name] = sender
         try:
             await self._loaded.until(
-                lambda: self._engine.version >= new.min_version or self._leaves(name) or self.state == "stale"
+                lambda: self._engine.version >= new.min_version or self._leaves(name) or self.member.state == "stale"
             )
             if self._leaves(name):
                 raise StreamBrokenError("the generator handed the sequence over before it started")
             if self._engine.version < new.min_version:
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
             sampled = self._engine.generate(name, prompt, sampling, first_version=new.first_version)
-            with self.working("sampling", "sample", self._samples):
-                async with contextlib.aclosing(sampled) as chunks:
-                    async for chunk in chunks:
-                        add(_Tokens(new.job, chunk))
+            with self.member.working("sampling", "sample", self._samples):
+                async with contextlib.aclosing(sampled) as parts:
+                    async for part in parts:
+                        add(_New(new.job, part))
         except ValueError as error:
             raise RefusedError(str(error)) from None
         except EngineError as error:
@@ -275,13 +299,13 @@ class Generator(Actor):
 
     @handles(AskLogprobs)
     async def ask_logprobs(self, request: Request[AskLogprobs]) -> Logprobs:
-        if self._engine is None or self.state == "draining":
-            raise BusyError("this generator computes no log-probs: it is starting or draining")
+        if self.member.state == "draining":
+            raise BusyError("this generator computes no log-probs: it is draining")
         ask = request.message
         required = ask.lineage, ask.version
         try:
             async with parked(request):
-                await self._loaded.until(lambda: self._loaded_policy() >= required or self.state != "healthy")
+                await self._loaded.until(lambda: self._loaded_policy() >= required or self.member.state != "healthy")
                 scores = await self._engine.score(f"{request.sender} log-probs", ask.tokens.tolist())
         except ValueError as error:
             raise RefusedError(str(error)) from None
@@ -291,8 +315,6 @@ class Generator(Actor):
 
     @handles(FetchWeights)
     def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
-        if self._weights is None:
-            raise BusyError("this generator is still starting and has no weights yet")
         return self._weights.serve(request)
 
     def _steps(self) -> float:
@@ -301,31 +323,31 @@ class Generator(Actor):
         return stats.steps + stats.tokens_generated
 
     def _leaves(self, name: str) -> bool:
-        return self.state == "draining" or name in self._leaving
+        return self.member.state == "draining" or name in self._leaving
 
     async def _fall_behind(self) -> None:
         """After a load that failed: accept no new sequences, and send away those that wait for newer weights."""
-        if self.state == "healthy":
-            self.state = "stale"
+        if self.member.state == "healthy":
+            self.member.state = "stale"
             self._loaded.notify()
-            await self._beat()
+            await self.member.beat()
 
     def _is_behind(self) -> bool:
         return self._wanted_policy().identity > self._loaded_policy()
 
     def _loaded_policy(self) -> tuple[int, int]:
         # Version 0 is the initial model of the run, in every lineage.
-        return self._lineage if self._engine.version else self.policy.lineage, self._engine.version
+        return self._lineage if self._engine.version else self.directory.policy.lineage, self._engine.version
 
     def _wanted_policy(self) -> Policy:
         """The policy that this generator should have: the one it holds, or else the newest published one. A held policy
         older than the loaded one is ignored, because running sequences cannot go back to older weights."""
-        me = self.directory.get(self.bus.identity.name)
+        me = self.directory.members.get(self.member.bus.identity.name)
         if me is None or me.held is None:
-            return self.policy
+            return self.directory.policy
         # Version 0 is the initial model of the run, in every lineage.
         passed = me.held.identity < self._loaded_policy() if me.held.version else self._engine.version > 0
-        return self.policy if passed else me.held
+        return self.directory.policy if passed else me.held
 
     async def _load_wanted(self) -> None:
         """Load the wanted policy. If its files are missing or torn, retry, alternating between the newest published
@@ -336,11 +358,11 @@ class Generator(Actor):
         while True:
             try:
                 if not self.config.generator.interrupt:
-                    self.activity = "finishing the running sequences before it loads new weights"
+                    self.member.activity = "finishing the running sequences before it loads new weights"
                 async with self._engine.drained():
                     if not self._is_behind():
                         return
-                    policy = self.policy if alternate else self._wanted_policy()
+                    policy = self.directory.policy if alternate else self._wanted_policy()
                     times = await (self._receive if direct and policy.stamp else self._fetch_and_load)(policy)
                 break
             except (TornWeights, WeightLoadError) as error:
@@ -359,41 +381,42 @@ class Generator(Actor):
         parts = {"pause": times.pause_seconds, "load": times.load_seconds, "resume": times.resume_seconds}
         began = asyncio.get_running_loop().time() - sum(parts.values())
         for part, seconds in parts.items():
-            self.took(part, began, seconds)
+            self.member.took(part, began, seconds)
             began += seconds
         self._loaded.notify()
 
     async def _receive(self, policy: Policy) -> LoadTimes:
-        self.activity = f"receiving version {policy.version}"
-        with self.working(self.activity):  # each call of the transfer has a deadline
+        self.member.activity = f"receiving version {policy.version}"
+        with self.member.working(self.member.activity):  # each call of the transfer has a deadline
             return await self._engine.receive(policy.version, self._receiver.calls(policy), self._receiver.lost)
 
+    def _arrived(self) -> float:
+        """Moves while weights are fetched."""
+        return self._weights.bytes_received + Patience.refusals
+
     async def _fetch_and_load(self, policy: Policy) -> LoadTimes:
-        self.activity = f"fetching version {policy.version}"
+        self.member.activity = f"fetching version {policy.version}"
         fetch, into = functools.partial(self._weights.fetch, policy), self.config.weights_folder
-        with self.working(self.activity, "fetch", lambda: self._weights.bytes_received + Patience.refusals):
-            folder = await self._disk.write(fetch, f"the weights of version {policy.version}", into)
-        self.activity = f"loading version {policy.version}"
-        with self.working(self.activity, "load"):
+        with self.member.working(self.member.activity, "fetch", self._arrived):
+            folder = await self.member.disk.write(fetch, f"the weights of version {policy.version}", into)
+        self.member.activity = f"loading version {policy.version}"
+        with self.member.working(self.member.activity, "load"):
             return await self._engine.load(folder, policy.version)
 
 
-class _Tokens(NamedTuple):
+class _New(NamedTuple):
     """The next tokens of a sequence."""
 
     job: int
-    chunk: Chunk
+    tokens: Generation
 
 
-def _columns(tokens: Sequence[_Tokens], failed: Sequence[JobFailed]) -> TokenColumns:
-    chunks = [part.chunk for part in tokens]
+def _columns(new: Sequence[_New], failed: Sequence[JobFailed]) -> TokenColumns:
     return TokenColumns(
-        jobs=np.array([part.job for part in tokens], np.int64),
-        counts=np.array([len(chunk.tokens) for chunk in chunks], np.int32),
-        finishes=np.array([FINISHES.index(chunk.finish) for chunk in chunks], np.int32),
-        tokens=np.concatenate([np.zeros(0, np.int32), *(chunk.tokens for chunk in chunks)]),
-        logprobs=np.concatenate([np.zeros(0, np.float32), *(chunk.logprobs for chunk in chunks)]),
-        versions=np.concatenate([np.zeros(0, np.int32), *(chunk.versions for chunk in chunks)]),
+        jobs=np.array([part.job for part in new], np.int64),
+        counts=np.array([len(part.tokens) for part in new], np.int32),
+        finishes=np.array([FINISHES.index(part.tokens.finish) for part in new], np.int32),
+        columns=joined(part.tokens for part in new),
         failed=tuple(failed),
     )
 

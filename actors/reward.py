@@ -1,6 +1,11 @@
 """The reward actor: runs named reward functions in worker processes, each call with a deadline.
 
 A call that fails gives an error, never a score.
+
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| one for each worker | a completion, then its score or the deadline | the flow of its asker |
+| one for each flow | scores | the samples of a manager |
 """
 
 from __future__ import annotations
@@ -10,13 +15,14 @@ from typing import Any, Protocol, Self
 
 import structlog
 
+from actors.runtime.membership import Membership
 from actors.sampling.flows import PART_BYTES
 from actors.sampling.serving import Serving
 from areal.result import Result
 from areal.rewards.functions import NO_OPTIONS
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
-from areal.trajectory import Tokens
+from areal.sampled import Tokens
 from protocols.errors import HarmfulError, RefusedError
 from protocols.messages import Completion, Scored
 
@@ -34,40 +40,29 @@ class Pool(Protocol):
 
 
 class Reward(Serving):
-    """Serves the rewards named on its command line; if none are named, those of the configuration.
-
-    options: keyword arguments by name of the reward, which replace those of the configuration."""
+    """Serves the rewards named on its command line; if none are named, those of the configuration."""
 
     role = "reward"
-    _pool: Pool = None  # type: ignore[assignment]  # set by `setup`
 
-    def __init__(
-        self, *args: Any, functions: tuple[str, ...] = (), options: Mapping[str, Mapping[str, Any]] = NO_OPTIONS,
-        make_pool: Callable[..., Pool] = RewardPool, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(*args, **kwargs)
-        self._functions = functions
-        self._options = options
-        self._make_pool = make_pool
+    @classmethod
+    async def start(
+        cls, member: Membership, functions: tuple[str, ...] = (), options: Mapping[str, Mapping[str, Any]] = NO_OPTIONS,
+        make_pool: Callable[..., Pool] = RewardPool,
+    ) -> Self:  # fmt: skip
+        """options: keyword arguments by name of the reward, which replace those of the configuration."""
+        member.settle()  # before the pool starts its workers, which inherit the cores
+        served, names = member.config.served_rewards, functions or tuple(member.config.own_rewards)
+        merged = {name: {**served.options.get(name, {}), **options.get(name, {})} for name in names}
+        pool = make_pool(names, served.model_copy(update={"options": merged}))
+        return cls(member, names, await member.used.enter_async_context(pool))
 
-    def serves(self) -> tuple[str, ...]:
-        return self._functions or tuple(self.config.own_rewards)
-
-    async def setup(self) -> None:
-        self.settle()  # before the pool starts its workers, which inherit the cores
-        served = self.config.served_rewards
-        options = {name: served.options.get(name, {}) for name in self.serves()}
-        merged = {name: {**of_run, **self._options.get(name, {})} for name, of_run in options.items()}
-        self._pool = self._make_pool(self.serves(), served.model_copy(update={"options": merged}))
-        await self._pool.__aenter__()
+    def __init__(self, member: Membership, names: tuple[str, ...], pool: Pool) -> None:
+        super().__init__(member, names)
+        self._pool = pool
 
     async def main(self) -> None:
-        await self.become_healthy()
-        self.activity = f"scoring with {', '.join(self.serves())}"
-
-    async def teardown(self) -> None:
-        if self._pool is not None:
-            await self._pool.__aexit__(None, None, None)
+        await self.member.become_healthy()
+        self.member.activity = f"scoring with {', '.join(self.serves())}"
 
     async def score_completions(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
@@ -75,7 +70,7 @@ class Reward(Serving):
         """Raises RefusedError."""
         self.check_served(completion.function)
         try:
-            with self.working(f"scoring with {completion.function}"):
+            with self.member.working(f"scoring with {completion.function}"):
                 results = await self._pool.score_all(
                     completion.function, completion.prompt, completion.completions, row, completion.tokens
                 )

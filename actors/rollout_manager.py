@@ -3,6 +3,14 @@
 The prompt of a group is the row of the data source at the index in the permit. The source is a pure function of that
 index. Scored samples are on the trainer's disk, and so are the calls of others, from time to time: if a rollout manager
 dies, another one samples what is missing. It never decides admission.
+
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| main | a healthy generator, room on the generators, permits | one task for each group |
+| group | what the trainer has of it, if it is resumed; its first G scored samples; the trainer | `GroupReady` |
+| sample | tokens of each call, then its score; if an actor dies, another one | its group |
+| renew leases | a quarter of a lease | keeps its groups; ends those that were lost |
+| balance | 2 s | moves sequences to emptier generators |
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import structlog
 
 from actors.sampling.calls import SampleFailed
@@ -23,7 +32,7 @@ from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
 from areal.storage.saved_calls import SavedCall, packed, unpacked
-from areal.trajectory import Trajectory, columns, notes_of
+from areal.trajectory import Note, Trajectory, row_text
 from protocols.errors import BusError, FencedError, MalformedError, RefusedError, text_of
 from protocols.messages import (
     AskCalls,
@@ -39,6 +48,7 @@ from protocols.messages import (
     Permit,
     Permits,
     RenewLeases,
+    ScoredSample,
     StoreCalls,
     StoredCalls,
     StoredSamples,
@@ -62,8 +72,8 @@ log = structlog.get_logger()
 class RolloutManager(Sampler):
     role = "rollout_manager"
 
-    async def setup(self) -> None:
-        await super().setup()
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._unfinished: dict[str, int] = {}  # number of unfinished samples, by group
         self._sessions: dict[str, list[SampleSession]] = {}
@@ -71,24 +81,28 @@ class RolloutManager(Sampler):
         self._saves = asyncio.Semaphore(SAVES)
 
     async def main(self) -> None:
-        await self.become_healthy()
-        self.spawn(self._renew_leases(), "renew leases")
-        self.spawn(self._balance(), "balance")
-        while self.state == "healthy":
-            self.activity = "waiting for a healthy generator"
-            await self.until(lambda: self.with_role("generator"))
-            self.activity = f"the generators are full, so no new group starts: {self._running} samples are running"
+        await self.member.become_healthy()
+        self.member.spawn(self._renew_leases(), "renew leases")
+        self.member.spawn(self._balance(), "balance")
+        while self.member.state == "healthy":
+            self.member.activity = "waiting for a healthy generator"
+            await self.directory.until(lambda: self.directory.with_role("generator"))
+            self.member.activity = (
+                f"the generators are full, so no new group starts: {self._running} samples are running"
+            )
             await self._router.room.until(lambda: self._free_groups() > 0)
-            self.activity = "waiting for permits from the master"
-            permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
+            self.member.activity = "waiting for permits from the master"
+            permits = await self.member.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
             for permit in permits.permits:
-                if self.state == "healthy":  # otherwise it is free again once this manager has left
+                if self.member.state == "healthy":  # otherwise it is free again once this manager has left
                     self._begin_group(permit)
 
     async def hand_over(self) -> None:
         """Leave the groups in progress to another manager, which goes on with what is saved of them. If there is none,
         finish them."""
-        if any(manager.identity != self.bus.identity.name for manager in self.with_role("rollout_manager")):
+        if any(
+            manager.identity != self.member.bus.identity.name for manager in self.directory.with_role("rollout_manager")
+        ):
             sessions = [session for sessions in self._sessions.values() for session in sessions]
             if saves := [session.save() for session in sessions if session.unsaved and session.save_every < math.inf]:
                 await asyncio.wait(saves, timeout=HAND_OVER_SECONDS)
@@ -97,8 +111,6 @@ class RolloutManager(Sampler):
         await self._router.room.until(lambda: not self._groups)
 
     def stats(self) -> dict[str, float]:
-        if self.state == "stale":
-            return {}
         return super().stats() | {
             "groups_running": len(self._groups),
             "samples_running": self._running,
@@ -107,15 +119,14 @@ class RolloutManager(Sampler):
         }
 
     def note_loads(self, loads: LoadColumns) -> None:
-        if self.state != "stale":
-            columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
-            rows = map(GeneratorLoad, *(column.tolist() for column in columns))
-            self._router.loads = dict(zip(loads.names, rows, strict=True))
-            self._router.room.notify()
+        columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
+        rows = map(GeneratorLoad, *(column.tolist() for column in columns))
+        self._router.loads = dict(zip(loads.names, rows, strict=True))
+        self._router.room.notify()
 
     def _free_groups(self) -> int:
         """Number of groups to start now. It is at least 1 if no group is in progress."""
-        generators = self.with_role("generator")
+        generators = self.directory.with_role("generator")
         places = sum(map(self._router.limit, generators)) / self._router.askers
         beginning = self._samples * sum(not sessions for sessions in self._sessions.values())
         requests = sum(self._router.requests[m.identity] for m in generators) + beginning
@@ -128,7 +139,7 @@ class RolloutManager(Sampler):
         while True:
             await asyncio.sleep(self.config.master.lease_seconds / 4)
             if self._groups:
-                renewed = await self.ask_master(RenewLeases(groups=tuple(self._groups)), LostLeases)
+                renewed = await self.member.ask_master(RenewLeases(groups=tuple(self._groups)), LostLeases)
                 for group in renewed.groups:
                     if task := self._groups.get(group):
                         log.warning("lease lost", group=group)
@@ -138,7 +149,9 @@ class RolloutManager(Sampler):
         """Every BALANCE_SECONDS, move sequences to generators where they finish sooner."""
         while True:
             await asyncio.sleep(BALANCE_SECONDS)
-            generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.loads}
+            generators = {
+                m.identity: m for m in self.directory.with_role("generator") if m.identity in self._router.loads
+            }
             loads = {identity: self._router.loads[identity] for identity in generators}
             calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
             moves = plan_moves(loads, calls, self._router.askers, asyncio.get_running_loop().time())
@@ -162,7 +175,7 @@ class RolloutManager(Sampler):
         self.awaited_rewards.update(permit.rewards)
         self._unfinished[permit.group] = self._samples
         self._sessions[permit.group] = []
-        self._groups[permit.group] = task = self.spawn(self._run_group(permit), permit.group)
+        self._groups[permit.group] = task = self.member.spawn(self._run_group(permit), permit.group)
         # A callback, not code in the task: a task that is cancelled before its first step never runs.
         task.add_done_callback(lambda _: self._end_group(permit.group))
 
@@ -178,7 +191,7 @@ class RolloutManager(Sampler):
         except SampleFailed as failure:
             discarded = _tokens_sampled(self._sessions[permit.group])
             failed = GroupFailed(group=permit.group, cause=failure.cause, reason=text_of(failure), discarded=discarded)
-            await self.ask_master(failed, Done)
+            await self.member.ask_master(failed, Done)
 
     async def _sample_group(self, permit: Permit) -> None:
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
@@ -209,7 +222,8 @@ class RolloutManager(Sampler):
         try:
             scored = await self._first_scored(work, needed, None if all_or_none else store)
             unused = _tokens_sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
-            scored[-1].about["discarded"] += max(0, unused)
+            note = scored[-1].note
+            scored[-1] = scored[-1]._replace(note=note._replace(discarded=note.discarded + max(0, unused)))
             store(*(scored if all_or_none else scored[-1:]))
             for refusal in filter(None, await asyncio.gather(*storing)):
                 raise SampleFailed("trainer", f"the trainer refused the group: {refusal}")
@@ -240,7 +254,9 @@ class RolloutManager(Sampler):
         """The group has this start version: no sample of it goes on at an older one, and the master is told."""
         for session in self._sessions[permit.group]:
             session.min_version = max(version, permit.min_version)
-        self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
+        self.member.spawn(
+            self.member.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started"
+        )
 
     def _read_row(self, index: int) -> Row:
         """The row of the data at the index. Raises SampleFailed if it cannot be used."""
@@ -291,10 +307,10 @@ class RolloutManager(Sampler):
             if session.group:
                 session.group.finished(session)
             discarded = session.tokens_sampled - int(sample.sampled.sum())
-            about: dict[str, Any] = {"parts": session.reward_parts, "discarded": max(0, discarded)}
+            note = Note(session.reward_parts, max(0, discarded))
             if self._keeps_rollouts:
-                about |= {"generators": [*session.generators], "began": began, "seconds": time.time() - began}
-            return _Scored(place, sample, about)
+                note = Note(*note[:2], (*session.generators,), began, time.time() - began)
+            return _Scored(place, sample, note)
         except SampleFailed as failure:
             if session.first_version is None:
                 start.count()
@@ -316,7 +332,6 @@ class RolloutManager(Sampler):
                 if column == "teacher_logprobs" and self.config.trainer.teacher_top_k:
                     sample = sample.with_scores("teacher_top_tokens", [score.top_tokens for score in scores])
                     sample = sample.with_scores("teacher_top_logprobs", [score.top_logprobs for score in scores])
-                sample = sample.checked()
             except ValueError as error:
                 raise SampleFailed("scorer", f"scorer {name!r}: {error}") from None
         penalty = self.services.overlong(sample)
@@ -352,10 +367,10 @@ class RolloutManager(Sampler):
         except RefusedError as error:
             log.warning("the trainer gives no calls of a sample", group=permit.group, error=str(error))
             return []
-        return unpacked(stored.columns) if stored.columns else []
+        return unpacked(stored.frame.data) if len(stored.frame) else []
 
     def _save_regularly(self, permit: Permit, place: int, session: SampleSession) -> None:
-        session.save = lambda: self.spawn(self._save(permit, place, session), "save calls")
+        session.save = lambda: self.member.spawn(self._save(permit, place, session), "save calls")
         session.save_every = self.config.rollout_manager.save_every_tokens or math.inf
 
     async def _save(self, permit: Permit, place: int, session: SampleSession) -> None:
@@ -364,9 +379,8 @@ class RolloutManager(Sampler):
             tokens, calls = session.unsaved, session.calls_so_far()
             if not calls:  # the call with these tokens has failed
                 return
-            request = StoreCalls(
-                group=permit.group, prompt_index=permit.prompt_index, place=place, columns=packed(calls)
-            )  # fmt: skip
+            frame = np.frombuffer(packed(calls), np.uint8)
+            request = StoreCalls(group=permit.group, prompt_index=permit.prompt_index, place=place, frame=frame)
             try:
                 await self._ask_trainer(request, Done)
                 session.unsaved -= tokens
@@ -377,13 +391,18 @@ class RolloutManager(Sampler):
     async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
-        fields = row.fields if self._keeps_rollouts else {}
         request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,
-            places=tuple(sample.place for sample in scored),
-            columns=columns([sample.sample for sample in scored]),
-            notes=tuple(notes_of(fields, [sample.about]) for sample in scored),
+            row=row_text(row.fields) if self._keeps_rollouts else "",
+            samples=tuple(
+                ScoredSample(
+                    place=sample.place,
+                    frame=np.frombuffer(sample.sample.frame(), np.uint8),
+                    **sample.note._asdict(),
+                )
+                for sample in scored
+            ),
         )
         try:
             await self._ask_trainer(request, Done)
@@ -394,9 +413,9 @@ class RolloutManager(Sampler):
     async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
         """Ask the trainer, again until it answers. Raises RefusedError."""
         while True:
-            trainer = (await self.until(lambda: self.with_role("trainer")))[0]
+            trainer = (await self.directory.until(lambda: self.directory.with_role("trainer")))[0]
             try:
-                return await self.ask(trainer.address, request, answer, STORE_SECONDS)
+                return await self.member.ask(trainer.address, request, answer, STORE_SECONDS)
             except BusError as error:
                 # If the trainer was fenced, its successor will answer.
                 if isinstance(error, RefusedError) and not isinstance(error, FencedError):
@@ -412,16 +431,16 @@ class RolloutManager(Sampler):
 
 
 class _Scored(NamedTuple):
-    """A scored sample, its place in its group, and what `notes_of` notes about it."""
+    """A scored sample, its place in its group, and what is noted of it."""
 
     place: int
     sample: Trajectory
-    about: dict[str, Any]
+    note: Note
 
     @property
     def tokens_sampled(self) -> int:
         """All tokens that were sampled for it, also those that are not in it."""
-        return int(self.sample.sampled.sum()) + int(self.about["discarded"])
+        return int(self.sample.sampled.sum()) + self.note.discarded
 
 
 def _tokens_sampled(sessions: list[SampleSession]) -> int:

@@ -4,6 +4,11 @@ teachers and references do, or it is a reward model or a judge, and scores compl
 Like rewards scorers join and leave at any time, and their jobs come on flows. A row that an engine cannot take is
 refused, never given a made-up result; if the engine dies, the actor ends with it, and its rows are scored by another
 one.
+
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| one for each row | the engine | the flow of its asker |
+| one for each flow | results of its rows | the samples of a manager |
 """
 
 from __future__ import annotations
@@ -13,18 +18,20 @@ import functools
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
 
 from actors.runtime.actor import handles
+from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
-from areal.config import JUDGES, SamplingConfig, ScorerConfig, UserError
-from areal.generation.engine import Chunk, EngineStats, GenerationEngine
+from areal.config import JUDGES, SamplingConfig, UserError
+from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
 from areal.rewards.reward_model import chat_of
+from areal.sampled import Generation
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores
 from areal.workflows.conversation import Conversation, user
@@ -42,51 +49,45 @@ class FrozenModel(Protocol):
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray: ...
     def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig
-    ) -> AsyncGenerator[Chunk, None]: ...
+    ) -> AsyncGenerator[Generation, None]: ...
     def stats(self) -> EngineStats: ...
     async def close(self) -> None: ...
 
 
 class Scorer(Serving):
-    """name: what it serves, one of the run's `scorers`."""
-
     role = "scorer"
-    _engine: FrozenModel = None  # type: ignore[assignment]  # set by `setup`, like the one below
-    _settings: ScorerConfig
 
-    def __init__(
-        self, *args: Any, name: str, start_engine: Callable[..., Awaitable[FrozenModel]] = GenerationEngine.start,
-        load_tokenizer: Callable[[str], Any] = load_tokenizer, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(*args, **kwargs)
-        self._name = name
-        self._start_engine = start_engine
-        self._load_tokenizer = load_tokenizer
-        self._requests = itertools.count()
-
-    def serves(self) -> tuple[str, ...]:
-        return (self._name,)
-
-    async def setup(self) -> None:
-        scorer = self.config.scorers.get(self._name)
+    @classmethod
+    async def start(
+        cls, member: Membership, name: str,
+        start_engine: Callable[..., Awaitable[FrozenModel]] = GenerationEngine.start,
+        load_tokenizer: Callable[[str], Any] = load_tokenizer,
+    ) -> Self:  # fmt: skip
+        """name: what it serves, one of the run's `scorers`."""
+        scorer = member.config.scorers.get(name)
         if scorer is None:
-            raise UserError(f"The run has no scorer {self._name!r} (--scorer): its configuration names others.")
-        self._settings = scorer
-        self._moves = self._works.unless_other("score", self._steps)  # one for all rows
-        self.activity = "starting the engine"
-        if scorer.kind != "logprobs":
-            self._tokenizer = await asyncio.to_thread(self._load_tokenizer, scorer.model)
-        if scorer.kind in JUDGES:
-            self._judge = judge_by(self._answer, scorer.kind, scorer.judge_options)
-        self._engine = await self._start_engine(Path(scorer.model), scorer.engine, version=0, seed=self.config.seed)
+            raise UserError(f"The run has no scorer {name!r} (--scorer): its configuration names others.")
+        member.activity = "starting the engine"
+        tokenizer = None if scorer.kind == "logprobs" else await asyncio.to_thread(load_tokenizer, scorer.model)
+        engine = await start_engine(Path(scorer.model), scorer.engine, version=0, seed=member.config.seed)
+        member.used.push_async_callback(engine.close)
+        return cls(member, name, engine, tokenizer)
+
+    def __init__(self, member: Membership, name: str, engine: FrozenModel, tokenizer: Any) -> None:
+        """tokenizer: of the model; None for one that gives log-probs."""
+        super().__init__(member, (name,))
+        self._name = name
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._settings = self.config.scorers[name]
+        self._requests = itertools.count()
+        self._moves = member.works.unless_other("score", self._steps)  # one for all rows
+        if self._settings.kind in JUDGES:
+            self._judge = judge_by(self._answer, self._settings.kind, self._settings.judge_options)
 
     async def main(self) -> None:
-        await self.become_healthy()
-        self.activity = f"scoring as {self._name}"
-
-    async def teardown(self) -> None:
-        if self._engine is not None:
-            await self._engine.close()
+        await self.member.become_healthy()
+        self.member.activity = f"scoring as {self._name}"
 
     def size(self, result: _ScoredRow | Scored) -> int:
         if isinstance(result, Scored):
@@ -151,8 +152,8 @@ class Scorer(Serving):
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
         """A judge's answer, and how many tokens it and the prompt have. Raises as the engine does."""
         prompt = Conversation(self._tokenizer).prompt([user(text)])
-        chunks = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
-        tokens = [token async for chunk in chunks for token in chunk.tokens.tolist()]
+        parts = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
+        tokens = [token async for part in parts for token in part.tokens.tolist()]
         return self._tokenizer.decode(tokens, skip_special_tokens=True), len(prompt) + len(tokens)
 
     def _tokens(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
@@ -165,7 +166,7 @@ class Scorer(Serving):
     async def _wait_for_engine(self, result: Awaitable[T]) -> T:
         """A result of the engine. Raises RefusedError for what it cannot take."""
         try:
-            with self.working("scoring", "score", self._moves):
+            with self.member.working("scoring", "score", self._moves):
                 computed = await result
         except (ValueError, RewardError, TemplateError) as error:
             self._failed += 1
@@ -176,12 +177,12 @@ class Scorer(Serving):
     def _check(self, name: str, *, scores_tokens: bool) -> None:
         """Raises RefusedError if this actor does not serve the name, or in another way."""
         self.check_served(name)
-        if self.state == "healthy" and (self._settings.kind == "logprobs") != scores_tokens:
+        if self.member.state == "healthy" and (self._settings.kind == "logprobs") != scores_tokens:
             raise RefusedError(f"the scorer {name!r} is of kind {self._settings.kind}")
 
     def _steps(self) -> float:
         """Moves while the engine computes."""
-        return float(self._engine.stats().steps) if self._engine else 0.0
+        return float(self._engine.stats().steps)
 
 
 class _ScoredRow(NamedTuple):

@@ -1,5 +1,14 @@
 """The trainer: keeps scored samples on disk, asks the master which batch to train, and publishes the weights.
 
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| main | the batch; shared devices; the publication of the step before | begins commit, publication, checkpoint |
+| store sample, store calls | the spool on disk; with a group's last one, `GroupReady` | the manager's group |
+| publish | the commit, the weights on disk | the master's event, so the generators; the next commit |
+| save | the checkpoint on disk, its version published, its rollouts written | empties spool and old checkpoints |
+| keep rollouts | 1 s; enough to write | |
+| one for each rank | a command of rank 0 | the step |
+
     step v ── snapshot ──▶ step v + 1 ── wait for the publication of v ── snapshot ──▶ ...
                   └──▶ commit v, write ──▶ publish v
 
@@ -24,18 +33,21 @@ import functools
 import shutil
 import statistics
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
 import structlog
 
-from actors.runtime.actor import Actor, Ending, handles, parked
+from actors.runtime.actor import Actor, handles, parked
+from actors.runtime.membership import Membership
+from actors.training.phases import Phases, refusals
 from actors.training.probes import Probes
 from actors.training.ranks import Ranks, failure_of_step
-from actors.weights.direct_weights import DirectSender
+from actors.training.turns import Turns
+from actors.weights.direct_weights import DirectSender, load_transport
 from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
 from areal.devices import shares_devices
@@ -43,12 +55,12 @@ from areal.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
-from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
-from areal.trajectory import Group, TokenValues, Trajectory, trajectories
+from areal.trajectory import Group, Note, TokenValues, Trajectory
 from areal.weights.chunks import Holding, Manifest
+from protocols.addresses import host_of
 from protocols.errors import BusError, BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
@@ -64,23 +76,20 @@ from protocols.messages import (
     FetchWeights,
     GroupAccepted,
     GroupReady,
-    Member,
     Message,
     Policy,
     PublishPolicy,
     Recovery,
     ReuseAnswer,
+    ScoredSample,
     SendWeights,
-    Shutdown,
     StoreCalls,
     StoredCalls,
     StoredSamples,
     StoreSamples,
-    TakeDevices,
     TrainingFailed,
     TrainingFinished,
     TransferDone,
-    YieldDevices,
 )
 from protocols.transport import Request
 
@@ -89,8 +98,6 @@ T = TypeVar("T")
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
 REPEAT_SECONDS = 5.0
-# Pause before a generator that has not yielded the devices is asked again.
-YIELD_RETRY_SECONDS = 1.0
 # Rollouts are written after this time, or once there are this many bytes of them, or with a checkpoint.
 ROLLOUTS_SECONDS = 30.0
 ROLLOUTS_BYTES = 32 << 20
@@ -98,14 +105,6 @@ ROLLOUTS_BYTES = 32 << 20
 VERSIONS_KEPT = 4
 # Of so many steps and checkpoints the longest counts, when a trainer that leaves has to know whether one more fits.
 DURATIONS_KEPT = 4
-
-# Phases of a step whose seconds are reported with it, and what the trainer does to a version in each of them; None: it
-# waits for others, or for its own work in another phase. `write` ran in parallel to the step, for the version before.
-PHASES = {
-    "trainer_wait": None, "publish_wait": None, "save_wait": None,
-    "fetch": "reading the batch of", "train": "training on", "snapshot": "copying the weights of",
-    "write": "writing the weights of", "save": "copying a checkpoint of", "offload": "moving to or from host memory",
-}  # fmt: skip
 
 log = structlog.get_logger()
 
@@ -146,53 +145,65 @@ def open_rollouts(config: Config) -> RolloutWriter:
 
 class Trainer(Actor):
     role = "trainer"
-    _learner: Learner = None  # type: ignore[assignment]  # set by `setup`, like the two below
-    _spool: Spool
-    _rollouts: RolloutWriter
-    _takes_samples = False
+    drains_at_a_stop = True
 
-    def __init__(
-        self, *args: Any, start_learner: Callable[[Config, Patience], Awaitable[Learner]] = Ranks.start,
+    @classmethod
+    async def start(
+        cls, member: Membership, start_learner: Callable[[Config, Patience], Awaitable[Learner]] = Ranks.start,
         open_spool: Callable[[Path], Spool] = Spool.open,
-        open_rollouts: Callable[[Config], RolloutWriter] = open_rollouts, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(*args, **kwargs)
-        self._start_learner = start_learner
-        self._open_spool = open_spool
-        self._open_rollouts = open_rollouts
+        open_rollouts: Callable[[Config], RolloutWriter] = open_rollouts,
+    ) -> Self:  # fmt: skip
+        config, used = member.config, member.used
+        member.activity = "starting DeepSpeed"
+        used.push_async_callback(_remove_weights, member)
+        spool = await member.on_disk("the spool", open_spool, config.folder / "spool.db")
+        used.callback(spool.close)
+        rollouts = await asyncio.to_thread(open_rollouts, config)
+        used.push_async_callback(write_rollouts, member, rollouts)
+        member.spawn(write_rollouts_regularly(member, rollouts), "keep rollouts")
+        turns = Turns(shares_devices(config), member.directory, member.ask, member.beat)
+        member.serve(turns)
+        phases = Phases(member.works, member.took)
+        if turns.shared:
+            with phases.timed("trainer_wait", 0, lambda: 0.0):
+                member.activity = "waiting for the generators to leave the devices"
+                await turns.begin()
+        learner = await start_learner(config, member.disk)
+        used.callback(learner.close)
+        await load_transport(config)
+        recovery = await _recovery(member, spool, rollouts)
+        return cls(member, _Parts(learner, spool, rollouts, turns, phases), recovery)
+
+    def __init__(self, member: Membership, parts: _Parts, recovery: Recovery) -> None:
+        self.member = member
+        self.config, self.directory = member.config, member.directory
+        self._learner, self._spool, self._rollouts, self._turns, self._phases = parts
+        self._recovery = recovery
+        self._guard = Guard(self.config.guard, self.config.trainer.objective)
         self._weight_server = WeightServer(VERSIONS_KEPT)
-        self._direct = DirectSender(self, VERSIONS_KEPT)
-        self._probes = Probes(self)
-        self._lineage = 0
+        host = host_of(member.door.reached_at(""))
+        self._direct = DirectSender(self.config.weights.backend, self.directory, host, VERSIONS_KEPT)
+        member.used.callback(self._direct.close)
+        self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
+        self._lineage = recovery.lineage
+        self._version = self._checkpoint_version = recovery.checkpoint_version
         self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._reporting: set[str] = set()  # groups that are complete, while the master is told
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
-        self._to_close = AsyncExitStack()
-        self._in_turn = True  # the shared devices are this trainer's
         self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
         self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
         self._at_rest = asyncio.Event()  # no further step begins
         self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # time spent since the last commit, by phase
 
-    async def setup(self) -> None:
-        self.activity = "starting DeepSpeed"
-        self._spool = await self.on_disk("the spool", self._open_spool, self.config.folder / "spool.db")
-        self._to_close.callback(self._spool.close)
-        self._rollouts = await asyncio.to_thread(self._open_rollouts, self.config)
-        self._to_close.push_async_callback(self._write_rollouts)
-        self.spawn(self._write_rollouts_regularly(), "keep rollouts")
-        self._guard = Guard(self.config.guard, self.config.trainer.objective)
-        async with self._turn():
-            self._learner = await self._start_learner(self.config, self._disk)
-            self._to_close.callback(self._learner.close)
-            await self._direct.start()
-            await self._recover()
-            await self._save_if_due()
+    async def catch_up(self) -> None:
+        """In the turn in which the learner has started."""
+        await self._recover(self._recovery)
+        await self._save_if_due()
+        await self._end_turn()
 
     async def main(self) -> None:
-        await self.become_healthy()
+        await self.member.become_healthy()
         while True:
             if self._version - self._checkpoint_version >= 2 * self.config.trainer.checkpoint_every:
                 await self._wait_for_checkpoint()  # only after a restart, so that each kill adds no more steps to redo
@@ -202,7 +213,7 @@ class Trainer(Actor):
             async with self._turn():
                 await self._do_step(batch)
                 await self._save_if_due()
-        if not self.leaving:
+        if not self.member.leaving:
             await self._finish_run()
         self._at_rest.set()
 
@@ -214,8 +225,8 @@ class Trainer(Actor):
                 await self._save()
             if error := await self._wait_for_checkpoint():
                 raise error
-        self.activity = "finished"
-        await self.ask_master(TrainingFinished(), Done)
+        self.member.activity = "finished"
+        await self.member.ask_master(TrainingFinished(), Done)
 
     async def hand_over(self) -> None:
         """End the step and save a checkpoint, each if the last ones took no longer than what is left of
@@ -234,7 +245,7 @@ class Trainer(Actor):
             outcome += ": there is no time left"
             raise
         finally:
-            self.outcome = f"; the trainer {outcome}; the last checkpoint is of step {self._checkpoint_version}"
+            self.member.outcome = f"; the trainer {outcome}; the last checkpoint is of step {self._checkpoint_version}"
 
     async def _save_last(self, ends: float) -> str:
         """Save a checkpoint of the last step. Returns what was done, in words."""
@@ -259,98 +270,61 @@ class Trainer(Actor):
             return ""
         return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
 
-    def _run_ended(self, end: Shutdown) -> None:
-        if not end.stopped or not self.drain(Ending(False, end.reason)):
-            super()._run_ended(end)
-
-    async def teardown(self) -> None:
-        self._direct.close()
-        await self._to_close.aclose()
-        ending = self._stop.result() if self._stop.done() and not self._stop.cancelled() else None
-        if self.config and self.config.weights.folder and ending and ending.ok and not ending.stopped:
-            # The run has ended, so its published weights are not needed. The folder is often in memory.
-            await asyncio.to_thread(shutil.rmtree, self.config.weights_folder, ignore_errors=True)
-
     def stats(self) -> dict[str, float]:
-        if self._learner is None:
-            return {}
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
         return {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
-
-    # --- devices that generators share
-
-    @handles(TakeDevices)
-    async def give_devices(self, request: Request[TakeDevices]) -> Done:
-        try:
-            async with parked(request):
-                await self._beat()  # fails if another trainer, to which the devices may belong, has this one's place
-                # Only generators in the directory are asked to yield.
-                await self.until(lambda: not self._in_turn and request.sender in self.directory)
-        except TimeoutError:
-            raise BusyError("the trainer computes on these devices") from None
-        return Done()
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         """Have the devices for the time of this block, if they are shared."""
-        if not shares_devices(self.config):
-            self._in_turn = False
-            yield
-            return
-        self._in_turn = True
-        with self._timed("trainer_wait"):
-            self.activity = "waiting for the generators to leave the devices"
-            await asyncio.gather(*map(self._ask_to_yield, self.with_role("generator", healthy=False)))
-        if self._learner is not None and self.config.colocate:
+        if self._turns.shared:
+            with self._timed("trainer_wait"):
+                self.member.activity = "waiting for the generators to leave the devices"
+                await self._turns.begin()
+        if self.config.colocate:
             with self._timed("offload"):
                 await self._learner.reload()
         yield
+        await self._end_turn()
+
+    async def _end_turn(self) -> None:
         if self.config.colocate:
             with self._timed("offload"):
                 await self._learner.offload()
-        self._in_turn = False
-        self._changed.notify()
-
-    async def _ask_to_yield(self, generator: Member) -> None:
-        """Returns once the generator has yielded the devices or left the run."""
-        while generator.identity in self.directory:
-            try:
-                await self.ask(generator.address, YieldDevices(), Done)
-                return
-            except BusError as error:
-                log.info("a generator has not yielded its devices", generator=generator.identity, error=str(error))
-                await asyncio.sleep(YIELD_RETRY_SECONDS)
+        self._turns.end()
 
     # --- the spool
 
     @handles(StoreSamples)
     async def store_samples(self, request: Request[StoreSamples]) -> Done:
         stored = request.message
-        self._check_takes_samples()
         try:
-            samples = tuple(sample.checked() for sample in trajectories(stored.columns))
-            _check_samples(samples, self._learner.vocab_size)
-            parts = {
-                place: Group(stored.group, stored.prompt_index, (sample,), notes)
-                for place, sample, notes in zip(stored.places, samples, stored.notes, strict=True)
-            }
-            for part in parts.values():
-                _ready_report(part)  # raises for notes that are none, which the report of the group would be made of
-        except (ValueError, TypeError, AttributeError) as error:
+            parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
+        except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
         group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
         await self._report_ready(group)
         return Done()
+
+    def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
+        """A sample for the spool. Raises ValueError for one that cannot be trained."""
+        trajectory = Trajectory.of_frame(sample.frame.data)
+        trajectory.validate()
+        if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._learner.vocab_size):
+            raise ValueError(f"a token is outside the model's vocabulary of {self._learner.vocab_size}")
+        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
+        return SpoolPart(
+            Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
+        )
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
         """What is stored of a group. What groups of its prompt that were given up have stored becomes its own, as far
         as the master allows it, and is forgotten otherwise."""
         group, size = request.message.group, self.config.group_size
-        self._check_takes_samples()
         stored, unfinished = await self._oldest_versions(request, size)
         if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
-            answer = await self.ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
+            answer = await self.member.ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
             if answer.oldest is not None:
                 fresh = {key for key, version in earlier.items() if version >= answer.oldest}
                 await self._use_spool(request, self._spool.move, group, sorted(fresh & stored.keys()), size)
@@ -386,29 +360,24 @@ class Trainer(Actor):
     @handles(StoreCalls)
     async def store_calls(self, request: Request[StoreCalls]) -> Done:
         stored = request.message
-        self._check_takes_samples()
+        key = stored.group, stored.place
         try:
-            unpacked(stored.columns)
+            await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
-        key = stored.group, stored.place
-        await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.columns)
         return Done()
 
     @handles(AskCalls)
     async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
         key = request.message.group, request.message.place
-        return StoredCalls(columns=await self._use_spool(request, self._spool.calls, *key))
-
-    def _check_takes_samples(self) -> None:
-        if not self._takes_samples:
-            raise BusyError("this trainer is not ready yet")
+        frame = await self._use_spool(request, self._spool.calls, *key)
+        return StoredCalls(frame=np.frombuffer(frame, np.uint8))
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
         try:
             async with parked(request):
-                return await self.on_disk("the spool", use, *arguments)
+                return await self.member.on_disk("the spool", use, *arguments)
         except TimeoutError:
             raise BusyError("the trainer waits for its disk") from None
 
@@ -419,7 +388,7 @@ class Trainer(Actor):
         self._reporting.add(group.id)
         try:
             self._keep_in_memory(group)
-            accepted = (await self.ask_master(_ready_report(group), GroupAccepted)).accepted
+            accepted = (await self.member.ask_master(_ready_report(group), GroupAccepted)).accepted
         except FencedError:
             raise
         except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
@@ -439,7 +408,7 @@ class Trainer(Actor):
 
     async def _forget(self, group: Group) -> None:
         self._in_memory.pop(group.id, None)
-        await self.on_disk("the spool", self._spool.forget, [group.id])
+        await self.member.on_disk("the spool", self._spool.forget, [group.id])
 
     def _keep_in_memory(self, group: Group) -> None:
         """Keep the group in memory, so that the next steps need not read it from disk. At most as many groups are kept
@@ -456,30 +425,23 @@ class Trainer(Actor):
 
     # --- recovery
 
-    async def _recover(self) -> None:
+    async def _recover(self, recovery: Recovery) -> None:
         """Restore the state of the run's last trainer: load the last checkpoint, redo the steps since, and publish."""
-        spooled = await self.on_disk("the spool", self._spool.ids)
-        recovery = await self.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
-        await self.on_disk("the spool", self._spool.assign, recovery.run)
-        await asyncio.to_thread(self._rollouts.assign, recovery.run)
-        await self.on_disk("the spool", self._spool.forget, recovery.drop.splitlines())
-        self._takes_samples = True  # not before the spool is known to be that of the run
-        self._lineage = recovery.lineage
         self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
         saved = {*map(version_of, await asyncio.to_thread(checkpoints_in, self.config.folder))}
         versions = {*saved, recovery.covered, self._version} - {first_version(self.config.folder)}
         self._checkpoints = sorted(version for version in versions if version <= self._version)
         redone = recovery.version - self._version
         for version in range(self._version, recovery.version):
-            self.activity = f"redoing step {version + 1} of {recovery.version}"
-            _, groups = await self._train(await self.ask_master(AskBatch(version=version), BatchAnswer))
+            self.member.activity = f"redoing step {version + 1} of {recovery.version}"
+            _, groups = await self._train(await self.member.ask_master(AskBatch(version=version), BatchAnswer))
             self._rollouts.add_trained(self._version, groups, self._learner.values)
             if self._version in {*saved, recovery.checkpoint_version}:  # damaged, or the master has not heard of it
                 await self._save()
         if recovery.lineage:
-            await self._publish_again(self.policy, redone)
+            await self._publish_again(self.directory.policy, redone)
         await self._wait_for_checkpoint()
-        self._seconds.clear()
+        self._phases.take_seconds()
 
     async def _load_checkpoint(self, recovery: Recovery) -> int:
         """Load the last checkpoint, or the one before if it is damaged. Returns its version. Raises UserError if
@@ -504,8 +466,8 @@ class Trainer(Actor):
         """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
         if version:
             folder = checkpoint_of(self.config.folder, version)
-            self.activity = f"loading {folder}"
-            with self.working(self.activity, "restore"):
+            self.member.activity = f"loading {folder}"
+            with self.member.working(self.member.activity, "restore"):
                 await self._learner.load(folder, run)
 
     async def _publish_again(self, replaced: Policy, redone: int) -> None:
@@ -514,7 +476,7 @@ class Trainer(Actor):
             with self._timed("snapshot"):
                 await self._learner.snapshot(Path(policy.folder))
             policy = await self._write(policy)
-        await self.ask_master(PublishPolicy(policy=policy), Done)
+        await self.member.ask_master(PublishPolicy(policy=policy), Done)
         log.info("restored", lineage=policy.lineage, version=policy.version, redone=redone)
         for lineage in range(replaced.lineage, self._lineage):
             for version in range(self._version - VERSIONS_KEPT, self._version + 2):
@@ -524,14 +486,16 @@ class Trainer(Actor):
 
     async def _next_batch(self) -> BatchAnswer | None:
         """Wait for the next batch. Returns None if the run has reached its end, or the trainer leaves."""
-        self.activity = f"waiting for the batch of step {self._version + 1}"
+        self.member.activity = f"waiting for the batch of step {self._version + 1}"
         with self._timed("trainer_wait"):
-            while not self.leaving:
+            while not self.member.leaving:
                 ask = AskBatch(version=self._version)
-                asking = self.spawn(self.ask_master(ask, BatchAnswer, ASK_BATCH_SECONDS), "ask for a batch")
-                ends: list[asyncio.Future[Any]] = [asking, self._leave_sign]
+                asking = self.member.spawn(
+                    self.member.ask_master(ask, BatchAnswer, ASK_BATCH_SECONDS), "ask for a batch"
+                )
+                ends: list[asyncio.Future[Any]] = [asking, self.member.leave_sign]
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if self.leaving:
+                if self.member.leaving:
                     asking.cancel()
                 elif (batch := await asking).status != "waiting":
                     return batch if batch.status == "ready" else None
@@ -540,7 +504,7 @@ class Trainer(Actor):
     async def _do_step(self, batch: BatchAnswer) -> None:
         began = asyncio.get_running_loop().time()
         self._step = self._version + 1, began
-        self.activity = f"training step {self._version + 1}"
+        self.member.activity = f"training step {self._version + 1}"
         await self._commit_and_publish(*await self._train(batch))
         self._step = None
         self._durations["step"].append(asyncio.get_running_loop().time() - began)
@@ -552,7 +516,7 @@ class Trainer(Actor):
             groups = await self._load_groups(batch.groups)
         if breach := breach_of_bound(groups, batch.oldest):
             await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
-        if self.state == "healthy":  # no engine has the version of a step that is redone
+        if self.member.state == "healthy":  # no engine has the version of a step that is redone
             self._probes.begin(self._lineage, self._version, groups)
         with self._timed("train"):
             try:
@@ -574,15 +538,15 @@ class Trainer(Actor):
         """Tell the master of an error in a step, which the next trainer does again."""
         if failure := failure_of_step(self._version, error):
             with suppress(BusError):
-                await self.ask(self.master, failure, Done)
+                await self.member.ask(self.member.master, failure, Done)
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
         await self._wait_for_checkpoint()
-        self.activity = "told the master to end the run"
+        self.member.activity = "told the master to end the run"
         log.error(reason)
         while True:
-            await self.ask_master(TrainingFailed(reason=reason), Done)
+            await self.member.ask_master(TrainingFailed(reason=reason), Done)
             await asyncio.sleep(REPEAT_SECONDS)
 
     async def _commit_and_publish(self, metrics: dict[str, Any], groups: list[Group]) -> None:
@@ -594,10 +558,9 @@ class Trainer(Actor):
         await self._wait_for_publication()
         with self._timed("snapshot"):
             await self._learner.snapshot(Path(self._policy().folder))
-        spent = {f"{what}_seconds": self._seconds[what] for what in PHASES}
-        self._seconds.clear()
+        spent = self._phases.take_seconds()
         keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
-        self._publication = self.spawn(self._publish(metrics | spent, keep_groups), "publish")
+        self._publication = self.member.spawn(self._publish(metrics | spent, keep_groups), "publish")
 
     async def _wait_for_publication(self) -> None:
         if self._publication is not None:
@@ -606,10 +569,10 @@ class Trainer(Actor):
 
     async def _publish(self, metrics: dict[str, Any], on_commit: Callable[[], None]) -> None:
         policy = self._policy()
-        writing = self.spawn(self._write(policy), "write")
-        await self.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
+        writing = self.member.spawn(self._write(policy), "write")
+        await self.member.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
         on_commit()
-        await self.ask_master(PublishPolicy(policy=await writing), Done)
+        await self.member.ask_master(PublishPolicy(policy=await writing), Done)
         await self._remove(self._weights_folder(policy.version - VERSIONS_KEPT))
 
     async def _write(self, policy: Policy) -> Policy:
@@ -652,11 +615,13 @@ class Trainer(Actor):
     async def _save(self) -> None:
         """Begin to save a checkpoint of the current version, once the one before is written."""
         await self._wait_for_checkpoint()
-        self.activity = f"saving a checkpoint of version {self._version}"
+        self.member.activity = f"saving a checkpoint of version {self._version}"
         folder, began = checkpoint_of(self.config.folder, self._version), asyncio.get_running_loop().time()
         with self._timed("save"):
             await self._learner.save(folder, self._rollouts.run)
-        self._saving = self.spawn(self._complete_checkpoint(self._version, folder, self._publication, began), "save")
+        self._saving = self.member.spawn(
+            self._complete_checkpoint(self._version, folder, self._publication, began), "save"
+        )
 
     async def _wait_for_checkpoint(self) -> UserError | None:
         """Wait for the last checkpoint. Returns why it could not be written."""
@@ -674,21 +639,22 @@ class Trainer(Actor):
         every, limit = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
         copied = asyncio.get_running_loop().time()
         try:
-            with self.working(f"writing a checkpoint of version {version}", "checkpoint", _refusals):
+            with self.member.working(f"writing a checkpoint of version {version}", "checkpoint", refusals):
                 await self._learner.finish_save()
         except UserError as error:
             log.error(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
             return error
-        self.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
+        self.member.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
         if publication is not None:
             await publication
-        await self._write_rollouts()  # before the master counts the checkpoint: no trainer redoes its steps after that
+        # Before the master counts the checkpoint: no trainer redoes its steps after that.
+        await write_rollouts(self.member, self._rollouts)
         covered = self._checkpoint_version if limit > 1 else version
-        spooled = "\n".join(await self.on_disk("the spool", self._spool.ids))
+        spooled = "\n".join(await self.member.on_disk("the spool", self._spool.ids))
         saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
-        needless = (await self.ask_master(saved, CheckpointAnswer)).drop.splitlines()
+        needless = (await self.member.ask_master(saved, CheckpointAnswer)).drop.splitlines()
         self._checkpoint_version = version
-        await self.on_disk("the spool", self._spool.forget, needless)
+        await self.member.on_disk("the spool", self._spool.forget, needless)
         self._checkpoints.append(version)
         while len(self._checkpoints) > limit:
             await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))
@@ -698,47 +664,56 @@ class Trainer(Actor):
 
     async def _remove(self, folder: Path) -> None:
         """Remove a folder of weights or a checkpoint that is no longer needed."""
-        with self.working(f"removing {folder.name}", "disk", _refusals):
-            await self._disk.write(lambda: self._learner.forget(folder), f"that {folder.name} is removed")
+        with self.member.working(f"removing {folder.name}", "disk", refusals):
+            await self.member.disk.write(lambda: self._learner.forget(folder), f"that {folder.name} is removed")
 
-    # --- rollouts
-
-    async def _write_rollouts_regularly(self) -> None:
-        """Write the rollouts now and then."""
-        loop = asyncio.get_running_loop()
-        written = loop.time()
-        while True:
-            await asyncio.sleep(1.0)
-            if loop.time() - written > ROLLOUTS_SECONDS or self._rollouts.waiting > ROLLOUTS_BYTES:
-                await self._write_rollouts()
-                written = loop.time()
-
-    async def _write_rollouts(self) -> None:
-        try:
-            await self.on_disk("the rollouts", self._rollouts.write)
-        except Exception as error:  # whatever it is, the run goes on without them
-            log.error("rollouts are lost, because they cannot be written", exc_info=error)
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began = asyncio.get_running_loop().time()
-        with self._as_phase(what):
-            yield
-        seconds = asyncio.get_running_loop().time() - began
-        self._seconds[what] += seconds
-        self.took(what, began, seconds)
-
-    def _as_phase(self, what: str) -> AbstractContextManager[None]:
-        work = PHASES[what]
-        if work is None:
-            return self._works.waiting()
-        moves = _refusals if what in ("fetch", "write") else lambda: self._learner.work_done
-        return self.working(f"{work} version {self._version}", what, moves)
+    def _timed(self, phase: str) -> AbstractContextManager[None]:
+        return self._phases.timed(phase, self._version, lambda: self._learner.work_done)
 
 
-def _refusals() -> float:
-    """The evidence of a write: it moves while the disk refuses writes, which are repeated."""
-    return Patience.refusals
+class _Parts(NamedTuple):
+    """What a trainer needs before it knows where the run is."""
+
+    learner: Learner
+    spool: Spool
+    rollouts: RolloutWriter
+    turns: Turns
+    phases: Phases
+
+
+async def _recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -> Recovery:
+    """Where the run is. The spool and the rollouts become those of the run."""
+    spooled = await member.on_disk("the spool", spool.ids)
+    recovery = await member.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
+    await member.on_disk("the spool", spool.assign, recovery.run)
+    await asyncio.to_thread(rollouts.assign, recovery.run)
+    await member.on_disk("the spool", spool.forget, recovery.drop.splitlines())
+    return recovery
+
+
+async def write_rollouts_regularly(member: Membership, rollouts: RolloutWriter) -> None:
+    """Write the rollouts now and then."""
+    loop = asyncio.get_running_loop()
+    written = loop.time()
+    while True:
+        await asyncio.sleep(1.0)
+        if loop.time() - written > ROLLOUTS_SECONDS or rollouts.waiting > ROLLOUTS_BYTES:
+            await write_rollouts(member, rollouts)
+            written = loop.time()
+
+
+async def write_rollouts(member: Membership, rollouts: RolloutWriter) -> None:
+    try:
+        await member.on_disk("the rollouts", rollouts.write)
+    except Exception as error:  # whatever it is, the run goes on without them
+        log.error("rollouts are lost, because they cannot be written", exc_info=error)
+
+
+async def _remove_weights(member: Membership) -> None:
+    """Once the run has ended, its published weights are not needed. The folder is often in memory."""
+    ending = member.stopped.result() if member.stopped.done() and not member.stopped.cancelled() else None
+    if member.config.weights.folder and ending and ending.ok and not ending.stopped:
+        await asyncio.to_thread(shutil.rmtree, member.config.weights_folder, ignore_errors=True)
 
 
 def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
@@ -753,18 +728,9 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     )
 
 
-def _check_samples(samples: Sequence[Trajectory], vocab_size: int) -> None:
-    """Raises ValueError if there is no sample, or if a token is outside the vocabulary, because the training step would
-    fail on it."""
-    if not samples:
-        raise ValueError("no sample is to be stored")
-    if not all(sample.tokens.min() >= 0 and sample.tokens.max() < vocab_size for sample in samples):
-        raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
-
-
 def _ready_report(group: Group) -> GroupReady:
     """The report that the group is on disk."""
-    samples, about = group.trajectories, group.about
+    samples = group.trajectories
     rewards = [t.reward for t in samples]
     return GroupReady(
         group=group.id,
@@ -773,8 +739,8 @@ def _ready_report(group: Group) -> GroupReady:
         reward_spread=statistics.pstdev(rewards),
         signal=group.has_signal,
         tokens=sum(int(t.sampled.sum()) for t in samples),
-        discarded=sum(note.get("discarded", 0) for note in about),
-        reward_parts=mean_parts(note.get("parts", {}) for note in about),
+        discarded=sum(note.discarded for note in group.notes),
+        reward_parts=mean_parts(note.parts for note in group.notes),
     )
 
 

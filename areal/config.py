@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import itertools
 import json
 import math
 import re
@@ -909,6 +910,11 @@ class SandboxConfig(Section):
     mode: Literal["namespaces", "none"] = Field(
         "namespaces", description="none: no protection at all, only for programs that you trust"
     )
+    tests: Literal["outside", "inside_where_needed"] = Field(
+        "outside",
+        description="outside: tests in Python run in another process than the program; rows that need more are "
+        "refused. inside_where_needed: such rows' tests run beside the program, which can forge their verdict",
+    )
     url: str | None = Field(
         None, pattern=r"^https?://.+", description="address of a SandboxFusion server, without /run_code"
     )
@@ -1477,6 +1483,10 @@ def checked(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -
         raise UserError(_explain(error, file, kind)) from None
 
 
+# The most values of a configuration, of which each use of an alias counts: nine levels of nine would stop every reader.
+MOST_VALUES = 100_000
+
+
 class _RepeatedKeyError(yaml.YAMLError):
     """A mapping has a key twice."""
 
@@ -1503,6 +1513,12 @@ class _Loader(yaml.SafeLoader):
         text = str(self.construct_scalar(node))
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if _size(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES} values")
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
@@ -1525,8 +1541,22 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a text in YAML. Raises yaml.YAMLError and ValueError."""
-    return yaml.load(text, _Loader)
+    """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
+    aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+
+
+def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
+    """How many values the node holds, its aliases written out; infinite if it holds itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
+        sizes[id(node)] = 1 + sum(_size(child, sizes) for child in children)
+    return sizes[id(node)]
 
 
 def write_yaml(values: Any) -> str:

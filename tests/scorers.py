@@ -16,6 +16,7 @@ import numpy as np
 from helpers import network
 
 from actors.runtime.addresses import Door
+from actors.runtime.membership import Membership
 from actors.scorer import Scorer
 from areal.config import Config
 from areal.trajectory import TokenScores
@@ -49,13 +50,11 @@ def write_classifier(folder: Path, model: Path) -> None:
 @contextlib.asynccontextmanager
 async def scorer_of(config: Config, name: str) -> Any:
     """A scorer of this name, with its engine, that no run disturbs."""
-    actor = Scorer(Bus("scorer/0#1", network()), "tcp://127.0.0.1:1", 0, Door("127.0.0.1", "127.0.0.1"), name=name)
-    actor.config = config
-    try:
-        await actor.setup()
-        yield actor
-    finally:
-        await actor.teardown()
+    bus, door = Bus("scorer/0#1", network()), Door("127.0.0.1", "127.0.0.1")
+    member = Membership(Scorer, bus, "tcp://127.0.0.1:1", 0, door)
+    member.config = config
+    async with member.used:
+        yield await Scorer.start(member, name=name)
 
 
 async def scores_of(actor: Scorer, asked: Sequence[Asked]) -> list[tuple[float, float]]:

@@ -74,10 +74,11 @@ def test_an_example_imports_what_is_public_and_runs(code):
 def test_every_metric_of_a_step_is_explained():
     from actors import trainer
     from actors.mastering.accounts import StepMeter
+    from actors.training.phases import PHASES
     from areal.storage.events import COUNTERS
     from areal.training.step_metrics import StepResult
 
-    names = {*COUNTERS, *StepResult.__annotations__, *(f"{what}_seconds" for what in trainer.PHASES)}
+    names = {*COUNTERS, *StepResult.__annotations__, *(f"{what}_seconds" for what in PHASES)}
     for function in (StepMeter.metrics, trainer._metrics):
         names |= set(re.findall(r'^\s+"(\w+)":', inspect.getsource(function), re.MULTILINE))
     page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8")

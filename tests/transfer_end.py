@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from actors.runtime.actor import Actor
+from actors.runtime.directory import Directory
 from actors.weights.direct_weights import DirectReceiver
 from protocols.messages import Member, Policy
 from protocols.transport import Bus
@@ -21,23 +21,18 @@ class TransferEnd:
     def __init__(self, bus: Bus, trainer: Member) -> None:
         from areal.weights.transfer import GlooEngine
 
-        self.config = SimpleNamespace(generator=SimpleNamespace(devices=1))
-        self.bus, self.trainer = bus, trainer
+        self._receiver = DirectReceiver(bus, Directory(Policy(lineage=0, version=0, folder=""), [trainer]), 1)
         self.tensors: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         facts = SimpleNamespace(parallel_config=parallel, model_config=None)
         self._end = GlooEngine(None, facts, torch.device("cpu"), SimpleNamespace(load_weights=self._load))
-        self.ask = Actor.ask.__get__(self)
-
-    def with_role(self, role: str, healthy: bool = True) -> list[Member]:
-        return [self.trainer]
 
     async def receive(self, policy: Policy, until: str = "") -> float:
         """Receive a version, or go away at the call `until`. Returns the seconds from the start of the update to its
         end, in which an engine would be paused."""
         began = ended = 0.0
-        async with aclosing(DirectReceiver(self).calls(policy)) as calls:
+        async with aclosing(self._receiver.calls(policy)) as calls:
             async for call, info in calls:
                 self.calls.append(call)
                 if call == until:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.api.function_pool import FunctionPool
-from actors.api.membership import Membership
+from actors.api.local_actors import LocalActors
 from actors.api.settings import RewardLike, Settings, Workflow, name_of, settings_of
 from actors.evaluator import Evaluator
 from actors.reward import Reward
@@ -112,7 +112,7 @@ class LiveRun:
         self._view: Any = None  # of a notebook
         self._records = NewRecords(folder / "metrics.jsonl")
         self._version = 0
-        self._member: Membership | None = None
+        self._member: LocalActors | None = None
         self._functions: dict[str, RewardFunction] = {}
 
     def __repr__(self) -> str:
@@ -318,11 +318,11 @@ class LiveRun:
         while self._process is not None and claimed_address(self.folder) is None:
             self._check_process()
             self._pause()
-        self._member = Membership(*locate(str(self.folder.absolute()), patience))
+        self._member = LocalActors(*locate(str(self.folder.absolute()), patience))
         atexit.register(self._member.leave)
 
     @property
-    def _membership(self) -> Membership:
+    def _membership(self) -> LocalActors:
         if self._member is None or self._ended:
             raise UserError(f"The run in {self.folder} is over: {self._reason}")
         return self._member

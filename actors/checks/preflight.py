@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from actors.checks.row_checks import check_prompts, check_rows
 from areal.config import JUDGES, Config, EngineConfig, ScorerConfig, UserError
@@ -38,6 +39,8 @@ from areal.storage.claim import can_be_made
 from areal.tokens import load_tokenizer, missing_character, read_template
 from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow, texts_of
+from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
+from areal.workflows.conversation import check_shown, user
 
 # How long an engine's library may take to load: 6 s on a machine that is free.
 ENGINE_SECONDS = 300.0
@@ -263,8 +266,27 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
             )
     if workflow in ("single_turn", "multi_turn", "python_tool"):  # others may have prompts of their own
         check_prompts(config, source, tokenizer, context, rooms)
+    check_template(config, source, tokenizer)
     if (weights or not hub_id(str(folder))) and not weight_sizes(folder):
         raise UserError(f"The model folder {folder} has no weights, *.safetensors: copy or download them.")
+
+
+def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None:
+    """Raises UserError if a built-in workflow has conversations that the chat template does not write as they are."""
+    workflow = config.rollout_manager.workflow
+    has_turns = workflow in ("multi_turn", "python_tool") and config.data.parts
+    chats = workflow == "tools" or (has_turns and not isinstance(source.row(0).prompt, str))
+    if not chats or not tokenizer.chat_template:
+        return
+    try:
+        if workflow == "tools":
+            check_shown(tokenizer, [user("Hello")], [EXAMPLE_TOOL])
+        else:
+            ChatTemplate(tokenizer).check()
+    except Exception as error:  # templates may raise anything
+        raise UserError(
+            f"The workflow {workflow} cannot talk to this model ({error}): set data.chat_template, or another model."
+        ) from None
 
 
 def check_quickstart(config: Config, source: PromptSource) -> None:

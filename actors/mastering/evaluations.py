@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import structlog
 
+from actors.mastering.changes import Evaluated, EvaluationDropped
 from actors.mastering.members import Members
 from actors.mastering.run_state import RunState
 from protocols.messages import EvaluationDone, Member, Policy
@@ -109,7 +110,7 @@ class Evaluations:
         due = self.due
         if due is None or due.version != result.version:
             return False
-        self._state.emit("evaluated", evaluation=result.model_dump())
+        self._state.emit(Evaluated(evaluation=result))
         self._release(due)
         return True
 
@@ -137,7 +138,7 @@ class Evaluations:
             self._members.hold(due.holder, None)
 
     def _drop(self, version: int, reason: str) -> None:
-        self._state.emit("evaluation_dropped", version=version, reason=reason)
+        self._state.emit(EvaluationDropped(version=version, reason=reason))
         log.warning("not evaluated", version=version, reason=reason)
 
     # --- losses and deadlines

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.mastering.changes import Joined, Left, MemberChanged
 from actors.mastering.run_state import RunState
 from areal.roles import ROLES
 from protocols.codec import MAX_BODY_BYTES
@@ -79,7 +80,7 @@ class Members:
         """Raises BusyError if the directory has no room for the member."""
         self._check_room(member)
         self.pulses[member.identity] = Pulse(self.clock())
-        self._enter("joined", member)
+        self._enter(Joined(member=member))
 
     def update(self, member: Member, beat: Heartbeat) -> bool:
         """Enter what the member says of itself. Returns True if that is new. Raises BusyError as `add` does."""
@@ -87,23 +88,24 @@ class Members:
         if updated == member:
             return False
         self._check_room(updated)
-        self._enter("member_changed", updated)
+        self._enter(MemberChanged(member=updated))
         return True
 
     def hold(self, generator: Member, policy: Policy | None) -> None:
         """Have the generator load no policy newer than `policy`; None: it goes on to the newest one."""
-        self._enter("member_changed", generator.model_copy(update={"held": policy}))
+        self._enter(MemberChanged(member=generator.model_copy(update={"held": policy})))
 
     def remove(self, identity: str, reason: str) -> None:
-        self._state.emit("left", identity=identity)
+        self._state.emit(Left(identity=identity))
         self.removed[identity] = reason
         while len(self.removed) > REMOVED_KEPT:
             del self.removed[next(iter(self.removed))]
         del self.pulses[identity], self._sizes[identity]
         self._publish(MembersChanged(gone=(identity,)))
 
-    def _enter(self, kind: str, member: Member) -> None:
-        self._state.emit(kind, member=member.model_dump())
+    def _enter(self, change: Joined | MemberChanged) -> None:
+        member = change.member
+        self._state.emit(change)
         self._sizes[member.identity] = _bytes_of(member)
         self._publish(MembersChanged(changed=(member,)))
 

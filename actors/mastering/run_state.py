@@ -1,8 +1,8 @@
 """The master's persistent state: the ledger, the members, the policy, and the progress of the run.
 
-Each change is an event with a kind and a body that can be written as JSON. `RunState.emit` appends the event to the
-journal and applies it. A new `RunState` replays the journal. Only lease renewals are not journaled: a restarted master
-renews all leases, so that no member loses a group because the master was absent.
+Each change is an event of the ledger or a `Change`. `RunState.emit` appends it to the journal and applies it. A new
+`RunState` replays the journal. Only lease renewals are not journaled: a restarted master renews all leases, so that no
+member loses a group because the master was absent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,26 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from actors.mastering.changes import (
+    Abandoned,
+    Change,
+    CheckpointSavedChange,
+    Evaluated,
+    EvaluationDropped,
+    Finished,
+    Joined,
+    Left,
+    LineageOpened,
+    MasterStarted,
+    MemberChanged,
+    PublishedChange,
+    RewardAdded,
+    Rewarded,
+    RowsScoredChange,
+    Stepped,
+    TokensDiscarded,
+    change_of,
+)
 from areal.config import Config
 from areal.data.history import History
 from areal.data.samplers import open_sampler, safe_choice
@@ -104,10 +124,10 @@ class RunState:
             return min(1.0, self.ledger.next_prompt / self._rows)
         return self.history.coverage()
 
-    def emit(self, kind: str, **body: Any) -> None:
-        """Append an event to the journal and apply it."""
-        self.journal.append(kind, body)
-        self._apply(kind, body)
+    def emit(self, change: Change) -> None:
+        """Append a change to the journal and apply it."""
+        self.journal.append(*change.record())
+        self.apply(change)
 
     def rewards_of(self, prompt: int) -> dict[str, float]:
         """The weights of rewards that were changed for the prompt of this index."""
@@ -135,8 +155,8 @@ class RunState:
 
     def keep_scores(self, version: int, rows: Mapping[int, tuple[Sequence[float], int]]) -> None:
         """Keep the scores of more rows. They replace those of another version, or of a run with other settings."""
-        records = [[row, tokens, *scores] for row, (scores, tokens) in rows.items()]
-        self.emit("rows_scored", version=version, conditions=self._conditions, rows=records)
+        records = tuple((row, tokens, *scores) for row, (scores, tokens) in rows.items())
+        self.emit(RowsScoredChange(version=version, conditions=self._conditions, rows=records))
 
     def compact_if_due(self) -> None:
         """If the journal is long, replace its events with a snapshot of the current state."""
@@ -215,74 +235,72 @@ class RunState:
         self.rewards.pop(group, None)
         self.reward_parts.pop(group, None)
 
-    # --- the master's events
+    # --- the changes outside the ledger
 
-    def _apply(self, kind: str, body: dict[str, Any]) -> None:
-        match kind:
-            case "master_started":
+    def apply(self, change: Change) -> None:
+        match change:
+            case MasterStarted():
                 self.masters += 1
-            case "joined" | "member_changed":
-                member = Member.model_validate(body["member"], strict=False)
+            case Joined(member=member) | MemberChanged(member=member):
                 self.members[member.identity] = member
-            case "left":
-                del self.members[body["identity"]]
-            case "lineage_opened":
-                self.lineage, self.trainer = body["lineage"], body["trainer"]
-            case "published":
-                self.policy = Policy.model_validate(body["policy"])
-            case "rewarded":
-                self.scored, self.score = self.scored + 1, self.score + body["mean"]
-                self.rewards[body["group"]], self.reward_parts[body["group"]] = body["mean"], body["parts"]
-                self.tokens[body["group"]] = body["tokens"]
-                self.tokens_discarded += body["discarded"]
-                shown = {name: body[name] for name in ("mean", "spread", "signal", "version", "tokens")}
-                self.history.finished(body["row"], **shown)
-                if not self.ledger.group(body["group"]):  # filtered
-                    self._drop(body["group"])
-            case "tokens_discarded":
-                self.tokens_discarded += body["count"]
-            case "stepped":
-                self._apply_stepped(body)
-            case "checkpoint_saved":
-                self.checkpoint_version, self.checkpoint = body["version"], body["folder"]
-            case "evaluated":
-                evaluation = EvaluationDone.model_validate(body["evaluation"], strict=False)
+            case Left(identity=identity):
+                del self.members[identity]
+            case LineageOpened(lineage=lineage, trainer=trainer):
+                self.lineage, self.trainer = lineage, trainer
+            case PublishedChange(policy=policy):
+                self.policy = policy
+            case Rewarded():
+                self._apply_rewarded(change)
+            case TokensDiscarded(count=count):
+                self.tokens_discarded += count
+            case Stepped():
+                self._apply_stepped(change)
+            case CheckpointSavedChange(version=version, folder=folder):
+                self.checkpoint_version, self.checkpoint = version, folder
+            case Evaluated(evaluation=evaluation):
                 if evaluation.version not in (0, self.settings.steps):  # the summary shows samples of these two only
                     evaluation = evaluation.model_copy(update={"samples": ()})
                 self.evaluations[evaluation.version] = evaluation
                 self._forget_row_scores(evaluation.version)
-            case "evaluation_dropped":
-                self.not_evaluated[body["version"]] = body["reason"]
-                self._forget_row_scores(body["version"])
-            case "rows_scored":
-                self._apply_rows_scored(body)
-            case "reward_added":
-                self.added_rewards.append((body["prompt"], body["name"], body["weight"]))
-            case "finished":
-                self.finished = body["version"]
-            case "abandoned":
+            case EvaluationDropped(version=version, reason=reason):
+                self.not_evaluated[version] = reason
+                self._forget_row_scores(version)
+            case RowsScoredChange():
+                self._apply_rows_scored(change)
+            case RewardAdded(prompt=prompt, name=name, weight=weight):
+                self.added_rewards.append((prompt, name, weight))
+            case Finished(version=version):
+                self.finished = version
+            case Abandoned():
                 self.abandoning = None
-            case _:
-                raise ValueError(f"the journal holds an event of unknown kind {kind!r}")
 
-    def _apply_rows_scored(self, body: dict[str, Any]) -> None:
-        if self._partial != (body["version"], body["conditions"]):
-            self._partial, self._row_scores = (body["version"], body["conditions"]), {}
-        self._row_scores |= {row: (scores, tokens) for row, tokens, *scores in body["rows"]}
+    def _apply_rewarded(self, rewarded: Rewarded) -> None:
+        self.scored, self.score = self.scored + 1, self.score + rewarded.mean
+        self.rewards[rewarded.group], self.reward_parts[rewarded.group] = rewarded.mean, rewarded.parts
+        self.tokens[rewarded.group] = rewarded.tokens
+        self.tokens_discarded += rewarded.discarded
+        shown = rewarded.model_dump(include={"mean", "spread", "signal", "version", "tokens"})
+        self.history.finished(rewarded.row, **shown)
+        if not self.ledger.group(rewarded.group):  # filtered
+            self._drop(rewarded.group)
+
+    def _apply_rows_scored(self, scored: RowsScoredChange) -> None:
+        if self._partial != (scored.version, scored.conditions):
+            self._partial, self._row_scores = (scored.version, scored.conditions), {}
+        self._row_scores |= {row: (scores, tokens) for row, tokens, *scores in scored.rows}
 
     def _forget_row_scores(self, version: int) -> None:
         if self._partial and self._partial[0] == version:
             self._partial, self._row_scores = None, {}
 
-    def _apply_stepped(self, body: dict[str, Any]) -> None:
-        self.last_step = body["metrics"]
-        self.seconds += self.last_step["step_seconds"]
-        for group in body["groups"]:
+    def _apply_stepped(self, change: Stepped) -> None:
+        self.last_step = step = change.metrics
+        self.seconds += step["step_seconds"]
+        for group in change.groups:
             self._forget_reward(group)
             self.tokens_trained += self.tokens.pop(group, 0)
         self.discarded.clear()
         self.scored, self.score = 0, 0.0
-        step = self.last_step
         self.run_ahead.stepped(step["starved_seconds"], step["step_seconds"], step["groups_left_over"])
 
     # --- persistence
@@ -294,8 +312,8 @@ class RunState:
         for kind, body in events:
             try:
                 event = event_of(kind, body)
-            except KeyError:  # not an event of the ledger, so one of the master
-                self._apply(kind, body)
+            except KeyError:  # not an event of the ledger, so a change outside it
+                self.apply(change_of(kind, body))
                 continue
             self._follow(event)
             self.ledger.apply(event)
@@ -335,7 +353,7 @@ class RunState:
         self.not_evaluated = {version: reason for version, reason in dump["not_evaluated"]}
         if dump["partial"]:
             version, conditions = dump["partial"]
-            self._apply_rows_scored({"version": version, "conditions": conditions, "rows": dump["row_scores"]})
+            self._apply_rows_scored(RowsScoredChange(version=version, conditions=conditions, rows=dump["row_scores"]))
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         self.history.load(dump["history"])
         for name in PLAIN:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from actors.mastering.changes import Abandoned
 from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
 from areal.storage.disk import rename, shortage
@@ -138,7 +139,7 @@ def _move_files(config: Config, state: RunState) -> None:
         spool = Spool.open(folder / SPOOL)
         spool.forget(group for group in spool.ids() if not state.ledger.needs_payload(group))
         spool.close()
-    state.emit("abandoned", version=version)
+    state.emit(Abandoned(version=version))
     asyncio.run(state.journal.durable())
 
 

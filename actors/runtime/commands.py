@@ -122,8 +122,8 @@ def health(options: Namespace) -> int:
 
 
 def add_reward(options: Namespace) -> None:
-    from actors.runtime.actor import ask_once
     from actors.runtime.addresses import find_master, open_network
+    from actors.runtime.membership import ask_once
     from protocols.addresses import host_of
     from protocols.messages import AddReward
 

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from actors.runtime.actor import Actor, Signal
+from actors.runtime.actor import Signal
+from actors.runtime.directory import Directory
 from areal.generation.routing import GeneratorLoad, fullness
 from protocols.messages import Member
 
@@ -26,8 +27,12 @@ class Router:
     reported, as the master passes it on.
     """
 
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
+    def __init__(self, directory: Directory, role: str, index: int, most: int) -> None:
+        """role, index: of this actor. most: the limit of a generator that has reported none."""
+        self.directory = directory
+        self._role = role
+        self._index = index
+        self._most = most
         self.requests: Counter[str] = Counter()
         self.room = Signal()
         self.loads: dict[str, GeneratorLoad] = {}
@@ -39,13 +44,13 @@ class Router:
         serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
         """
 
-        candidates = await self.actor.until(
-            lambda: [m for m in self.actor.with_role(role) if serves in (None, *m.serves)]
+        candidates = await self.directory.until(
+            lambda: [m for m in self.directory.with_role(role) if serves in (None, *m.serves)]
         )
         now, askers = asyncio.get_running_loop().time(), self.askers
         # Reported loads are out of date. Each asker begins its choice at another actor, so that not all of them fill
         # the same few.
-        first = (self.actor.index or 0) * len(candidates) // askers % len(candidates)
+        first = self._index * len(candidates) // askers % len(candidates)
         candidates = candidates[first:] + candidates[:first]
 
         def cost(m: Member) -> tuple[bool, bool, float]:
@@ -56,17 +61,17 @@ class Router:
 
     def knows(self, member: Member) -> bool:
         """True if the member is still in the run."""
-        return member.identity in self.actor.directory
+        return member.identity in self.directory.members
 
     @property
     def askers(self) -> int:
         """Number of healthy actors of this actor's own role, at least 1."""
-        return max(1, len(self.actor.with_role(self.actor.role)))
+        return max(1, len(self.directory.with_role(self._role)))
 
     def limit(self, generator: Member) -> int:
         """Number of sequences that the generator takes from all askers together."""
         load = self.loads.get(generator.identity)
-        return load.limit if load else self.actor.config.generator.max_concurrent_rollouts
+        return load.limit if load else self._most
 
     def _load_of(self, m: Member, askers: int, min_version: int) -> float:
         if m.role != "generator":

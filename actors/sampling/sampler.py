@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import structlog
 
 from actors.runtime.actor import Actor
+from actors.runtime.membership import Membership
 from actors.sampling.calls import SampleFailed
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards, Servers
 from actors.sampling.policy_judges import PolicyJudges
@@ -39,31 +40,32 @@ class Prompts(Protocol):
 class Sampler(Actor):
     """Base class of the roles that run the workflow on rows of the run's data."""
 
-    def __init__(
-        self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
+    @classmethod
+    async def start(
+        cls, member: Membership, open_source: Callable[[DataConfig, int], Prompts] = open_source,
         load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, workflow: Workflow | None = None,
-        **kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """workflow: in place of the one that the configuration names."""
-        super().__init__(*args, **kwargs)
-        self._given_workflow = workflow
-        self._open_source = open_source
-        self._load_tokenizer = load_tokenizer
-        self.awaited_rewards: set[str] = set()  # those of the run, which have an actor sooner or later
-        self.services: Services = None  # type: ignore[assignment]  # set by `setup`
-        self._causes: set[Cause] = set()  # of failures that were reported
-
-    async def setup(self) -> None:
-        config = self.config
-        self.awaited_rewards.update(config.rewards)
-        self._router = Router(self)
-        self._servers = Servers(self.bus, self.spawn)
-        self._source = await asyncio.to_thread(self._open_source, config.data, config.seed)
-        tokenizer = await asyncio.to_thread(self._load_tokenizer, config.model, config.data)
+        config, settings = member.config, member.config.rollout_manager
+        source = await asyncio.to_thread(open_source, config.data, config.seed)
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
         parsers = await load_parsers(config, tokenizer, Parsers)
-        self._workflow = self._given_workflow or resolve_workflow(
-            config.rollout_manager.workflow, config.rollout_manager.workflow_options
-        )
+        workflow = workflow or resolve_workflow(settings.workflow, settings.workflow_options)
+        return cls(member, source, workflow, tokenizer, parsers)
+
+    def __init__(
+        self, member: Membership, source: Prompts, workflow: Workflow, tokenizer: Any, parsers: Parsers
+    ) -> None:  # fmt: skip
+        self.member = member
+        self.config = config = member.config
+        self.directory = member.directory
+        self._source = source
+        self._workflow = workflow
+        self._causes: set[Cause] = set()  # of failures that were reported
+        self._routes = member.directory, self.role, member.index or 0, config.generator.max_concurrent_rollouts
+        self._router = Router(*self._routes)
+        self._servers = Servers(member.bus, member.spawn)
+        self.awaited_rewards = {*config.rewards}  # those of the run, which have an actor sooner or later
         generators = RoutedGenerators(self._router, self._servers)
         self._scoring = RoutedRewards(
             self._router, self._servers, config.reward, self.awaited_rewards, self.report_failure, config.scorers,
@@ -78,22 +80,18 @@ class Sampler(Actor):
             programs=Programs(config.sandbox),
             endpoint=Endpoint(config),
         )
-
-    async def teardown(self) -> None:
-        if self.services is not None:
-            await self.services.close()
+        member.used.push_async_callback(self.services.close)
 
     def stats(self) -> dict[str, float]:
-        return {"samples_scored": self.services.succeeded if self.services else 0}
+        return {"samples_scored": self.services.succeeded}
 
     def works(self) -> tuple[Work, ...]:
-        own_code = self.services.own_code if self.services else {}
+        own_code = self.services.own_code
         since = next(iter(own_code.values()), None)
         if since is None:
-            return super().works()
+            return ()
         seconds = asyncio.get_running_loop().time() - since
-        own = Work(what=f"the workflow's own code, in {len(own_code)} samples", seconds=seconds)
-        return own, *super().works()
+        return (Work(what=f"the workflow's own code, in {len(own_code)} samples", seconds=seconds),)
 
     def report_failure(self, cause: Cause, reason: str) -> None:
         """Report to the master that a sample failed, or that a reward refused it: the first of each cause, which the
@@ -101,14 +99,18 @@ class Sampler(Actor):
         data are probably wrong."""
         if not self.services.succeeded or cause not in self._causes:
             self._causes.add(cause)
-            self.spawn(self.ask_master(ScoringFailed(cause=cause, reason=text_of(reason)), Done), "report failure")
+            self.member.spawn(
+                self.member.ask_master(ScoringFailed(cause=cause, reason=text_of(reason)), Done), "report failure"
+            )
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails
         the sample, not this actor."""
         try:
             async with session.in_workflow():
-                sample = (await self._workflow(session, row)).checked()
+                sample = await self._workflow(session, row)
+            if not isinstance(sample, Trajectory) or not sample.sampled.any():
+                raise ValueError("it has returned no Trajectory with sampled tokens")
         except SampleFailed as failure:
             if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
                 self.report_failure(failure.cause, f"{failure}")

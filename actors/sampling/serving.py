@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from actors.runtime.actor import Actor, handles
+from actors.runtime.membership import Membership
 from actors.sampling.flows import Flows, Work
 from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
@@ -26,10 +27,16 @@ from protocols.transport import Request
 class Serving(Actor):
     """A subclass implements `score_completions` and `size`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._flows = Flows[Any](self.size, self.part, self.spawn)
+    def __init__(self, member: Membership, names: tuple[str, ...]) -> None:
+        """names: what it serves."""
+        self.member = member
+        self.config = member.config
+        self._names = names
+        self._flows = Flows[Any](self.size, self.part, member.spawn)
         self._scored = self._failed = 0
+
+    def serves(self) -> tuple[str, ...]:
+        return self._names
 
     def size(self, result: Any) -> int:
         """Bytes of a result in a message, about."""
@@ -73,8 +80,8 @@ class Serving(Actor):
 
     def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, Work[Any]]) -> Done:
         """Begin jobs, which have no deadline while this actor is alive, however long its queue is. Raises BusError."""
-        if self.state != "healthy":
-            raise BusyError(f"this {self.role} actor accepts no jobs: it is starting or draining")
+        if self.member.state != "healthy":
+            raise BusyError(f"this {self.role} actor accepts no jobs: it is {self.member.state}")
         self._flows.begin(request, flow, jobs)
         return Done()
 

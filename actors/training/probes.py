@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
-from actors.runtime.actor import Actor
+from actors.runtime.directory import Directory
+from actors.runtime.membership import Ask, Spawn
 from areal.config import Config
 from areal.training.engine_gap import EngineGaps, Probe, probe_of
 from areal.trajectory import Group
@@ -37,10 +38,13 @@ def measures_gaps(config: Config) -> bool:
 
 
 class Probes:
-    """The comparison with the engines of all generators. trainer: the actor that trains."""
+    """The comparison with the engines of all generators."""
 
-    def __init__(self, trainer: Actor) -> None:
-        self._trainer = trainer
+    def __init__(self, config: Config, directory: Directory, ask: Ask, spawn: Spawn) -> None:
+        self._measures = measures_gaps(config)
+        self._directory = directory
+        self._send = ask
+        self._spawn = spawn
         self._gaps = EngineGaps()
         self._asking: set[str] = set()
         self._current: _Check | None = None
@@ -48,19 +52,19 @@ class Probes:
 
     def begin(self, lineage: int, version: int, groups: Sequence[Group]) -> None:
         """Ask the generators, at the start of a step on these groups, which trains this version."""
-        probe = probe_of(groups) if measures_gaps(self._trainer.config) else None
+        probe = probe_of(groups) if self._measures else None
         if probe is None:
             return
         self._current = check = _Check(lineage, version, probe)
-        for generator in self._trainer.with_role("generator"):
+        for generator in self._directory.with_role("generator"):
             if generator.identity not in self._asking:
-                self._trainer.spawn(self._ask(generator, check), "compare an engine")
+                self._spawn(self._ask(generator, check), "compare an engine")
 
     async def _ask(self, generator: Member, check: _Check) -> None:
         self._asking.add(generator.identity)
         try:
             ask = AskLogprobs(lineage=check.lineage, version=check.version, tokens=check.probe.tokens)
-            answer = await self._trainer.ask(generator.address, ask, Logprobs, ANSWER_SECONDS)
+            answer = await self._send(generator.address, ask, Logprobs, ANSWER_SECONDS)
             if answer.version == check.version:
                 self._answers.append((generator.identity, check, answer.logprobs))
         except BusError:  # it is busy, leaves or has died; the next step asks again

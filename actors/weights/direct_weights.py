@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from actors.runtime.actor import Actor
+from actors.runtime.actor import CONTROL_SECONDS
+from actors.runtime.directory import Directory
 from areal.config import Config, UserError
 from areal.devices import visible_devices
 from areal.generation.engine import FINISH, WeightLoadError
@@ -33,7 +34,7 @@ from areal.weights.packs import SENDS_AT_ONCE
 from protocols.addresses import host_of, is_loopback
 from protocols.errors import BusError, RefusedError, StreamBrokenError
 from protocols.messages import Done, Message, Policy, SendWeights, TransferCall, TransferDone
-from protocols.transport import Request
+from protocols.transport import Bus, Request
 
 if TYPE_CHECKING:
     from areal.weights.transfer import Sender
@@ -42,6 +43,13 @@ if TYPE_CHECKING:
 TRANSFER_SECONDS = 3600.0
 
 log = structlog.get_logger()
+
+
+async def load_transport(config: Config) -> None:
+    """Load vLLM's part of the trainer's end, which takes seconds. Raises UserError, as `check_transport` does."""
+    check_transport(config)
+    if config.weights.backend:
+        await asyncio.to_thread(importlib.import_module, "areal.weights.transfer")
 
 
 def check_transport(config: Config) -> None:
@@ -57,21 +65,19 @@ def check_transport(config: Config) -> None:
 
 
 class DirectSender:
-    """The trainer's end. It offers the last `limit` versions."""
+    """The trainer's end. It offers the last `limit` versions.
 
-    def __init__(self, trainer: Actor, limit: int) -> None:
+    backend: of vLLM's weight transfer; None: it sends nothing. host: where the engines reach this process."""
+
+    def __init__(self, backend: str | None, directory: Directory, host: str, limit: int) -> None:
         self.bytes_sent = 0
-        self._trainer = trainer
+        self._backend = backend
+        self._directory = directory
+        self._host = host.strip("[]")
         self._limit = limit
         self._folders: dict[tuple[int, int], Path] = {}
         self._links: dict[str, _Link] = {}
         self._turns = asyncio.Semaphore(SENDS_AT_ONCE)
-
-    async def start(self) -> None:
-        """Load vLLM's part, which takes seconds. Raises UserError if this machine cannot send by the run's backend."""
-        check_transport(self._trainer.config)
-        if self._trainer.config.weights.backend:
-            await asyncio.to_thread(importlib.import_module, "areal.weights.transfer")
 
     def offer(self, policy: Policy) -> None:
         """Send this version to generators that ask for it."""
@@ -115,19 +121,17 @@ class DirectSender:
 
     def _link(self, request: Request[SendWeights]) -> _Link:
         """The link to this generator: that of its last transfer, or a new one. Raises RefusedError."""
-        backend = self._trainer.config.weights.backend
-        if backend is None:
+        if self._backend is None:
             raise RefusedError("weights.transport of this run sends nothing directly")
-        if request.sender not in self._trainer.directory:
+        if request.sender not in self._directory.members:
             raise RefusedError(f"{request.sender} is no member of this run")
         for owner, link in [*self._links.items()]:
             # If a generator asks while its last transfer is open, it has given that one up.
-            gone = owner.rpartition(" ")[0] not in self._trainer.directory
+            gone = owner.rpartition(" ")[0] not in self._directory.members
             if gone or (owner == request.owner and link.busy):
                 self._drop(owner, link)
         if request.owner not in self._links:
-            host = host_of(self._trainer.door.reached_at("")).strip("[]")
-            self._links[request.owner] = _Link(backend, host, request.message.workers)
+            self._links[request.owner] = _Link(self._backend, self._host, request.message.workers)
         return self._links[request.owner]
 
     def done(self, request: Request[TransferDone]) -> Done:
@@ -213,29 +217,32 @@ class DirectReceiver:
     """The generator's end. `lost` is set if the trainer goes, or gives up the transfer, while the engine does a
     call."""
 
-    def __init__(self, generator: Actor) -> None:
+    def __init__(self, bus: Bus, directory: Directory, workers: int) -> None:
+        """workers: number of the engine's devices."""
         self.lost = asyncio.Event()
-        self._generator = generator
+        self._bus = bus
+        self._directory = directory
+        self._workers = workers
 
     async def calls(self, policy: Policy) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         """Ask the trainer for the weights of `policy`. Yields the calls that its end makes, each with its argument,
         once the one before is done. Raises WeightLoadError if the transfer fails before the last one is."""
-        trainers = [m for m in self._generator.with_role("trainer", healthy=False) if m.state != "draining"]
+        trainers = [m for m in self._directory.with_role("trainer", healthy=False) if m.state != "draining"]
         if not trainers:
             raise WeightLoadError("the run has no trainer now")
-        address, config = trainers[0].address, self._generator.config
-        ask = SendWeights(lineage=policy.lineage, version=policy.version, workers=config.generator.devices)
+        trainer = self._bus.peer(trainers[0].address)
+        ask = SendWeights(lineage=policy.lineage, version=policy.version, workers=self._workers)
         complete = False
         self.lost.clear()
         try:
-            stream = self._generator.bus.peer(address).stream(ask, TRANSFER_SECONDS)
+            stream = trainer.stream(ask, TRANSFER_SECONDS)
             async with contextlib.aclosing(self._watched(stream)) as parts:
                 async for part in parts:
                     if not isinstance(part, TransferCall):
                         raise StreamBrokenError(f"expected a call, got {part.kind!r}")
                     yield part.call, _info(part)
                     complete = part.call == FINISH
-                    await self._generator.ask(address, TransferDone(number=part.number), Done)
+                    await trainer.ask(TransferDone(number=part.number), CONTROL_SECONDS)
         except BusError as error:
             if not complete:
                 raise WeightLoadError(f"the trainer did not send version {policy.version}: {error}") from None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
-Prompt = str | list[dict[str, str]]
-"""Text, or chat messages with `role` and `content`."""
+Prompt = str | list[dict[str, Any]]
+"""Text, or chat messages with `role` and `content`, which is text, and perhaps `tool_calls`."""
+# Roles as ShareGPT calls them.
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,59 @@ class Row:
     answer: str | None
     reward: dict[str, float] | None
     fields: dict[str, Any]
+
+
+def read_prompt(value: Any) -> Prompt | None:
+    """The prompt that is written in one of the forms of published data sets: text, messages, their JSON, messages of
+    ShareGPT (`from` and `value`), or a list of one list of messages, as in BFCL. None if it is none of these, or empty.
+    """
+    if isinstance(value, str):
+        messages = _read_messages(_parsed(value)) if value.lstrip().startswith("[") else None
+        return messages or value or None
+    return _read_messages(value)
+
+
+def _read_messages(value: Any) -> list[dict[str, Any]] | None:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        value = value[0]
+    messages = [_read_message(item) for item in value] if isinstance(value, list) else []
+    return None if None in messages else [message for message in messages if message] or None
+
+
+def _read_message(raw: Any) -> dict[str, Any] | None:
+    if not isinstance(raw, dict):
+        return None
+    fields = {key: item for key, item in raw.items() if item is not None}  # tables have nulls for what others have
+    if "role" not in fields and isinstance(sender := fields.pop("from", None), str):
+        fields |= {"role": _ROLES.get(sender, sender), "content": fields.pop("value", None)}
+    content, calls = fields.get("content"), fields.get("tool_calls")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text")) for part in content)
+    if content is None and calls:
+        content = ""
+    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
+        return None
+    if not calls:
+        return fields | {"content": content}
+    try:
+        return fields | {"content": content, "tool_calls": [_read_call(call) for call in calls]}
+    except (KeyError, TypeError):
+        return None
+
+
+def _read_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Its arguments as an object, as chat templates write them as JSON. Raises KeyError or TypeError."""
+    function = call["function"]
+    if isinstance(function["arguments"], str) and isinstance(arguments := _parsed(function["arguments"]), dict):
+        function = function | {"arguments": arguments}
+    return {"type": "function", **call, "function": function}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, reward_weights
 from areal.data import addition, reasoning_tasks, verifiers_tasks
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of
-from areal.data.rows import Prompt, Row
+from areal.data.rows import Prompt, Row, read_prompt
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
 MAX_DRAWS = 100
@@ -316,9 +316,10 @@ def _held_out(config: SourceConfig, source: Table | Draw, count: int, seed: int,
 
 def _key(prompt: Any) -> str:
     """What prompts of the same problem share: the text, or the messages without those of the system."""
-    if not is_prompt(prompt):
+    read = read_prompt(prompt)
+    if read is None:
         return json.dumps(prompt, sort_keys=True, default=str)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [{"role": "user", "content": read}] if isinstance(read, str) else read
     return json.dumps([[m["role"], m["content"]] for m in messages if m["role"] != "system"])
 
 
@@ -365,13 +366,14 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
             names = ", ".join(raw) or "nothing"
             raise UserError(f"{where} has no {key!r}, only {names}: add it or set {setting}{advice}")
     answer = _field(raw, answer_key) if answer_key else None
-    prompt = _prompt(raw, config, where)
-    if prompt in ("", []):
+    written = _prompt(raw, config, where)
+    if written in ("", []):
         raise UserError(f"{where} has an empty {prompt_key!r}: write one, or remove the row")
-    if not is_prompt(prompt):
+    prompt = read_prompt(written)
+    if prompt is None:
         raise UserError(
-            f"{where} has a {prompt_key!r} that is neither text nor a list of messages with role and content: "
-            f"correct it"
+            f"{where} has a {prompt_key!r} that is neither text nor a list of messages with role and content, which "
+            f"is text: correct it"
         )
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
@@ -418,16 +420,6 @@ def _prompt(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Any:
 @functools.lru_cache(maxsize=32)
 def _template(text: str) -> jinja2.Template:
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(text)
-
-
-def is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return value != ""
-    return isinstance(value, list) and value != [] and all(_is_message(message) for message in value)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def with_system(prompt: Prompt, system: str | None) -> Prompt:

@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 from huggingface_hub import DatasetCard, DatasetCardData
 
 from areal.config import Config, UserError
-from areal.data.sources import is_prompt, with_system
+from areal.data.rows import read_prompt
+from areal.data.sources import with_system
 from areal.models import name_of
 from areal.storage.run_folder import config_of_run, last_checkpoint
 from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, read_rows, rollouts_in
@@ -129,8 +130,8 @@ class Texts:
         return self._chat_prompt(row["row"], row["prompt"])
 
     def _find(self, fields: str, prompt: str) -> ChatPrompt | None:
-        prompt_field = json.loads(fields).get("prompt")
-        if not self._tokenizer.chat_template or not is_prompt(prompt_field):
+        prompt_field = read_prompt(json.loads(fields).get("prompt"))
+        if not self._tokenizer.chat_template or prompt_field is None:
             return None
         for system in self._systems:
             chat = with_system(prompt_field, system)

@@ -26,8 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from areal.config import ScoringConfig, UserError
 from areal.data.files import read_file, unit_of
-from areal.data.rows import prompt_text
-from areal.data.sources import is_prompt
+from areal.data.rows import prompt_text, read_prompt
 from areal.result import all_scored, combined
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
@@ -73,7 +72,7 @@ def read_rows(file: Path) -> list[Line]:
     if not rows:
         raise UserError(f"--input {file} has no rows: name another file")
     for number, row in rows:
-        if row.get("prompt") not in (None, "", []) and not is_prompt(row["prompt"]):
+        if row.get("prompt") not in (None, "", []) and read_prompt(row["prompt"]) is None:
             where = f"{file}, {unit_of(file)} {number},"
             raise UserError(f"{where} has a prompt that is neither text nor messages with role and content: correct it")
     return rows
@@ -120,7 +119,7 @@ async def _score(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     began = time.monotonic()
     weights = config.reward.functions
     try:
-        prompt, completion = prompt_text(row["prompt"]), row["completion"]
+        prompt, completion = prompt_text(read_prompt(row["prompt"]) or ""), row["completion"]
         results = await all_scored(weights, lambda name: pool.score(name, prompt, completion, row))
     except RewardFailed as failure:
         outcome: dict[str, Any] = {"score": None, "status": failure.kind, "reason": str(failure)}

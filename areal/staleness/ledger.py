@@ -34,7 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 # Events kept for `story`: the last few transitions of every group of a large run (512 groups per batch, eta 8).
 STORY_EVENTS = 10_000
@@ -327,18 +327,15 @@ def schedulable(deadlines: Iterable[int], version: int, batch_size: int) -> bool
     return all(k <= batch_size * (d - version + 1) for k, d in enumerate(sorted(deadlines), 1))
 
 
-class Ledger:
-    """See the module. `journal` receives each event before it is applied; if `journal` raises, nothing has changed.
-    `choose` returns the training index of the row for a new prompt, by default that of the prompt itself.
+class LedgerState:
+    """The groups, prompts, batch and steps. They change only by `apply`.
 
     The memory in use is bounded by the alive groups and the re-queued prompts (together at most `(max_staleness + 1) *
     batch_size`), and by the group ids of the steps since the last checkpoint, which a restarted trainer has to redo.
     """
 
-    def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, settings: LedgerSettings) -> None:
         self.settings = settings
-        self.journal = journal
-        self.choose: Callable[[int], int] = lambda prompt: prompt
         self.version = 0
         self.counters = Counters()
         self._groups: dict[str, LedgerGroup] = {}  # in order of admission
@@ -351,8 +348,8 @@ class Ledger:
         self._story: deque[Event] = deque(maxlen=STORY_EVENTS)
 
     @classmethod
-    def load(cls, dump: dict[str, Any]) -> Ledger:
-        """Return the ledger that `dump` was made from. The dump may have been through JSON. The story starts empty."""
+    def load(cls, dump: dict[str, Any]) -> Self:
+        """Return the state that `dump` was made from. The dump may have been through JSON. The story starts empty."""
         ledger = cls(LedgerSettings(**dump["settings"]))
         ledger.version = dump["version"]
         ledger._next_prompt = dump["next_prompt"]
@@ -384,17 +381,10 @@ class Ledger:
             "steps": [_fields(step) | {"batch": _fields(step.batch)} for step in self._steps.values()],
         }
 
-    # ------------------------------------------------------------------------------------------------------ reading
-
     @property
     def alive(self) -> int:
         """The number of groups that are admitted and neither trained, re-queued nor discarded."""
         return len(self._groups)
-
-    @property
-    def ready_count(self) -> int:
-        """The number of groups that are ready and not yet in a batch."""
-        return len(self._lines[GroupState.READY])
 
     @property
     def batches_logged(self) -> int:
@@ -402,27 +392,9 @@ class Ledger:
         return self.version + (self._batch is not None)
 
     @property
-    def covered(self) -> int:
-        """The steps from this version on can be redone: no checkpoint is known to make that needless."""
-        return min(self._steps, default=self.version)
-
-    @property
     def capacity(self) -> int:
         """The number of groups that may be admitted now: limited by rule 1 and the steps left."""
         return max(0, self._most_alive() - self.alive)
-
-    @property
-    def ended(self) -> RunEnded | None:
-        """Set once all steps are committed."""
-        return RunEnded(self.version) if self.version == self.settings.steps else None
-
-    @property
-    def waiting(self) -> Waiting | None:
-        """What the next batch waits for. None if it is logged, if it can be formed, or if the run has ended."""
-        if self.ended or self._batch:
-            return None
-        waiting = self._waiting(self._choose())
-        return None if waiting is None or self._may_abort(waiting) else waiting
 
     @property
     def next_prompt(self) -> int:
@@ -432,23 +404,6 @@ class Ledger:
     def group(self, group_id: str) -> LedgerGroup | None:
         """The row of an alive group, else None."""
         return self._groups.get(group_id)
-
-    def alive_of(self, owner: str) -> list[str]:
-        """The ids of the groups that `owner` holds leases of, in order of admission."""
-        return [group.group_id for group in self._leased() if group.owner == owner]
-
-    def open_prompts(self) -> list[int]:
-        """The indices of the admitted prompts that are neither trained nor discarded: alive ones and re-queued ones."""
-        rows: list[LedgerGroup | QueuedPrompt] = [*self._groups.values(), *self._requeued]
-        return sorted(row.prompt_index for row in rows)
-
-    def needs_payload(self, group_id: str) -> bool:
-        """True if the trainer has to keep what it has of the group: it is alive, no checkpoint covers its step, or a
-        later attempt may still go on with its samples."""
-        if group_id in self._redoable or group_id in self._groups:
-            return True
-        unfinished: list[LedgerGroup | QueuedPrompt] = [*self._leased(), *self._requeued]
-        return any(row.resumed and group_id.startswith(f"g{row.prompt_index}.") for row in unfinished)
 
     def deadline(self, group: LedgerGroup) -> int:
         """The last version that may train this group: its start version + the bound at its admission. The version at
@@ -460,162 +415,6 @@ class Ledger:
         """The recent events of a group, oldest first, without renewals of its lease."""
         return [event for event in self._story if group_id in _groups_of(event)]
 
-    # ----------------------------------------------------------------------------------------------------- commands
-
-    def change_settings(self, settings: LedgerSettings) -> None:
-        """From here on, `settings` hold. Groups that are alive keep the bound of their admission. If more are alive
-        than the new settings allow, none is admitted until enough of them have left; those for which there is no step
-        any more are not trained, unless a later change adds steps. Raises LedgerError for fewer steps than are trained.
-        """
-        self._emit(settings)
-
-    def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[GroupPermit]:
-        """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
-        return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.capacity))]
-
-    def renew(self, owner: str, group_ids: Iterable[str], now: float, lease_seconds: float) -> list[str]:
-        """Extend the leases of `owner`. Returns the groups that it no longer owns; the owner has to abort them."""
-        owned: list[str] = []
-        lost: list[str] = []
-        for group_id in group_ids:
-            (owned if self._owned(group_id, owner) else lost).append(group_id)
-        self._renew(owned, now + lease_seconds)
-        return lost
-
-    def renew_all(self, now: float, lease_seconds: float) -> None:
-        """Extend all leases. The master does this after its restart, so that its downtime lets no lease expire."""
-        self._renew(self._groups, now + lease_seconds)
-
-    def started(self, group_id: str, owner: str, version: int) -> ReportAnswer:
-        """Report `version`, the lowest version that has sampled the first token of any of the group's samples.
-
-        Report it once every sample has begun. A later report of a lower version moves the deadline earlier. With `wait`
-        and `requeue` it is accepted only if all alive groups can still be trained before their deadlines; otherwise
-        this attempt fails and the answer is GONE.
-        Raises LedgerError for a version below the permit's `min_version` or above the current one.
-        """
-        group = self._owned(group_id, owner)
-        if group is None:
-            return ReportAnswer.GONE
-        self._check_start(group, version)
-        start = group.start_version
-        if group.state is not GroupState.ADMITTED or (start is not None and version >= start):
-            return ReportAnswer.UNCHANGED
-        return self._accept_start(group, Started(group_id, version), version)
-
-    def reuse(self, group_id: str, versions: Iterable[int]) -> int | None:
-        """Ask which stored samples of earlier attempts may be in the group. `versions`: the oldest version in each.
-
-        Returns the oldest version that may be in it; None if the group may have none, as it is not `resumed`, is
-        finished or gone. If that is below the version at its admission, it becomes the start version: the lowest of
-        `versions` with which all alive groups can still be trained before their deadlines.
-        """
-        group = self._groups.get(group_id)
-        if group is None or not group.resumed or group.state is not GroupState.ADMITTED:
-            return None
-        for version in sorted(set(versions)):
-            if version >= self._oldest_start(group):
-                break
-            if not self._breaks_schedule(group, version):
-                self._emit(Started(group_id, version))
-                return version
-        return self._oldest_start(group)
-
-    def ready(self, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
-        """Report that the trainer has spooled the group. `start_version`: the lowest version of its sampled tokens.
-        `signal`: whether the rewards of its samples differ.
-
-        On GONE and FILTERED the trainer drops the payload. On UNCHANGED it keeps the payload that it has (this can also
-        be a trained group that no checkpoint covers yet). Raises LedgerError under the same conditions as `started`.
-        """
-        group = self._groups.get(group_id)
-        if group is None:
-            return ReportAnswer.UNCHANGED if group_id in self._redoable else ReportAnswer.GONE
-        if group.state is not GroupState.ADMITTED:
-            return ReportAnswer.UNCHANGED
-        self._check_start(group, start_version)
-        if self.settings.filter_zero_signal and not signal:
-            self._emit(Discarded(group_id, ZERO_SIGNAL))
-            return ReportAnswer.FILTERED
-        return self._accept_start(group, Ready(group_id, start_version), start_version)
-
-    def failed(self, group_id: str, owner: str, reason: str, counts: bool = True) -> ReportAnswer:
-        """Report that the group cannot be finished. `reason` is one of a few categories; groups are counted by reason,
-        here and in `discard`. `counts`: whether this counts as a failure of the prompt."""
-        group = self._owned(group_id, owner)
-        if group is None:
-            return ReportAnswer.GONE
-        if group.state is not GroupState.ADMITTED:
-            return ReportAnswer.UNCHANGED
-        if not counts:
-            self._return_leases([group], reason)
-        elif self.settings.on_failed_sample == "discard":
-            self._emit(Discarded(group_id, reason))
-        else:
-            self._fail(group, reason)
-        return ReportAnswer.ACCEPTED
-
-    def discard(self, group_id: str, reason: str) -> ReportAnswer:
-        """Discard the group; its prompt is not trained. A logged batch never changes: LedgerError for its groups."""
-        if group_id not in self._groups:
-            return ReportAnswer.GONE
-        self._emit(Discarded(group_id, reason))
-        return ReportAnswer.ACCEPTED
-
-    def expire(self, now: float) -> list[str]:
-        """Re-queue the prompts of groups whose lease has expired. This does not count as a failure of the group."""
-        silent = [g for g in self._leased() if g.lease_expires is not None and g.lease_expires <= now]
-        return self._return_leases(silent, LEASE_EXPIRED)
-
-    def release(self, owner: str) -> list[str]:
-        """Re-queue the prompts of all groups leased by `owner`, which has left or is known to be dead."""
-        return self._return_leases([self._groups[group_id] for group_id in self.alive_of(owner)], RELEASED)
-
-    def withdraw(self, owner: str, group_ids: Collection[str]) -> list[str]:
-        """Re-queue the prompts of groups that were admitted for `owner`, which was not given the permits."""
-        unknown = [group for group in self._leased() if group.owner == owner and group.group_id in group_ids]
-        return self._return_leases(unknown, UNANSWERED)
-
-    def next_batch(self, version: int) -> Batch | Waiting | RunEnded:
-        """Return the batch to train at `version`. The first answer with a batch logs it; it never changes afterwards.
-
-        For an earlier version, return the batch that was trained then, so that a restarted trainer can redo it. Raises
-        LedgerError for a later version, or one that a checkpoint covers.
-        """
-        if version != self.version:
-            return self._committed(version).batch
-        if ended := self.ended:
-            return ended
-        if self._batch is None:
-            chosen = self._choose()
-            waiting = self._waiting(chosen)
-            if waiting and not self._may_abort(waiting):
-                return waiting
-            for group_id in waiting.stragglers if waiting else ():
-                self._fail(self._groups[group_id], STRAGGLER)
-            self._emit(BatchLogged(version, tuple(group.group_id for group in chosen)))
-            assert self._batch is not None  # logged just now
-        return self._batch
-
-    def commit(self, version: int) -> StepRecord:
-        """Record that the batch of `version` is trained. A repeated call returns the same record.
-
-        Raises LedgerError for a version whose batch is not logged, or that a checkpoint covers.
-        """
-        if version == self.version:
-            self._emit(Committed(version))
-        return self._committed(version)
-
-    def checkpointed(self, version: int) -> ReportAnswer:
-        """Record that the steps before `version`, which a checkpoint has the weights of, are never redone. The ledger
-        forgets them."""
-        if version <= self.version and not any(step < version for step in self._steps):
-            return ReportAnswer.UNCHANGED
-        self._emit(Checkpointed(version))
-        return ReportAnswer.ACCEPTED
-
-    # ---------------------------------------------------------------------------------------------------- decisions
-
     def _most_alive(self) -> int:
         """The limit of rule 1, and at most what the steps left can train. It uses the version, never counters."""
         settings = self.settings
@@ -626,134 +425,19 @@ class Ledger:
         bound = max((group.max_staleness for group in self._groups.values()), default=0)
         return self.settings.batch_size * (bound + 1)
 
-    def _choose(self) -> list[LedgerGroup]:
-        """Up to B ready groups, earliest deadline first."""
-        return self._head(GroupState.READY, self.settings.batch_size)
-
-    def _head(self, state: GroupState, n: int) -> list[LedgerGroup]:
-        return [self._groups[group_id] for _, _, group_id in self._lines[state][:n]]
-
-    def _waiting(self, chosen: list[LedgerGroup]) -> Waiting | None:
-        needed = self.settings.batch_size
-        if len(chosen) < needed:
-            stragglers = self._head(GroupState.ADMITTED, needed - len(chosen))
-        else:
-            stragglers = self._stragglers(chosen)
-            if not stragglers:
-                return None
-        return Waiting(self.version, self.ready_count, needed, tuple(group.group_id for group in stragglers))
-
-    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
-        """The unfinished groups because of which rule 3 forbids training `chosen` now, earliest deadline first.
-
-        Without these groups rule 3 holds. If n groups too many would be left behind at some deadline, the n unfinished
-        groups with the earliest deadlines are named. At least n unfinished groups have a deadline that early, because
-        ready groups alone always satisfy rule 3.
-        """
-        if not self.settings.bounds_groups:
-            return []
-        unfinished, ready = self._lines[GroupState.ADMITTED], self._lines[GroupState.READY]
-        named = 0
-        for deadline in self._deadlines():
-            due = bisect_left(unfinished, (deadline + 1,))
-            left_behind = due + max(0, bisect_left(ready, (deadline + 1,)) - len(chosen))
-            slots = max(0, self.settings.batch_size * (deadline - self.version))
-            named = max(named, left_behind - slots)
-            if named > due:
-                raise self._error(f"too many ready groups have deadline {deadline} or earlier for the steps left")
-        return self._head(GroupState.ADMITTED, named)
-
-    def _deadlines(self) -> list[int]:
-        """The distinct deadlines of groups outside a batch, ascending. There are few, even if there are many groups."""
-        deadlines: list[int] = []
-        for line in self._lines.values():
-            at = 0
-            while at < len(line):
-                deadlines.append(line[at][0])
-                at = bisect_left(line, (deadlines[-1] + 1,), lo=at)
-        return sorted(set(deadlines))
-
-    def _may_abort(self, waiting: Waiting) -> bool:
-        return self.settings.on_straggler == "requeue" and waiting.ready >= waiting.needed
-
-    def _permit(self, owner: str, lease_expires: float) -> GroupPermit:
-        group_id, prompt_index, attempt = self._next_permit()
-        row = self._requeued[0].row if self._requeued else self.choose(prompt_index)
-        self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires, row))
-        group = self._groups[group_id]
-        return GroupPermit(group_id, prompt_index, group.row, attempt, self._min_version(group), group.resumed)
-
     def _min_version(self, group: LedgerGroup) -> int:
         """The lowest version that may sample the group (rule 2). `admission_only`, as in the paper, has no rule 2."""
         return 0 if self.settings.on_straggler == "admission_only" else group.admission_version
-
-    def _oldest_start(self, group: LedgerGroup) -> int:
-        """The lowest start version that may be reported of the group."""
-        low = self._min_version(group)
-        return low if group.start_version is None else min(low, group.start_version)
-
-    def _check_start(self, group: LedgerGroup, version: int) -> None:
-        low = self._oldest_start(group)
-        if not low <= version <= self.version:
-            raise self._error(f"start version {version} is not between {low} and {self.version}", group.group_id)
-
-    def _accept_start(self, group: LedgerGroup, event: Started | Ready, version: int) -> ReportAnswer:
-        if self._breaks_schedule(group, version):
-            self._fail(group, START_VERSION_FELL)
-            return ReportAnswer.GONE
-        self._emit(event)
-        return ReportAnswer.ACCEPTED
-
-    def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
-        """True if `version` is below the start version that its deadline assumes, and leaves some group without a step
-        in time."""
-        if not self.settings.bounds_groups or version + group.max_staleness >= self.deadline(group):
-            return False
-        rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]
-        return not self._fits(rows)
 
     def _fits(self, groups: Iterable[LedgerGroup]) -> bool:
         """True if the steps after the logged batch can train all `groups`, which are outside it, in time."""
         return schedulable(map(self.deadline, groups), self.batches_logged, self.settings.batch_size)
 
-    def _fail(self, group: LedgerGroup, reason: str) -> None:
-        """Re-queue the prompt, or discard it after `max_attempts` failures."""
-        last = group.failures + 1 >= self.settings.max_attempts
-        self._emit(Discarded(group.group_id, reason) if last else Requeued(group.group_id, reason, failed=True))
-
-    def _return_leases(self, groups: list[LedgerGroup], reason: str) -> list[str]:
-        for group in groups:
-            self._emit(Requeued(group.group_id, reason, failed=False))
-        return [group.group_id for group in groups]
-
-    def _renew(self, group_ids: Iterable[str], lease_expires: float) -> None:
-        leased = tuple(i for i in group_ids if self._groups[i].state is GroupState.ADMITTED)
-        if leased:
-            self._emit(Renewed(leased, lease_expires))
-
-    def _unbatched(self) -> list[LedgerGroup]:
-        return [group for group in self._groups.values() if group.state is not GroupState.BATCHED]
-
     def _leased(self) -> list[LedgerGroup]:
         return [group for group in self._groups.values() if group.state is GroupState.ADMITTED]
 
-    def _owned(self, group_id: str, owner: str) -> LedgerGroup | None:
-        group = self._groups.get(group_id)
-        return group if group is not None and group.owner == owner else None
-
-    def _committed(self, version: int) -> StepRecord:
-        if version not in self._steps:
-            steps = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
-            raise LedgerError(f"no record of step {version}: the version is {self.version}, steps kept: {steps}")
-        return self._steps[version]
-
-    # ------------------------------------------------------------------------------------------------------- events
-
-    def _emit(self, event: Event) -> None:
-        self._check(event)
-        if self.journal is not None:
-            self.journal(event)
-        self.apply(event)
+    def _unbatched(self) -> list[LedgerGroup]:
+        return [group for group in self._groups.values() if group.state is not GroupState.BATCHED]
 
     def apply(self, event: Event) -> None:
         """Make one transition. Raises LedgerError, without changing anything, if the event does not fit the state."""
@@ -915,6 +599,327 @@ class Ledger:
         if row.start_version is None:
             return in_progress
         return (row.resumed or self._min_version(row) <= row.start_version) and row.start_version <= self.version
+
+
+class Ledger(LedgerState):
+    """See the module. `journal` receives each event before it is applied; if `journal` raises, nothing has changed.
+    `choose` returns the training index of the row for a new prompt, by default that of the prompt itself."""
+
+    def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
+        super().__init__(settings)
+        self.journal = journal
+        self.choose: Callable[[int], int] = lambda prompt: prompt
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def ready_count(self) -> int:
+        """The number of groups that are ready and not yet in a batch."""
+        return len(self._lines[GroupState.READY])
+
+    @property
+    def covered(self) -> int:
+        """The steps from this version on can be redone: no checkpoint is known to make that needless."""
+        return min(self._steps, default=self.version)
+
+    @property
+    def ended(self) -> RunEnded | None:
+        """Set once all steps are committed."""
+        return RunEnded(self.version) if self.version == self.settings.steps else None
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """What the next batch waits for. None if it is logged, if it can be formed, or if the run has ended."""
+        if self.ended or self._batch:
+            return None
+        waiting = self._waiting(self._choose())
+        return None if waiting is None or self._may_abort(waiting) else waiting
+
+    def alive_of(self, owner: str) -> list[str]:
+        """The ids of the groups that `owner` holds leases of, in order of admission."""
+        return [group.group_id for group in self._leased() if group.owner == owner]
+
+    def open_prompts(self) -> list[int]:
+        """The indices of the admitted prompts that are neither trained nor discarded: alive ones and re-queued ones."""
+        rows: list[LedgerGroup | QueuedPrompt] = [*self._groups.values(), *self._requeued]
+        return sorted(row.prompt_index for row in rows)
+
+    def needs_payload(self, group_id: str) -> bool:
+        """True if the trainer has to keep what it has of the group: it is alive, no checkpoint covers its step, or a
+        later attempt may still go on with its samples."""
+        if group_id in self._redoable or group_id in self._groups:
+            return True
+        unfinished: list[LedgerGroup | QueuedPrompt] = [*self._leased(), *self._requeued]
+        return any(row.resumed and group_id.startswith(f"g{row.prompt_index}.") for row in unfinished)
+
+    # ----------------------------------------------------------------------------------------------------- commands
+
+    def change_settings(self, settings: LedgerSettings) -> None:
+        """From here on, `settings` hold. Groups that are alive keep the bound of their admission. If more are alive
+        than the new settings allow, none is admitted until enough of them have left; those for which there is no step
+        any more are not trained, unless a later change adds steps. Raises LedgerError for fewer steps than are trained.
+        """
+        self._emit(settings)
+
+    def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[GroupPermit]:
+        """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
+        return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.capacity))]
+
+    def renew(self, owner: str, group_ids: Iterable[str], now: float, lease_seconds: float) -> list[str]:
+        """Extend the leases of `owner`. Returns the groups that it no longer owns; the owner has to abort them."""
+        owned: list[str] = []
+        lost: list[str] = []
+        for group_id in group_ids:
+            (owned if self._owned(group_id, owner) else lost).append(group_id)
+        self._renew(owned, now + lease_seconds)
+        return lost
+
+    def renew_all(self, now: float, lease_seconds: float) -> None:
+        """Extend all leases. The master does this after its restart, so that its downtime lets no lease expire."""
+        self._renew(self._groups, now + lease_seconds)
+
+    def started(self, group_id: str, owner: str, version: int) -> ReportAnswer:
+        """Report `version`, the lowest version that has sampled the first token of any of the group's samples.
+
+        Report it once every sample has begun. A later report of a lower version moves the deadline earlier. With `wait`
+        and `requeue` it is accepted only if all alive groups can still be trained before their deadlines; otherwise
+        this attempt fails and the answer is GONE.
+        Raises LedgerError for a version below the permit's `min_version` or above the current one.
+        """
+        group = self._owned(group_id, owner)
+        if group is None:
+            return ReportAnswer.GONE
+        self._check_start(group, version)
+        start = group.start_version
+        if group.state is not GroupState.ADMITTED or (start is not None and version >= start):
+            return ReportAnswer.UNCHANGED
+        return self._accept_start(group, Started(group_id, version), version)
+
+    def reuse(self, group_id: str, versions: Iterable[int]) -> int | None:
+        """Ask which stored samples of earlier attempts may be in the group. `versions`: the oldest version in each.
+
+        Returns the oldest version that may be in it; None if the group may have none, as it is not `resumed`, is
+        finished or gone. If that is below the version at its admission, it becomes the start version: the lowest of
+        `versions` with which all alive groups can still be trained before their deadlines.
+        """
+        group = self._groups.get(group_id)
+        if group is None or not group.resumed or group.state is not GroupState.ADMITTED:
+            return None
+        for version in sorted(set(versions)):
+            if version >= self._oldest_start(group):
+                break
+            if not self._breaks_schedule(group, version):
+                self._emit(Started(group_id, version))
+                return version
+        return self._oldest_start(group)
+
+    def ready(self, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
+        """Report that the trainer has spooled the group. `start_version`: the lowest version of its sampled tokens.
+        `signal`: whether the rewards of its samples differ.
+
+        On GONE and FILTERED the trainer drops the payload. On UNCHANGED it keeps the payload that it has (this can also
+        be a trained group that no checkpoint covers yet). Raises LedgerError under the same conditions as `started`.
+        """
+        group = self._groups.get(group_id)
+        if group is None:
+            return ReportAnswer.UNCHANGED if group_id in self._redoable else ReportAnswer.GONE
+        if group.state is not GroupState.ADMITTED:
+            return ReportAnswer.UNCHANGED
+        self._check_start(group, start_version)
+        if self.settings.filter_zero_signal and not signal:
+            self._emit(Discarded(group_id, ZERO_SIGNAL))
+            return ReportAnswer.FILTERED
+        return self._accept_start(group, Ready(group_id, start_version), start_version)
+
+    def failed(self, group_id: str, owner: str, reason: str, counts: bool = True) -> ReportAnswer:
+        """Report that the group cannot be finished. `reason` is one of a few categories; groups are counted by reason,
+        here and in `discard`. `counts`: whether this counts as a failure of the prompt."""
+        group = self._owned(group_id, owner)
+        if group is None:
+            return ReportAnswer.GONE
+        if group.state is not GroupState.ADMITTED:
+            return ReportAnswer.UNCHANGED
+        if not counts:
+            self._return_leases([group], reason)
+        elif self.settings.on_failed_sample == "discard":
+            self._emit(Discarded(group_id, reason))
+        else:
+            self._fail(group, reason)
+        return ReportAnswer.ACCEPTED
+
+    def discard(self, group_id: str, reason: str) -> ReportAnswer:
+        """Discard the group; its prompt is not trained. A logged batch never changes: LedgerError for its groups."""
+        if group_id not in self._groups:
+            return ReportAnswer.GONE
+        self._emit(Discarded(group_id, reason))
+        return ReportAnswer.ACCEPTED
+
+    def expire(self, now: float) -> list[str]:
+        """Re-queue the prompts of groups whose lease has expired. This does not count as a failure of the group."""
+        silent = [g for g in self._leased() if g.lease_expires is not None and g.lease_expires <= now]
+        return self._return_leases(silent, LEASE_EXPIRED)
+
+    def release(self, owner: str) -> list[str]:
+        """Re-queue the prompts of all groups leased by `owner`, which has left or is known to be dead."""
+        return self._return_leases([self._groups[group_id] for group_id in self.alive_of(owner)], RELEASED)
+
+    def withdraw(self, owner: str, group_ids: Collection[str]) -> list[str]:
+        """Re-queue the prompts of groups that were admitted for `owner`, which was not given the permits."""
+        unknown = [group for group in self._leased() if group.owner == owner and group.group_id in group_ids]
+        return self._return_leases(unknown, UNANSWERED)
+
+    def next_batch(self, version: int) -> Batch | Waiting | RunEnded:
+        """Return the batch to train at `version`. The first answer with a batch logs it; it never changes afterwards.
+
+        For an earlier version, return the batch that was trained then, so that a restarted trainer can redo it. Raises
+        LedgerError for a later version, or one that a checkpoint covers.
+        """
+        if version != self.version:
+            return self._committed(version).batch
+        if ended := self.ended:
+            return ended
+        if self._batch is None:
+            chosen = self._choose()
+            waiting = self._waiting(chosen)
+            if waiting and not self._may_abort(waiting):
+                return waiting
+            for group_id in waiting.stragglers if waiting else ():
+                self._fail(self._groups[group_id], STRAGGLER)
+            self._emit(BatchLogged(version, tuple(group.group_id for group in chosen)))
+            assert self._batch is not None  # logged just now
+        return self._batch
+
+    def commit(self, version: int) -> StepRecord:
+        """Record that the batch of `version` is trained. A repeated call returns the same record.
+
+        Raises LedgerError for a version whose batch is not logged, or that a checkpoint covers.
+        """
+        if version == self.version:
+            self._emit(Committed(version))
+        return self._committed(version)
+
+    def checkpointed(self, version: int) -> ReportAnswer:
+        """Record that the steps before `version`, which a checkpoint has the weights of, are never redone. The ledger
+        forgets them."""
+        if version <= self.version and not any(step < version for step in self._steps):
+            return ReportAnswer.UNCHANGED
+        self._emit(Checkpointed(version))
+        return ReportAnswer.ACCEPTED
+
+    # ---------------------------------------------------------------------------------------------------- decisions
+
+    def _choose(self) -> list[LedgerGroup]:
+        """Up to B ready groups, earliest deadline first."""
+        return self._head(GroupState.READY, self.settings.batch_size)
+
+    def _head(self, state: GroupState, n: int) -> list[LedgerGroup]:
+        return [self._groups[group_id] for _, _, group_id in self._lines[state][:n]]
+
+    def _waiting(self, chosen: list[LedgerGroup]) -> Waiting | None:
+        needed = self.settings.batch_size
+        if len(chosen) < needed:
+            stragglers = self._head(GroupState.ADMITTED, needed - len(chosen))
+        else:
+            stragglers = self._stragglers(chosen)
+            if not stragglers:
+                return None
+        return Waiting(self.version, self.ready_count, needed, tuple(group.group_id for group in stragglers))
+
+    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
+        """The unfinished groups because of which rule 3 forbids training `chosen` now, earliest deadline first.
+
+        Without these groups rule 3 holds. If n groups too many would be left behind at some deadline, the n unfinished
+        groups with the earliest deadlines are named. At least n unfinished groups have a deadline that early, because
+        ready groups alone always satisfy rule 3.
+        """
+        if not self.settings.bounds_groups:
+            return []
+        unfinished, ready = self._lines[GroupState.ADMITTED], self._lines[GroupState.READY]
+        named = 0
+        for deadline in self._deadlines():
+            due = bisect_left(unfinished, (deadline + 1,))
+            left_behind = due + max(0, bisect_left(ready, (deadline + 1,)) - len(chosen))
+            slots = max(0, self.settings.batch_size * (deadline - self.version))
+            named = max(named, left_behind - slots)
+            if named > due:
+                raise self._error(f"too many ready groups have deadline {deadline} or earlier for the steps left")
+        return self._head(GroupState.ADMITTED, named)
+
+    def _deadlines(self) -> list[int]:
+        """The distinct deadlines of groups outside a batch, ascending. There are few, even if there are many groups."""
+        deadlines: list[int] = []
+        for line in self._lines.values():
+            at = 0
+            while at < len(line):
+                deadlines.append(line[at][0])
+                at = bisect_left(line, (deadlines[-1] + 1,), lo=at)
+        return sorted(set(deadlines))
+
+    def _may_abort(self, waiting: Waiting) -> bool:
+        return self.settings.on_straggler == "requeue" and waiting.ready >= waiting.needed
+
+    def _permit(self, owner: str, lease_expires: float) -> GroupPermit:
+        group_id, prompt_index, attempt = self._next_permit()
+        row = self._requeued[0].row if self._requeued else self.choose(prompt_index)
+        self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires, row))
+        group = self._groups[group_id]
+        return GroupPermit(group_id, prompt_index, group.row, attempt, self._min_version(group), group.resumed)
+
+    def _oldest_start(self, group: LedgerGroup) -> int:
+        """The lowest start version that may be reported of the group."""
+        low = self._min_version(group)
+        return low if group.start_version is None else min(low, group.start_version)
+
+    def _check_start(self, group: LedgerGroup, version: int) -> None:
+        low = self._oldest_start(group)
+        if not low <= version <= self.version:
+            raise self._error(f"start version {version} is not between {low} and {self.version}", group.group_id)
+
+    def _accept_start(self, group: LedgerGroup, event: Started | Ready, version: int) -> ReportAnswer:
+        if self._breaks_schedule(group, version):
+            self._fail(group, START_VERSION_FELL)
+            return ReportAnswer.GONE
+        self._emit(event)
+        return ReportAnswer.ACCEPTED
+
+    def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
+        """True if `version` is below the start version that its deadline assumes, and leaves some group without a step
+        in time."""
+        if not self.settings.bounds_groups or version + group.max_staleness >= self.deadline(group):
+            return False
+        rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]
+        return not self._fits(rows)
+
+    def _fail(self, group: LedgerGroup, reason: str) -> None:
+        """Re-queue the prompt, or discard it after `max_attempts` failures."""
+        last = group.failures + 1 >= self.settings.max_attempts
+        self._emit(Discarded(group.group_id, reason) if last else Requeued(group.group_id, reason, failed=True))
+
+    def _return_leases(self, groups: list[LedgerGroup], reason: str) -> list[str]:
+        for group in groups:
+            self._emit(Requeued(group.group_id, reason, failed=False))
+        return [group.group_id for group in groups]
+
+    def _renew(self, group_ids: Iterable[str], lease_expires: float) -> None:
+        leased = tuple(i for i in group_ids if self._groups[i].state is GroupState.ADMITTED)
+        if leased:
+            self._emit(Renewed(leased, lease_expires))
+
+    def _owned(self, group_id: str, owner: str) -> LedgerGroup | None:
+        group = self._groups.get(group_id)
+        return group if group is not None and group.owner == owner else None
+
+    def _committed(self, version: int) -> StepRecord:
+        if version not in self._steps:
+            steps = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
+            raise LedgerError(f"no record of step {version}: the version is {self.version}, steps kept: {steps}")
+        return self._steps[version]
+
+    def _emit(self, event: Event) -> None:
+        self._check(event)
+        if self.journal is not None:
+            self.journal(event)
+        self.apply(event)
 
 
 def _groups_of(event: Event) -> tuple[str, ...]:

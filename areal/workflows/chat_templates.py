@@ -7,6 +7,7 @@ rendered with them: some templates write the results of tools only beside their 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,14 @@ Message = dict[str, Any]
 # Placeholders for what was sampled, in the last turn and in earlier ones: text that no template changes and no message
 # contains.
 _LAST, _EARLIER = "content-sampled-6f1d8a", "content-earlier-6f1d8a"
+EXAMPLE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"argument": {"type": "string", "description": "The word."}}},
+    },
+}
 # The most tokens that a template writes to end a turn.
 _END_TOKENS = 256
 
@@ -57,6 +66,34 @@ class ChatTemplate:
         """What the template writes after an answer to the messages, where nothing follows."""
         text = self._render([*messages, {"role": "assistant", "content": _LAST}], continues=False)
         return self._encode(self._after(text))
+
+    def check(self) -> None:
+        """Raises ValueError if what comes between two turns is not what the template writes there in a rendering of the
+        whole. With tools, the first turn has two calls or, if the template refuses these, one."""
+        failure = None
+        for calls, arguments in itertools.product((2, 1), (dict, json.dumps)) if self._tools else [(0, dict)]:
+            try:
+                return self._check_example(*_example(self._tools, calls, arguments))
+            except ValueError:
+                raise
+            except Exception as error:  # templates raise anything where they do not take a form
+                failure = failure or error
+        raise ValueError(f"{self._name} refuses such a conversation: {failure}")
+
+    def _check_example(self, question: Message, turn: Message, new: Sequence[Message]) -> None:
+        head = self._encode(self._render([question]))
+        answered = self._encode(self._render([question, turn], continues=False))
+        whole = self._encode(self._render([question, turn, *new]))
+        start = next((i for i, (a, b) in enumerate(zip(head, answered, strict=False)) if a != b), len(head))
+        special = special_tokens(self._tokenizer)
+        end = 1 + max(
+            (i for i, token in enumerate(answered) if token in special and i >= start), default=len(answered) - 1
+        )
+        written = self.between([question, turn], new, answered[start:end], ended=True)
+        expected = whole[end:] if whole[:end] == answered[:end] else whole[-len(written) :]
+        if written != expected:
+            shown, needed = map(self._tokenizer.decode, (written, expected))
+            raise ValueError(f"after a turn, {self._name} writes {needed!r}, of which a conversation has {shown!r}")
 
     def _rest(self, turns: Sequence[Message], new: Sequence[Message], turn: Sequence[int], ended: bool) -> list[int]:
         text, has_calls = self._render([*turns, *new]), "tool_calls" in turns[-1]
@@ -109,6 +146,24 @@ class ChatTemplate:
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens
+
+
+def _example(tools: list[dict[str, Any]] | None, calls: int, arguments: Any) -> tuple[Message, Message, list[Message]]:
+    """A question, a turn of the assistant and what follows. arguments: makes those of calls."""
+    question = {"role": "user", "content": "Question 4071?"}
+    if not tools:
+        return (
+            question,
+            {"role": "assistant", "content": "Answer 5172."},
+            [{"role": "user", "content": "Question 6283?"}],
+        )
+    function = {"name": tools[0]["function"]["name"], "arguments": arguments({"argument": "value"})}
+    requests = [{"id": f"call0000{i}", "type": "function", "function": function} for i in range(calls)]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": f"Result {7394 + i}."}
+        for i, call in enumerate(requests)
+    ]
+    return question, {"role": "assistant", "content": "", "tool_calls": requests}, results
 
 
 def _forms(past: Sequence[Message]) -> Iterator[list[Message]]:

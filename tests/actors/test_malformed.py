@@ -15,6 +15,7 @@ from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
 from actors.runtime.actor import Actor
+from actors.runtime.membership import Membership
 from actors.trainer import Trainer
 from areal.config import Config
 from areal.storage.journal import Journal
@@ -109,8 +110,8 @@ async def test_the_master_goes_on_whatever_its_members_and_strangers_send(config
 
 
 async def test_other_doors_go_on_too(config):
-    def join(kind: type[Actor], **how) -> Actor:
-        return kind(Bus(f"{kind.role}/?#{kind.role}", network()), config.master.address, **how)
+    def join(kind: type[Actor], **how) -> Membership:
+        return Membership(kind, Bus(f"{kind.role}/?#{kind.role}", network()), config.master.address, **how)
 
     actors = [join(Trainer, start_learner=idle), join(Reward), join(Generator, start_engine=never)]
     async with running(master_of(config), *actors), stranger() as bus:

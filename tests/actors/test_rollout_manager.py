@@ -12,14 +12,15 @@ import scripted_policy
 from actors.evaluator import Evaluator
 from actors.rollout_manager import RolloutManager, _GroupStart, _Scored
 from actors.runtime.actor import Signal
+from actors.runtime.directory import Directory
 from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
 from areal.config import Config
 from areal.data.rows import Row
-from areal.trajectory import TokenScores, Trajectory
+from areal.trajectory import Note, TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
-from protocols.messages import Member, Permit
+from protocols.messages import Member, Permit, Policy
 
 PROMPT, SAMPLED = 5, 9
 
@@ -54,6 +55,8 @@ def alone(role, overlong_tokens=0, workflow=workflow):
     """An actor of this role without a cluster around it."""
     actor = object.__new__(role)
     actor._workflow = workflow
+    actor.member = SimpleNamespace()
+    actor.directory = Directory(Policy(lineage=0, version=0, folder=""))
     actor.config = Config(
         model="m",
         steps=1,
@@ -116,8 +119,17 @@ def test_a_sample_to_train_loses_reward_by_the_tokens_it_sampled(overlong_tokens
 
 @pytest.mark.parametrize("role", [RolloutManager, Evaluator])
 def test_a_sample_that_could_not_travel_has_failed_and_ends_no_actor(role):
+    async def unsampled(session, row):
+        return replace(await workflow(session, row), versions=np.full(PROMPT + SAMPLED, -1))
+
+    async def forgetful(session, row):
+        await workflow(session, row)
+
     with pytest.raises(SampleFailed, match="a reward of nan is no score"):
         run(role, 0, strange)
+    for returned in (unsampled, forgetful):
+        with pytest.raises(SampleFailed, match="it has returned no Trajectory with sampled tokens"):
+            run(role, 0, returned)
 
 
 def test_evaluation_scores_the_same_sample_as_it_is():
@@ -205,20 +217,20 @@ def test_a_start_version_is_known_once_all_that_may_count_have_begun():
 def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_now_comes_again(again, monkeypatch):
     monkeypatch.setattr("actors.rollout_manager.RETRY_SECONDS", 0)
     answers = [again("not now"), RefusedError("a token is outside the model's vocabulary")]
-    actor = object.__new__(RolloutManager)
-    actor.directory = {
-        "trainer/0#a": Member(identity="trainer/0#a", role="trainer", index=0, address="", state="healthy")
-    }
-    actor._changed = Signal()
+    trainer = Member(identity="trainer/0#a", role="trainer", index=0, address="", state="healthy")
 
     async def ask(*_):
         raise answers.pop(0)
 
-    actor.ask = ask
-    actor.config = alone(RolloutManager).config
-    scored = _Scored(0, asyncio.run(workflow(None, None)), {"discarded": 4})
+    async def store():
+        actor = alone(RolloutManager)
+        actor.directory.update({trainer.identity: trainer}, ())
+        actor.member.ask = ask
+        return await actor._store(permit, Row(0, "", "", None, {}), [scored])
+
+    scored = _Scored(0, asyncio.run(workflow(None, None)), Note(discarded=4))
     permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
-    refusal = asyncio.run(actor._store(permit, Row(0, "", "", None, {}), [scored]))
+    refusal = asyncio.run(store())
     assert str(refusal) == "a token is outside the model's vocabulary" and not answers
     assert scored.tokens_sampled == SAMPLED + 4
 
@@ -243,7 +255,7 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
     async def report(message, answer):
         reports.append(message)
 
-    manager.ask_master = report
+    manager.member.ask_master = report
     await manager._run_group(Permit(group="g0.0", prompt_index=0, row=0, min_version=0))
     (failed,) = reports
     assert "the trainer refused the group: a token is outside" in failed.reason

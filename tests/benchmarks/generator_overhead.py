@@ -97,14 +97,16 @@ def system(config: Config, finished: Finished) -> None:
 
 async def store_all(config: Config, finished: Finished) -> None:
     """Be the trainer until there is a batch."""
+    from actors.runtime.actor import Ending
     from actors.runtime.addresses import new_bus, open_network
+    from actors.runtime.membership import Membership
     from actors.trainer import Trainer
-    from areal.storage.spool import Spool
+    from areal.storage.spool import Spool, SpoolPart
     from areal.trajectory import Group
 
     class NotingSpool(Spool):
-        def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
-            for part in parts.values():
+        def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
+            for part, _ in parts.values():
                 for trajectory in part.trajectories:
                     finished(part.prompt_index, int(trajectory.sampled.sum()))
             return super().put_all(parts, size)
@@ -114,7 +116,7 @@ async def store_all(config: Config, finished: Finished) -> None:
         vocab_size = 1 << 31
 
         async def step(self, *_: Any, **__: Any) -> None:
-            trainer.stop(True, "all groups are there")
+            trainer.stop(Ending(True, "all groups are there"))
             await asyncio.Event().wait()  # it is cancelled
 
         def close(self) -> None:
@@ -124,7 +126,9 @@ async def store_all(config: Config, finished: Finished) -> None:
         return IdleLearner()
 
     bus = new_bus("trainer/?", open_network("127.0.0.1"))
-    trainer = Trainer(bus, config.master.address, start_learner=start_learner, open_spool=NotingSpool.open)
+    trainer = Membership(
+        Trainer, bus, config.master.address, start_learner=start_learner, open_spool=NotingSpool.open
+    )  # fmt: skip
     ending = await trainer.run()
     if not ending.ok:
         sys.exit(ending.reason)

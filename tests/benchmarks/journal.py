@@ -22,6 +22,7 @@ import psutil
 from results import show, write
 from runs import QUICKSTART
 
+from actors.mastering import changes
 from actors.mastering.run_state import RunState
 from areal.config import Config, load_config
 from areal.staleness.ledger import Batch, ReportAnswer
@@ -67,7 +68,7 @@ async def live(config: Config, folder: Path) -> list[list[object]]:
             state.ledger.release("manager")
         if step % CHECKPOINT_EVERY == 0:
             state.ledger.checkpointed(step)
-            state.emit("checkpoint_saved", version=step, folder=f"checkpoints/step_{step}")
+            state.emit(changes.CheckpointSavedChange(version=step, folder=f"checkpoints/step_{step}"))
         state.compact_if_due()
         await journal.durable()
         if step % (config.steps // 10) == 0:
@@ -87,21 +88,22 @@ def until_trained(state: RunState, chance: random.Random) -> None:
             elif ledger.started(permit.group_id, "manager", ledger.version) is ReportAnswer.ACCEPTED:
                 ledger.ready(permit.group_id, ledger.version)
                 state.emit(
-                    "rewarded",
-                    group=permit.group_id,
-                    row=permit.row,
-                    version=ledger.version,
-                    mean=0.5,
-                    spread=0.5,
-                    signal=True,
-                    parts={"addition": 0.5},
-                    tokens=900,
-                    discarded=0,
+                    changes.Rewarded(
+                        group=permit.group_id,
+                        row=permit.row,
+                        version=ledger.version,
+                        mean=0.5,
+                        spread=0.5,
+                        signal=True,
+                        parts={"addition": 0.5},
+                        tokens=900,
+                        discarded=0,
+                    )
                 )
         if isinstance(batch := ledger.next_batch(ledger.version), Batch):
             record = ledger.commit(batch.version)
             metrics = METRICS | {"step_seconds": 1.0, "starved_seconds": 0.0, "groups_left_over": 0}
-            state.emit("stepped", metrics=metrics, groups=list(record.batch.group_ids))
+            state.emit(changes.Stepped(metrics=metrics, groups=record.batch.group_ids))
             return
 
 

@@ -50,6 +50,7 @@ class AtOnce:
 def serve(folder: str) -> None:
     """Be the scorer of the run in the folder."""
     from actors.runtime.addresses import Door, find_master, new_bus, open_network
+    from actors.runtime.membership import Membership
     from actors.scorer import Scorer
     from protocols.addresses import host_of
 
@@ -60,7 +61,7 @@ def serve(folder: str) -> None:
         master = find_master(folder, 300.0)
         door = Door.towards(master)
         bus = new_bus("scorer/?", open_network(host_of(master), door.bind))
-        await Scorer(bus, master, None, door, name="idle", start_engine=start).run()
+        await Membership(Scorer, bus, master, None, door, name="idle", start_engine=start).run()
 
     asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
 

@@ -29,8 +29,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import structlog
@@ -38,8 +37,7 @@ import uvloop
 from results import ratio, show, write
 from safetensors.numpy import save_file
 
-from actors.runtime.actor import Actor
-from actors.runtime.addresses import Door
+from actors.runtime.directory import Directory
 from actors.weights.direct_weights import DirectSender
 from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config import WeightsConfig
@@ -99,10 +97,8 @@ class Trainer:
         self._folder = folder
         self._config = config
         self._server = WeightServer(VERSIONS_KEPT)
-        self._known = SimpleNamespace(
-            config=SimpleNamespace(weights=WeightsConfig(**config)), directory={}, door=Door("127.0.0.1", "127.0.0.1")
-        )
-        self._direct = DirectSender(cast(Actor, self._known), VERSIONS_KEPT)
+        self._directory = Directory(Policy(lineage=0, version=0, folder=""))
+        self._direct = DirectSender(WeightsConfig(**config).backend, self._directory, "127.0.0.1", VERSIONS_KEPT)
         self._version = 0
         self._receivers: list[asyncio.subprocess.Process] = []
         self._members: list[Member] = []
@@ -122,7 +118,7 @@ class Trainer:
                 self._receivers.append(receiver)
                 address = json.loads(await receiver.stdout.readline())["address"]
                 self._members.append(_member("generator", index, address))
-            self._known.directory |= {member.identity: member for member in self._members}
+            self._directory.update({member.identity: member for member in self._members}, ())
             yield
         finally:
             self._direct.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from protocols.messages import Policy
 from simulation.book import Violation
 from simulation.incarnation import Incarnation
 from simulation.model import Model
@@ -20,14 +21,16 @@ def check_actor(one: Incarnation, model: Model, processes: int) -> None:
     if one.role == "master":
         bounds |= _bounds_of_master(actor, model, links)
     else:
-        _check_policy(one)
-        bounds["members"] = len(actor.directory), links
+        directory = vars(actor).get("directory")
+        if directory is not None:  # it has joined
+            _check_policy(one, directory.policy)
+            bounds["members"] = len(directory.members), links
     match one.role:
         case "rollout_manager" if actor.state != "stale":
             most = (model.max_staleness + 1) * model.batch_size
-            bounds["groups in hand"] = len(actor._groups), 2 * most
-            bounds["routes"] = len(actor._router.requests) + len(actor._router._avoid), links
-            bounds["loads"] = len(actor._router.loads), links
+            bounds["groups in hand"] = len(actor.role._groups), 2 * most
+            bounds["routes"] = len(actor.role._router.requests) + len(actor.role._router._avoid), links
+            bounds["loads"] = len(actor.role._router.loads), links
     for what, (number, most) in bounds.items():
         if number > most:
             raise Violation(
@@ -56,10 +59,8 @@ def _steps_to_redo(model: Model) -> int:
     return model.steps if model.doubtful else 4 * model.checkpoint_every
 
 
-def _check_policy(one: Incarnation) -> None:
-    policy = one.actor.policy
-    if policy is not None:
-        now = (policy.lineage, policy.version)
-        if now < one.policy:
-            raise Violation(f"{one.process.name} goes back from policy {one.policy} to {now}", one.process.name)
-        one.policy = now
+def _check_policy(one: Incarnation, policy: Policy) -> None:
+    now = (policy.lineage, policy.version)
+    if now < one.policy:
+        raise Violation(f"{one.process.name} goes back from policy {one.policy} to {now}", one.process.name)
+    one.policy = now

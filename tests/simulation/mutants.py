@@ -16,17 +16,19 @@ from unittest.mock import patch
 
 import numpy as np
 
-from actors import generator, rollout_manager, trainer
-from actors.generator import Generator
+from actors import generator, trainer
+from actors.generator import Generator, SharedDevices
 from actors.master import Master
 from actors.mastering import run_state
 from actors.mastering.evaluations import Evaluations
 from actors.mastering.hangs import Hangs
 from actors.mastering.progress import Progress
+from actors.mastering.run_control import RunControl
 from actors.mastering.run_state import RunState
+from actors.mastering.training_requests import TrainingRequests
 from actors.rollout_manager import RolloutManager, _GroupStart
-from actors.runtime.actor import Actor
-from actors.runtime.works import Operation
+from actors.runtime.membership import Membership
+from actors.runtime.works import Operation, Works
 from actors.sampling import sessions
 from actors.sampling.calls import Call
 from actors.sampling.group_scores import GroupScores
@@ -34,6 +36,7 @@ from actors.sampling.jobs import RoutedGenerators, RoutedRewards, ScoreJob
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from actors.trainer import Trainer
+from actors.training.turns import Turns
 from areal.data.rows import Row
 from areal.staleness.ledger import (
     Admitted,
@@ -47,10 +50,10 @@ from areal.staleness.ledger import (
 )
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.rollouts import RolloutWriter
-from areal.storage.saved_calls import DIGEST_BYTES, SavedCall
+from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
-from areal.trajectory import Branch, Group, TokenScores, Trajectory, columns, paths
+from areal.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from protocols.codec import Frame, decode_header, encode_header
 from protocols.errors import RefusedError
 from protocols.messages import (
@@ -129,15 +132,15 @@ def replies_not_matched() -> AbstractContextManager[None]:
 
 def version_kept_on_roll_back() -> AbstractContextManager[None]:
     """A restarted trainer loads the last checkpoint, but takes its weights for those of the run's current version."""
-    ask_master = Trainer.ask_master
+    ask_master = Membership.ask_master
 
-    async def ask(trainer: Trainer, *arguments: Any) -> Any:
-        answer = await ask_master(trainer, *arguments)
+    async def ask(member: Membership, *arguments: Any) -> Any:
+        answer = await ask_master(member, *arguments)
         if isinstance(answer, Recovery):
             answer = answer.model_copy(update={"checkpoint_version": answer.version})
         return answer
 
-    return patch.multiple(Trainer, ask_master=ask)
+    return patch.multiple(Membership, ask_master=ask)
 
 
 def choices_not_journaled() -> AbstractContextManager[None]:
@@ -220,7 +223,7 @@ def answers_before_the_commit() -> AbstractContextManager[None]:
 
 def no_fencing() -> AbstractContextManager[None]:
     """The master accepts all reports of trainers, even those of an old lineage."""
-    return patch.multiple(Master, _check_trainer=lambda master, request, lineage=None: None)
+    return patch.multiple(RunControl, check_trainer=lambda run, request, lineage=None: None)
 
 
 def no_filter() -> AbstractContextManager[None]:
@@ -249,8 +252,7 @@ def tokens_twice_after_a_break() -> AbstractContextManager[None]:
     leave = RoutedGenerators._leave
 
     async def leave_with_more(generators: RoutedGenerators, call: Call, *more: Any) -> Any:
-        last = slice(max(0, call.sampled - 1), call.sampled)
-        call._append(call._tokens[last], call._logprobs[last], call._versions[last])
+        call._table.append(call._table.view(max(0, call.sampled - 1)))
         return await leave(generators, call, *more)
 
     return patch.multiple(RoutedGenerators, _leave=leave_with_more)
@@ -272,15 +274,13 @@ def shared_tokens_trained_twice() -> AbstractContextManager[None]:
 def branches_lost_on_the_way() -> AbstractContextManager[None]:
     """A group arrives at the trainer as if each of its samples were one conversation."""
 
-    def flat(samples: Sequence[Trajectory]) -> dict[str, Any]:
-        return {name: column for name, column in columns(samples).items() if not name.startswith("branch")}
-
-    return patch.multiple(rollout_manager, columns=flat)
+    frame = Trajectory.frame
+    return patch.multiple(Trajectory, frame=lambda sample: frame(replace(sample, branches=())))
 
 
 def hold_ignored() -> AbstractContextManager[None]:
     """A generator loads the newest version even while it holds another one."""
-    return patch.multiple(Generator, _wanted_policy=lambda generator: generator.policy)
+    return patch.multiple(Generator, _wanted_policy=lambda generator: generator.directory.policy)
 
 
 def published_before_it_is_written() -> AbstractContextManager[None]:
@@ -288,7 +288,7 @@ def published_before_it_is_written() -> AbstractContextManager[None]:
     write = Trainer._write
 
     async def begin_to_write(trainer: Trainer, policy: Any) -> Any:
-        trainer.spawn(write(trainer, policy), "write")
+        trainer.member.spawn(write(trainer, policy), "write")
         return policy
 
     return patch.multiple(Trainer, _write=begin_to_write)
@@ -315,12 +315,12 @@ def checkpoint_reported_before_it_is_written() -> AbstractContextManager[None]:
 
 def start_versions_not_reported() -> AbstractContextManager[None]:
     """A rollout manager does not tell the master at which version a group started."""
-    ask_master = RolloutManager.ask_master
+    ask_master = Membership.ask_master
 
-    async def ask(manager: RolloutManager, message: Message, *more: Any) -> Any:
-        return Done() if isinstance(message, GroupStarted) else await ask_master(manager, message, *more)
+    async def ask(member: Membership, message: Message, *more: Any) -> Any:
+        return Done() if isinstance(message, GroupStarted) else await ask_master(member, message, *more)
 
-    return patch.multiple(RolloutManager, ask_master=ask)
+    return patch.multiple(Membership, ask_master=ask)
 
 
 def min_version_stays() -> AbstractContextManager[None]:
@@ -341,13 +341,13 @@ def min_version_stays() -> AbstractContextManager[None]:
 
 def rollouts_written_at_the_end() -> AbstractContextManager[None]:
     """The trainer writes its rollouts when the run has ended, not before each checkpoint."""
-    write = Trainer._write_rollouts
+    write = trainer.write_rollouts
 
-    async def write_if_over(trainer: Trainer) -> None:
-        if trainer._stop.done():
-            await write(trainer)
+    async def write_if_over(member: Membership, rollouts: RolloutWriter) -> None:
+        if member.stopped.done():
+            await write(member, rollouts)
 
-    return patch.multiple(Trainer, _write_rollouts=write_if_over)
+    return patch.multiple(trainer, write_rollouts=write_if_over)
 
 
 def rollouts_written_again() -> AbstractContextManager[None]:
@@ -372,13 +372,13 @@ def rejected_payloads_kept() -> AbstractContextManager[None]:
 
 def payloads_not_dropped_at_a_start() -> AbstractContextManager[None]:
     """A trainer that starts keeps the payloads that its predecessor left and nobody needs any more."""
-    ask_recovery = Master.ask_recovery
+    ask_recovery = TrainingRequests.ask_recovery
 
-    async def drop_nothing(master: Master, request: Any) -> Recovery:
-        return (await ask_recovery(master, request)).model_copy(update={"drop": ""})
+    async def drop_nothing(requests: TrainingRequests, request: Any) -> Recovery:
+        return (await ask_recovery(requests, request)).model_copy(update={"drop": ""})
 
     drop_nothing.handled_kind = AskRecovery  # type: ignore[attr-defined]
-    return patch.multiple(Master, ask_recovery=drop_nothing)
+    return patch.multiple(TrainingRequests, ask_recovery=drop_nothing)
 
 
 def spool_never_emptied() -> AbstractContextManager[None]:
@@ -400,26 +400,26 @@ def leases_not_renewed_at_a_start() -> AbstractContextManager[None]:
 
 def work_not_reported() -> AbstractContextManager[None]:
     """Heartbeats do not say what an actor works on."""
-    return patch.multiple(Actor, works=lambda actor: ())
+    return patch.multiple(Works, report=lambda works: ())
 
 
 def awake_in_a_turn() -> AbstractContextManager[None]:
     """A generator answers that it has yielded the devices, and goes on."""
 
-    async def stay_awake(generator: Generator) -> None:
+    async def stay_awake(devices: SharedDevices) -> None:
         pass
 
-    return patch.multiple(Generator, _sleep=stay_awake)
+    return patch.multiple(SharedDevices, _sleep=stay_awake)
 
 
 def old_trainers_give_devices() -> AbstractContextManager[None]:
     """A trainer gives its devices away without asking whether they are still its own."""
 
-    async def give(trainer: Trainer, request: Any) -> Done:
-        await trainer.until(lambda: not trainer._in_turn and request.sender in trainer.directory)
+    async def give(turns: Turns, request: Any) -> Done:
+        await turns._directory.until(lambda: not turns._mine and request.sender in turns._directory.members)
         return Done()
 
-    return patch.multiple(Trainer, give_devices=give)
+    return patch.multiple(Turns, give_devices=give)
 
 
 def failures_in_parts_are_lost() -> AbstractContextManager[None]:
@@ -437,11 +437,11 @@ def columns_mixed_up() -> AbstractContextManager[None]:
     """Where a message has tokens of several sequences, the first two are exchanged."""
     columns = generator._columns
 
-    def exchanged(tokens: Sequence[Any], failed: Sequence[JobFailed]) -> TokenColumns:
-        if len(tokens) > 1 and not tokens[0].chunk.finish and not tokens[1].chunk.finish:
-            first, second, *rest = tokens
-            tokens = [first._replace(job=second.job), second._replace(job=first.job), *rest]
-        return columns(tokens, failed)
+    def exchanged(new: Sequence[Any], failed: Sequence[JobFailed]) -> TokenColumns:
+        if len(new) > 1 and not new[0].tokens.finish and not new[1].tokens.finish:
+            first, second, *rest = new
+            new = [first._replace(job=second.job), second._replace(job=first.job), *rest]
+        return columns(new, failed)
 
     return patch.multiple(generator, _columns=exchanged)
 
@@ -461,12 +461,8 @@ def keep_alives_count_nothing() -> AbstractContextManager[None]:
 
 def rewards_negated() -> AbstractContextManager[None]:
     """A group arrives at the trainer with the opposites of its rewards."""
-
-    def negated(samples: Sequence[Trajectory]) -> dict[str, Any]:
-        table = columns(samples)
-        return table | {"rewards": -table["rewards"]}
-
-    return patch.multiple(rollout_manager, columns=negated)
+    frame = Trajectory.frame
+    return patch.multiple(Trajectory, frame=lambda sample: frame(replace(sample, reward=-sample.reward)))
 
 
 def scores_exchanged() -> AbstractContextManager[None]:
@@ -562,7 +558,7 @@ def saved_calls_of_another_sample() -> AbstractContextManager[None]:
     """A sample goes on with the calls of the sample beside it in the group, if there are any."""
     calls = Spool.calls
 
-    def calls_beside(spool: Spool, group_id: str, place: int) -> dict[str, np.ndarray]:
+    def calls_beside(spool: Spool, group_id: str, place: int) -> bytes:
         return calls(spool, group_id, place ^ 1) or calls(spool, group_id, place)
 
     return patch.multiple(Spool, calls=calls_beside)
@@ -578,7 +574,8 @@ def newest_version_of_saved_calls() -> AbstractContextManager[None]:
     unfinished = Spool.unfinished
 
     def newest(spool: Spool, prompt_index: int) -> dict[tuple[str, int], int]:
-        return {key: int(spool.calls(*key)["versions"].max()) for key in unfinished(spool, prompt_index)}
+        calls = {key: unpacked(spool.calls(*key)) for key in unfinished(spool, prompt_index)}
+        return {key: max(int(call.sampled.versions.max()) for call in of_sample) for key, of_sample in calls.items()}
 
     return patch.multiple(Spool, unfinished=newest)
 
@@ -588,7 +585,7 @@ def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
     leave = RoutedGenerators._leave
 
     async def leave_reversed(generators: RoutedGenerators, call: Call, *more: Any) -> Any:
-        call._logprobs[: call.sampled] = call._logprobs[: call.sampled][::-1].copy()
+        call._table.logprobs[:] = call._table.logprobs[::-1].copy()
         return await leave(generators, call, *more)
 
     return patch.multiple(RoutedGenerators, _leave=leave_reversed)
@@ -661,7 +658,7 @@ def shortages_are_failures() -> AbstractContextManager[None]:
     store_samples = Trainer.store_samples
 
     async def store_at_once(trainer: Trainer, request: Any) -> Done:
-        if trainer._disk.shortage:
+        if trainer.member.disk.shortage:
             raise RefusedError("the disk is full")
         return await store_samples(trainer, request)
 
@@ -693,7 +690,7 @@ def snapshots_without_lost_evaluations() -> AbstractContextManager[None]:
 
 def own_pause_not_excused() -> AbstractContextManager[None]:
     """The master takes time in which it was suspended itself for silence of the others."""
-    return patch.multiple(Master, _now=lambda master: asyncio.get_running_loop().time())
+    return patch.multiple(RunControl, now=lambda run: asyncio.get_running_loop().time())
 
 
 def leases_of_leavers_stay() -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from structlog.typing import EventDict
 
 from actors import evaluator, rollout_manager
 from actors.mastering import run_state
-from actors.runtime import actor as runtime
+from actors.runtime import membership
 from actors.sampling import sessions
 from areal.generation import routing
 from areal.generation.routing import GeneratorLoad
@@ -75,7 +75,7 @@ def quiet(world: Simulated) -> Iterator[None]:
     actors are replaced by those of the model, and no message tells of this machine's disks and folders."""
     with ExitStack() as settings:
         settings.enter_context(patch.multiple(run_state, COMPACT_EVENTS=world.model.compact_events))
-        settings.enter_context(patch.multiple(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
+        settings.enter_context(patch.multiple(membership, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
         settings.enter_context(patch.multiple(transport, decode_body=_decode_body))
         settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)

@@ -21,16 +21,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.trainer import Trainer
+from actors import trainer
+from actors.runtime.membership import Membership
 from actors.weights.weight_service import WeightFetcher
 from areal.config import UserError
-from areal.generation.engine import Chunk, LoadTimes
+from areal.generation.engine import LoadTimes
 from areal.roles import ROLES
+from areal.sampled import Generation
 from areal.storage.run_folder import version_of
 from areal.storage.spool import Spool
 from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError
-from protocols.messages import AskRecovery, Message, Policy
+from protocols.messages import AskRecovery, Message, Policy, StoreSamples
 from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
@@ -430,17 +432,17 @@ def test_a_trainer_whose_last_checkpoint_is_damaged_takes_the_one_before_and_rep
 def test_a_checkpoint_that_the_master_has_not_heard_of_is_saved_again_and_removed_in_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write = Trainer._write_rollouts
+    write = trainer.write_rollouts
 
-    async def slowly_at_first(trainer: Trainer) -> None:
+    async def slowly_at_first(*what: Any) -> None:
         if not world.oracle.disk.lineage:
             await asyncio.sleep(60.0)  # between the checkpoint and the report of it
-        await write(trainer)
+        await write(*what)
 
     def kept(folder: Path | None = None) -> list[Path]:
         return sorted(Path(path) for path in world.files.folders if "/checkpoints/" in path)
 
-    monkeypatch.setattr(Trainer, "_write_rollouts", slowly_at_first)
+    monkeypatch.setattr(trainer, "write_rollouts", slowly_at_first)
     monkeypatch.setattr("actors.trainer.checkpoints_in", kept)
     model = Model(steps=10, checkpoint_every=2, max_staleness=0)
     world = World(3, model, Plan(until=4.0, faults=[Kill(4.0, "trainer-0", 0.5)]))
@@ -622,18 +624,18 @@ def test_a_payload_that_was_spooled_by_a_trainer_that_died_before_it_was_ready_d
 def test_a_starting_trainer_takes_no_sample_before_it_has_dropped_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that was sent again, and became ready, after the master named what to drop, would be dropped with it."""
     refused: list[type] = []
-    ask_master = Trainer.ask_master
+    ask_master = Membership.ask_master
 
-    async def ask(self: Trainer, message: Message, *more: Any) -> Any:
+    async def ask(self: Membership, message: Message, *more: Any) -> Any:
         answer = await ask_master(self, message, *more)
         if isinstance(message, AskRecovery):
             try:
-                await self.store_samples(SimpleNamespace(message=None))
+                self._dispatch(SimpleNamespace(message=StoreSamples.model_construct()))
             except Exception as error:
                 refused.append(type(error))
         return answer
 
-    monkeypatch.setattr(Trainer, "ask_master", ask)
+    monkeypatch.setattr(Membership, "ask_master", ask)
     assert World(1, Model(), Plan()).run().ok
     assert refused == [BusyError]
 
@@ -783,7 +785,9 @@ def test_no_sequence_is_asked_for_again_because_of_new_weights(monkeypatch: pyte
     interrupted = []
     generate, load = SimEngine.generate, SimEngine.load
 
-    def count(self: SimEngine, request_id: str, tokens: list[int], *rest: Any, **options: Any) -> AsyncIterator[Chunk]:
+    def count(
+        self: SimEngine, request_id: str, tokens: list[int], *rest: Any, **options: Any
+    ) -> AsyncIterator[Generation]:
         asked[tuple(tokens)] += 1
         return generate(self, request_id, tokens, *rest, **options)
 

@@ -7,17 +7,19 @@ import functools
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from actors.evaluator import Evaluator
 from actors.rollout_manager import RolloutManager
+from actors.runtime.membership import Membership
+from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Group, Trajectory
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
@@ -119,10 +121,10 @@ class WatchedSpool(Spool):
     on_move: Callable[[str, int, str], None]
     on_calls: Callable[[str], None]
 
-    def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
+    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
         group = super().put_all(parts, size)
         for place, part in parts.items():
-            self.on_put(part.id, place)
+            self.on_put(part.group.id, place)
         return group
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
@@ -161,14 +163,25 @@ class WatchedRollouts(RolloutWriter):
             self._written += rollouts
 
 
-class WatchedManager(RolloutManager):
-    """The real rollout manager, which reports its samples to the oracle. Its workflow may hang."""
+class _Watched(Sampler):
+    """One that reports its samples to the oracle. Its workflow may hang."""
 
     oracle: Oracle
     toil: Toil
 
-    async def setup(self) -> None:
-        await super().setup()
+    @classmethod
+    async def start(cls, *member: Any, **options: Any) -> Self:
+        oracle, toil = options.pop("oracle"), options.pop("toil")
+        sampler = await super().start(*member, **options)
+        sampler.oracle, sampler.toil = oracle, toil
+        return sampler
+
+
+class WatchedManager(_Watched, RolloutManager):
+    """The real rollout manager, watched."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._places: dict[SampleSession, tuple[Permit, int]] = {}
         workflow = self._workflow
 
@@ -187,7 +200,7 @@ class WatchedManager(RolloutManager):
 
     async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
         if isinstance(request, StoreCalls):
-            self.oracle.saves(request.prompt_index, request.place, unpacked(request.columns))
+            self.oracle.saves(request.prompt_index, request.place, unpacked(request.frame.data))
         return await super()._ask_trainer(request, answer)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
@@ -199,28 +212,33 @@ class WatchedManager(RolloutManager):
         return done
 
 
-class WatchedEvaluator(Evaluator):
-    """The real evaluator, which reports the samples of each result to the oracle."""
+class WatchedEvaluator(_Watched, Evaluator):
+    """The real evaluator, watched."""
 
-    oracle: Oracle
-    toil: Toil
+    seen: dict[int, list[Trajectory]]
+    kept: dict[int, tuple[Sequence[float], int]]
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         done = await super().run_workflow(session, row)
         self.oracle.sampled(row, done, session.calls, trains=False)
-        self._seen.setdefault(row.index - HELDOUT, []).append(done)
+        self.seen.setdefault(row.index - HELDOUT, []).append(done)
         return done
 
+
+class EvaluatorMembership(Membership):
+    """That of a watched evaluator: the oracle sees its results."""
+
     async def ask_master(self, message: Message, *rest: Any) -> Any:
+        evaluator: Any = self.role
         if isinstance(message, AskEvaluation):
-            self._seen: dict[int, list[Trajectory]] = {}
+            evaluator.seen = {}
             answer = await super().ask_master(message, *rest)
-            self._kept = answer.scored.by_row() if answer.scored else {}
+            evaluator.kept = answer.scored.by_row() if answer.scored else {}
             return answer
         if isinstance(message, RowsScored):
-            self.oracle.scored(message.version, message.scored.by_row(), self._seen)
+            evaluator.oracle.scored(message.version, message.scored.by_row(), evaluator.seen)
         elif isinstance(message, EvaluationDone):
-            self.oracle.evaluated(message, self._kept, self._seen)
+            evaluator.oracle.evaluated(message, evaluator.kept, evaluator.seen)
         return await super().ask_master(message, *rest)
 
 

@@ -23,8 +23,6 @@ from random import Random
 from typing import Any, assert_never
 from zlib import crc32
 
-import safetensors.numpy
-
 from actors.generator import Generator
 from actors.master import Master
 from actors.mastering.run_state import RunState
@@ -32,13 +30,14 @@ from actors.record.rollback import undone_by
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
+from actors.runtime.membership import Membership
 from actors.scorer import Scorer
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import EngineError
 from areal.storage.run_folder import checkpoint_of
 from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import Trajectory, trajectories
+from areal.trajectory import Trajectory
 from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
 from protocols.transport import mark_of, token_for
@@ -83,6 +82,7 @@ from simulation.quiet import quiet
 from simulation.replay import differences
 from simulation.watched import (
     Disk,
+    EvaluatorMembership,
     Folder,
     WatchedBus,
     WatchedEvaluator,
@@ -312,25 +312,30 @@ class World:
                     "open_spool": lambda path: self._open_spool(one),
                     "open_rollouts": lambda config: self._open_rollouts(one),
                 }
-                return Trainer(one.bus, MASTER, **common, **seams)
+                return Membership(Trainer, one.bus, MASTER, **common, **seams)
             case "generator":
-                return Generator(
-                    one.bus, MASTER, **common, start_engine=lambda *args, **kw: self._start_engine(one, *args, **kw)
+                return Membership(
+                    Generator,
+                    one.bus,
+                    MASTER,
+                    **common,
+                    start_engine=lambda *args, **kw: self._start_engine(one, *args, **kw),
                 )
             case "reward":
-                return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
+                return Membership(Reward, one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
             case "scorer":
                 name = self.model.scorers[one.process.index % len(self.model.scorers)]
-                return Scorer(
-                    one.bus, MASTER, **common, name=name, start_engine=lambda *_, **__: self._start_scorer(one, name),
+                return Membership(
+                    Scorer, one.bus, MASTER, **common, name=name,
+                    start_engine=lambda *_, **__: self._start_scorer(one, name),
                     load_tokenizer=lambda _: TextTokenizer(),
                 )  # fmt: skip
         common["open_source"] = lambda config, seed: self._source
         common["load_tokenizer"] = lambda *_: SimTokenizer()
-        watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
-        sampler = watched(one.bus, MASTER, **common)
-        sampler.oracle, sampler.toil = self.oracle, one.toil
-        return sampler
+        common |= {"oracle": self.oracle, "toil": one.toil}
+        if one.role == "rollout_manager":
+            return Membership(WatchedManager, one.bus, MASTER, **common)
+        return EvaluatorMembership(WatchedEvaluator, one.bus, MASTER, **common)
 
     def _make_master(self, one: Incarnation) -> Master:
         journal = WatchedJournal(self._disk(one, empty_journal()))
@@ -373,7 +378,7 @@ class World:
         """A rollout manager sends a request."""
         if isinstance(message, Generate):
             asked = {new.job: new.min_version for new in message.sequences}
-            for group, sessions in one.actor._sessions.items():
+            for group, sessions in one.actor.role._sessions.items():
                 for call in (call for own in sessions for call in own.running):
                     if call.number in asked:
                         self.oracle.asked(group, asked[call.number])
@@ -384,27 +389,24 @@ class World:
             engine = one.engine
             if engine is not None and one.alive and one.actor.state == "healthy":
                 actor = one.actor
-                me = actor.directory.get(one.bus.identity.name)
+                me, newest = actor.directory.members.get(one.bus.identity.name), actor.directory.policy.folder
                 # Not so while it waits for the answer to a heartbeat that it has to send before it goes on.
                 generates = actor.activity.startswith("generating") and one.toil.oldest is None
                 idle = generates and not engine.finishes and me is not None and me.held is None
-                if idle and engine.folder != actor.policy.folder:
-                    self.fail(
-                        Violation(
-                            f"{one.process.name} has {engine.folder}, but knows of {actor.policy.folder}", one.mark
-                        )
-                    )
+                if idle and engine.folder != newest:
+                    self.fail(Violation(f"{one.process.name} has {engine.folder}, but knows of {newest}", one.mark))
 
     def see_sleepers(self, trainer: Incarnation, resident: bool) -> None:
         """The trainer computes on the devices: its weights are there, and all generators that it knows sleep."""
         if not resident:
             self.fail(Violation(f"{trainer.process.name} computes with weights in host memory", trainer.mark))
+        members = trainer.actor.directory.members
         for one in self.incarnations:
-            if one.engine and one.alive and not one.engine.asleep and one.bus.identity.name in trainer.actor.directory:
+            if one.engine and one.alive and not one.engine.asleep and one.bus.identity.name in members:
                 self.fail(Violation(f"{one.process.name} is awake while {trainer.process.name} computes", one.mark))
 
     def _loads(self, one: Incarnation, engine: SimEngine, version: int) -> None:
-        me = one.actor.directory.get(one.bus.identity.name)
+        me = one.actor.directory.members.get(one.bus.identity.name)
         held = me.held if me is not None else None
         if held is not None and (engine.version == held.version or held.folder not in engine.unloadable):
             self.oracle.loads(one.process.name, version, engine.version, held.version)
@@ -528,8 +530,8 @@ class World:
     def _spooled_samples(self, group: str) -> Sequence[Trajectory] | None:
         """The samples of a group on the trainer's disk; None if the group is not there."""
         disk = self.processes["trainer-0"].disk
-        rows = disk.execute("SELECT arrays FROM parts WHERE id = ?", (group,)).fetchall() if disk else []
-        samples = [sample for (arrays,) in rows for sample in trajectories(safetensors.numpy.load(arrays))]
+        rows = disk.execute("SELECT frame FROM parts WHERE id = ?", (group,)).fetchall() if disk else []
+        samples = [Trajectory.of_frame(frame) for (frame,) in rows]
         return samples if len(samples) == self.config.group_size else None
 
     def _samples_of(self, prompt: int) -> dict[tuple[str, int], float]:
@@ -553,7 +555,7 @@ class World:
             asked |= set(found)  # the trainer has died, and the next one empties the spool when it starts
         # One that does not know yet that it was replaced may put groups on the disk, which both of them have here.
         for current in trainers:
-            saving = current.actor._saving
+            saving = getattr(current.actor.role, "_saving", None)
             if saving is not None and not saving.done():  # it forgets them once the master has answered
                 asked |= {group for groups in self.oracle.disk.batches.values() for group in groups}
             if current.bus.identity.name == trainer:

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 import areal
 from actors.api.function_pool import FunctionPool
-from actors.api.membership import Membership, _follow
+from actors.api.local_actors import LocalActors, _follow
 from actors.api.rows import write_rows
 from actors.api.settings import named_rewards, settings_of
 from actors.master import Master
@@ -176,14 +176,14 @@ async def test_a_notebook_serves_a_run_and_another_kernel_does_when_it_is_killed
 
 
 def test_a_process_has_one_thread_for_all_the_runs_that_it_joins():
-    assert [Membership("tcp://127.0.0.1:5", None) for _ in range(2)]
+    assert [LocalActors("tcp://127.0.0.1:5", None) for _ in range(2)]
     assert [thread.name for thread in threading.enumerate()].count("areal") == 1
 
 
 def test_what_fails_in_this_process_is_told_plainly_and_cannot_steer_the_terminal(capsys):
     structlog.reset_defaults()
     try:
-        Membership("tcp://127.0.0.1:5", None)
+        LocalActors("tcp://127.0.0.1:5", None)
         structlog.get_logger().error("workflow failed", exc_info=ValueError("\x1b[2J"))
     finally:
         structlog.reset_defaults()

@@ -155,6 +155,58 @@ def test_a_scorer_without_room_for_the_longest_sample_is_refused_before_the_run(
         row_checks.check_prompts(config, source, byte_tokenizer(), None, rooms)
 
 
+CHATML = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def config_of_chat(tmp_path, messages, **rollout_manager):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": messages, "answer": "1"}) + "\n")
+    data = {"source": str(tmp_path / "rows.jsonl"), "eval_size": 0}
+    return config_of(None, data=data, rollout_manager=rollout_manager)
+
+
+@pytest.mark.parametrize(
+    ("template", "workflow", "sentence"),
+    [
+        (CHATML, "multi_turn", None),
+        (CHATML, "tools", None),
+        (CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'"), "multi_turn", None),
+        (CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'"), "tools",
+         "does not show 'Result 7394.', which the role tool says"),
+        (CHATML.replace("tools or []", "[]"), "tools", "shows it no tools"),
+        ("{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}" + CHATML, "multi_turn",
+         "(the chat template refuses such a conversation: one message)"),
+        ("{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}" + CHATML, "single_turn", None),
+    ],
+)  # fmt: skip
+def test_a_template_that_loses_a_turn_of_the_workflow_is_refused_before_the_run(tmp_path, template, workflow, sentence):
+    options = {"workflow_options": {"servers": {"x": {"command": ["x"]}}}} if workflow == "tools" else {}
+    config = config_of_chat(tmp_path, [{"role": "user", "content": "What is 1?"}], workflow=workflow, **options)
+    source = open_source(config.data, config.seed)
+    with pytest.raises(UserError, match=re.escape(sentence)) if sentence else contextlib.nullcontext():
+        preflight.check_template(config, source, chat_tokenizer(template))
+
+
+def test_prompts_that_a_template_does_not_show_are_refused_and_those_that_end_with_an_answer_told(tmp_path, capsys):
+    messages = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "One."}]
+    config = config_of_chat(tmp_path, messages)
+    source = open_source(config.data, config.seed)
+    row_checks.check_prompts(config, source, chat_tokenizer(CHATML), None, {})
+    assert "1 of 1 prompts" in (note := capsys.readouterr().err) and "end with a turn of the assistant" in note
+    with pytest.raises(UserError, match="the chat template does not show 'What is 1\\?', which the role user says"):
+        row_checks.check_prompts(config, source, chat_tokenizer(CHATML.replace("m.content", "m.text")), None, {})
+
+
 def test_a_teacher_has_the_policys_tokenizer(tmp_path):
     from areal.data.quickstart import make_tokenizer
 

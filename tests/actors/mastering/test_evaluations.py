@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from actors.mastering.changes import PublishedChange
 from actors.mastering.evaluations import GRACE_SECONDS, Evaluations
 from actors.mastering.members import Members
 from actors.mastering.progress import Progress
@@ -57,7 +58,7 @@ class Run:
 
     def publish(self, version: int) -> None:
         policy = Policy(lineage=0, version=version, folder=f"v{version}")
-        self.state.emit("published", policy=policy.model_dump())
+        self.state.emit(PublishedChange(policy=policy))
         self.evaluations.plan(policy)
 
     def finish(self, version: int) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 
+from actors.mastering import changes
 from actors.mastering.run_state import RunState
 from areal.config import Config
 from areal.data.sources import open_source
@@ -25,10 +26,10 @@ def state_of(config: Config, connection: sqlite3.Connection) -> RunState:
 def rewarded(state: RunState, group: str, signal: bool = True) -> None:
     row = state.ledger.group(group).row
     state.ledger.ready(group, 0, signal)
-    state.emit(
-        "rewarded", group=group, row=row, version=0, mean=0.5 if signal else 0.0, spread=0.5 * signal, signal=signal,
+    state.emit(changes.Rewarded(
+        group=group, row=row, version=0, mean=0.5 if signal else 0.0, spread=0.5 * signal, signal=signal,
         parts={}, tokens=7, discarded=0,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_from_a_snapshot():

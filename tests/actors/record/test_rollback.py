@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import put
 
+from actors.mastering import changes
 from actors.mastering.run_state import RunState
 from actors.record import rollback
 from actors.record.fork import OTHER_DATA, configuration_of_fork, fork
@@ -64,15 +65,15 @@ def config(tmp_path: Path) -> Config:
         writer.add_trained(step, spool.get(batch), None)
         metrics = {"step": step, "step_seconds": 1.0, "starved_seconds": 0.0, "groups_left_over": 0, "staleness_max": 0}
         metrics |= {"trainer_wait_seconds": 0.0, "publish_wait_seconds": 0.0}
-        state.emit("stepped", metrics=metrics, groups=list(batch))
+        state.emit(changes.Stepped(metrics=metrics, groups=batch))
         folder.append_metrics(metrics)
         if step == 3:
-            state.emit("reward_added", prompt=state.ledger.next_prompt, name="own:late", weight=0.5)
+            state.emit(changes.RewardAdded(prompt=state.ledger.next_prompt, name="own:late", weight=0.5))
         if step % EVERY == 0:
             journal.keep(step, state.dump(), 5)
             checkpoint_of(folder.path, step).mkdir(parents=True)
             state.ledger.checkpointed(step - EVERY)
-            state.emit("checkpoint_saved", version=step, folder=str(checkpoint_of(folder.path, step)))
+            state.emit(changes.CheckpointSavedChange(version=step, folder=str(checkpoint_of(folder.path, step))))
         for name in state.ledger.alive_of("manager")[:B]:
             ready(state, spool, name)
     writer.write()
@@ -87,10 +88,10 @@ def ready(state: RunState, spool: Spool, name: str) -> None:
     put(spool, group_of(name))
     version, row = state.ledger.version, state.ledger.group(name).row
     state.ledger.ready(name, version)
-    state.emit(
-        "rewarded", group=name, row=row, version=version, mean=0.5, spread=0.5, signal=True, parts={}, tokens=3,
+    state.emit(changes.Rewarded(
+        group=name, row=row, version=version, mean=0.5, spread=0.5, signal=True, parts={}, tokens=3,
         discarded=0,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def state_of(config: Config) -> RunState:

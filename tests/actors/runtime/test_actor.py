@@ -7,6 +7,7 @@ import pytest
 from helpers import network
 
 from actors.runtime.actor import Actor
+from actors.runtime.membership import Membership
 from areal.config import UserError
 from protocols.errors import BusyError
 from protocols.transport import Bus
@@ -17,7 +18,7 @@ class Idle(Actor):
 
 
 def waiting(port, patience):
-    return Idle(Bus("reward/?#a", network()), f"tcp://127.0.0.1:{port}", patience=patience)
+    return Membership(Idle, Bus("reward/?#a", network()), f"tcp://127.0.0.1:{port}", patience=patience)
 
 
 async def test_one_who_waits_for_a_master_leaves_when_told(free_port):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import needs_namespaces
 
+from actors.runtime.directory import Directory
 from actors.sampling.calls import Call, SampleFailed
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards
@@ -20,10 +21,10 @@ from actors.sampling.services import Endpoint, Programs, Services
 from actors.sampling.sessions import SampleSession
 from areal.config import Config, UserError
 from areal.data.rows import Row
-from areal.generation.engine import Chunk
 from areal.generation.routing import GeneratorLoad
 from areal.programs.outside import Outcome, open_sandbox
 from areal.result import Result
+from areal.sampled import Generation
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import Conversation
@@ -42,9 +43,9 @@ class Cluster:
     )  # fmt: skip
 
     def __init__(self, *members: Member) -> None:
-        self.members = members
+        self.directory = Directory(Policy(lineage=0, version=0, folder=""), members)
         self.failures = []
-        self.router = Router(self)
+        self.router = Router(self.directory, "rollout_manager", 0, self.config.generator.max_concurrent_rollouts)
         self.services = Services(
             self.config, Characters(), Parsers(Characters()), RoutedGenerators(self.router, self),
             RoutedRewards(
@@ -55,13 +56,6 @@ class Cluster:
 
     def report_failure(self, cause: str, reason: str) -> None:
         self.failures.append((cause, reason))
-
-    def with_role(self, role: str) -> list[Member]:
-        return [member for member in self.members if member.role == role]
-
-    async def until(self, condition):
-        assert (value := condition())
-        return value
 
     async def do(self, member: Member, job):
         return await self.servers.do(member, job)
@@ -115,14 +109,14 @@ class Streams:
             if isinstance(part, Exception):
                 raise part
             part = part() if callable(part) else part
-            if done := call.add(part.tokens, part.logprobs, part.versions, part.finish):
+            if (done := call.add(part, part.finish)) is not None:
                 return done
         raise AssertionError("the test wrote too little")
 
 
-def chunk(*tokens: int, version: int, finish: str | None = None) -> Chunk:
+def chunk(*tokens: int, version: int, finish: str | None = None) -> Generation:
     n = len(tokens)
-    return Chunk(np.array(tokens, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
+    return Generation(np.array(tokens, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
 
 
 class Characters:
@@ -133,16 +127,15 @@ class Characters:
 
 
 def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, SampleSession]:
-    cluster.directory = {member.identity: member for member in cluster.members}
     router = cluster.router
     sampling = cluster.config.sampling.model_copy(update=settings)
     return router, SampleSession(cluster.services, None, sampling, 3, home=home, place=router.place_at(home))
 
 
-def moved(session: SampleSession, target: Member, then: Chunk):
+def moved(session: SampleSession, target: Member, then: Generation):
     """What a stream sends after the sequence was told to move."""
 
-    def part() -> Chunk:
+    def part() -> Generation:
         next(iter(session.running)).move(target)
         return then
 
@@ -259,7 +252,7 @@ async def test_a_call_that_is_saved_at_its_last_token_has_ended():
     session.save, session.save_every = lambda: saved.extend(session.calls_so_far()) or asyncio.create_task(nothing()), 1
     cluster.servers = Streams(at0=[[chunk(5, 6, version=3, finish="stop")]])
     await session.generate([1, 2])
-    assert [(call.tokens.tolist(), call.finish) for call in saved] == [([5, 6], "stop")]
+    assert [(call.sampled.tokens.tolist(), call.sampled.finish) for call in saved] == [([5, 6], "stop")]
 
 
 async def nothing() -> None:
@@ -365,18 +358,15 @@ async def test_what_has_cost_too_many_workers_on_any_actor_is_asked_no_more(unhu
 
 async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch):
     cluster = Rewards(addition=[], late=[Result(1.0, {})])
-    members, cluster.members = cluster.members, ()
-
-    async def until(condition):
-        while not (value := condition()):
-            cluster.members = members
-            await asyncio.sleep(0)
-        return value
-
-    cluster.until = until
-    assert await cluster.session({"late": 1.0}).score("done") == 1.0
-    cluster.members = ()
-    cluster.until = lambda condition: asyncio.sleep(60)
+    members = {**cluster.directory.members}
+    cluster.directory.update({}, members)
+    scoring = asyncio.create_task(cluster.session({"late": 1.0}).score("done"))
+    await asyncio.sleep(0)
+    assert not scoring.done()
+    cluster.directory.update(members, ())
+    cluster.directory.changed.notify()
+    assert await scoring == 1.0
+    cluster.directory.update({}, members)
     monkeypatch.setattr("actors.sampling.jobs.NO_REWARD_SECONDS", 0.01)
     with pytest.raises(SampleFailed, match="no reward actor serves 'late'"):
         await cluster.session({"late": 1.0}).score("done")
@@ -545,10 +535,8 @@ def test_a_row_of_which_no_prompt_can_be_made_is_left_to_the_workflow(monkeypatc
 
 def test_a_failure_is_reported_whatever_is_in_its_text():
     asked = []
-    sampler = SimpleNamespace(
-        services=SimpleNamespace(succeeded=0), _causes=set(), spawn=lambda *_: None,
-        ask_master=lambda message, _: asked.append(message),
-    )  # fmt: skip
+    member = SimpleNamespace(spawn=lambda *_: None, ask_master=lambda message, _: asked.append(message))
+    sampler = SimpleNamespace(services=SimpleNamespace(succeeded=0), _causes=set(), member=member)
     Sampler.report_failure(sampler, "workflow", "no answer to '\ud83d'" + "!" * 5000)
     assert asked[0].reason == "no answer to '?'" + "!" * 4080
 

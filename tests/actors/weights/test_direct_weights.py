@@ -31,11 +31,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.generator import Generator
 from actors.runtime.addresses import Door
-from actors.weights.direct_weights import DirectReceiver, DirectSender
+from actors.runtime.directory import Directory
+from actors.runtime.membership import Membership
+from actors.weights.direct_weights import DirectReceiver, DirectSender, load_transport
 from areal.config import GeneratorConfig, SamplingConfig, UserError, WeightsConfig
 from areal.cpu.fork_server import IMPORTED
 from areal.generation import engine as engines
-from areal.generation.engine import Chunk, EngineError, GenerationEngine, WeightLoadError
+from areal.generation.engine import EngineError, GenerationEngine, WeightLoadError
+from areal.sampled import Generation
 from areal.storage.disk import Patience
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError, StreamBrokenError
@@ -65,10 +68,10 @@ def serve_weights(pipe) -> None:
 
 
 async def _serve_weights(pipe) -> None:
-    door = Door("127.0.0.1", "127.0.0.1")
-    trainer = SimpleNamespace(config=SimpleNamespace(weights=WEIGHTS), directory=dict.fromkeys(NAMES), door=door)
-    sender = DirectSender(trainer, 2)
-    await sender.start()
+    directory = Directory(Policy(lineage=0, version=0, folder=""))
+    directory.update(dict.fromkeys(NAMES), ())
+    sender = DirectSender(WEIGHTS.backend, directory, "127.0.0.1", 2)
+    await load_transport(SimpleNamespace(weights=WEIGHTS))
     crashes = []
 
     def handle(request):
@@ -80,7 +83,7 @@ async def _serve_weights(pipe) -> None:
         if isinstance(order, Policy):
             sender.offer(order)
         elif order in NAMES:
-            del trainer.directory[order]
+            directory.update({}, [order])
         pipe.send(
             {
                 "links": sorted(owner.partition(" ")[0] for owner in sender._links),
@@ -136,15 +139,14 @@ class Cluster:
 
     async def start(self, trainer: TrainerProcess) -> None:
         self.trainer = trainer
-        self.generator = Generator(self.bus(NAMES[0]), NOBODY, 0, start_engine=self._start_engine)
-        self.generator.config = SimpleNamespace(
+        member = Membership(Generator, self.bus(NAMES[0]), NOBODY, 0)
+        member.config = SimpleNamespace(
             model="the model", seed=0, steps=1, colocate=False, generator=self._config, weights=WEIGHTS,
             trainer=SimpleNamespace(lora=None), weights_folder=self.folder,
         )  # fmt: skip
-        self.generator.policy = self.policy
-        self.generator.directory = {"trainer/0#x": self.trainer.member}
-        self.generator._disk = Patience(self.folder, "the generator")  # as joining does
-        await self.generator.setup()
+        member.directory = self.directory = Directory(self.policy, [self.trainer.member])
+        member.disk = Patience(self.folder, "the generator")
+        self.generator = await Generator.start(member, self._start_engine)
 
     async def _start_engine(self, *_, **options):
         assert options["transfer"] == "gloo"
@@ -153,7 +155,7 @@ class Cluster:
     async def another_trainer(self) -> None:
         self.trainer.end()
         self.trainer = await TrainerProcess(self._context).started()
-        self.generator.directory = {"trainer/0#x": self.trainer.member}
+        self.directory.update({"trainer/0#x": self.trainer.member}, ())
         await self.trainer.tell(self.policy)
 
     def bus(self, name: str) -> Bus:
@@ -173,7 +175,7 @@ class Cluster:
 
     async def load(self) -> None:
         """The generator loads the newest version, as it does when it is told of it."""
-        self.generator.policy = self.policy
+        self.directory.policy = self.policy
         async with asyncio.timeout(PATIENCE):
             await self.generator._load_wanted()
 
@@ -233,13 +235,13 @@ async def started_cluster(folder, models, context, config):
         await made.engine.close()
 
 
-async def collect(stream, progress=None) -> Chunk:
+async def collect(stream, progress=None) -> Generation:
     parts = [] if progress is None else progress
     async with asyncio.timeout(PATIENCE):
         async for chunk in stream:
             parts.append(chunk)
     fields = (np.concatenate([getattr(c, name) for c in parts]) for name in ("tokens", "logprobs", "versions"))
-    return Chunk(*fields, parts[-1].finish)
+    return Generation(*fields, parts[-1].finish)
 
 
 def reference(model, tokens: np.ndarray) -> np.ndarray:

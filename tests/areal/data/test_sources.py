@@ -363,3 +363,59 @@ def test_a_row_is_read_from_its_place_in_a_file_or_from_a_file_of_its_own(tmp_pa
     one.write_text("[]")
     with pytest.raises(UserError, match="one.json is of type list, not an object: correct it"):
         read_row(one, config)
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        (json.dumps(CHAT), CHAT),
+        (f" {json.dumps(CHAT)}\n", CHAT),
+        ([CHAT], CHAT),  # BFCL
+        ([{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2 + 2?"}], CHAT),  # ShareGPT
+        (json.dumps([{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}, {"from": "human", "value": "z"}]),
+         [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]),
+        ([{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]}], CHAT[1:]),
+        ([CHAT[1] | {"tool_calls": None, "name": None}], CHAT[1:]),  # a table has nulls for what others have
+        ([CHAT[1],
+          {"role": "assistant", "content": None,
+           "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"n": 1}'}}]},
+          {"role": "tool", "tool_call_id": "a", "content": "4"}],
+         [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]},
+          {"role": "tool", "tool_call_id": "a", "content": "4"}]),
+        ("[1, 2] + [3]", "[1, 2] + [3]"),
+        ("[1, 2, 3]", "[1, 2, 3]"),
+        ('[{"name": "Bo"}]', '[{"name": "Bo"}]'),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_read_in_the_forms_of_published_data_sets(tmp_path, prompt, read):
+    source = open_source(DataConfig(source=jsonl(tmp_path, [{"prompt": prompt, "answer": 4}]), eval_size=0), 0)
+    assert source.row(0).prompt == read
+    assert source.row(0).fields["prompt"] == read
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+        [{"role": "user", "content": None}],
+        [CHAT, CHAT],  # the second waits for an answer to the first
+        [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}],
+        [{"from": "human"}],
+        [{"value": "x"}],
+    ],
+)
+def test_messages_that_are_no_prompt_are_refused(tmp_path, prompt):
+    refused(
+        "neither text nor a list of messages with role and content", jsonl(tmp_path, [{"prompt": prompt, "answer": 1}])
+    )
+
+
+def test_a_held_out_prompt_is_known_again_in_another_form(tmp_path):
+    rows = [{"prompt": "2 + 2?", "answer": 4}, {"prompt": json.dumps(CHAT), "answer": 4}, {"prompt": "x", "answer": 4}]
+    eval_source = jsonl(tmp_path, [{"prompt": [CHAT[1]], "answer": 4}], "eval.jsonl")
+    source = open_source(DataConfig(source=jsonl(tmp_path, rows), eval_source=eval_source, eval_size=1), 0)
+    assert [source.row(i).prompt for i in range(source.size)] == ["x"]

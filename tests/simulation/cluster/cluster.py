@@ -23,6 +23,7 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.runtime.addresses import Door
+from actors.runtime.membership import Membership
 from actors.trainer import Trainer
 from areal.config import Config
 from areal.storage.journal import Journal
@@ -213,7 +214,8 @@ class Cluster:
                 journal = Journal(_memory())
                 return Master(bus, self.config, journal=journal, folder=_Folder(self))  # type: ignore[arg-type]
             case "trainer":
-                return Trainer(
+                return Membership(
+                    Trainer,
                     bus,
                     MASTER,
                     **common,
@@ -222,12 +224,17 @@ class Cluster:
                     open_rollouts=lambda config: RolloutWriter(Path(), "none", 0, lambda sequences: []),
                 )
             case "generator":
-                return Generator(bus, MASTER, **common, start_engine=self._start_engine)
+                return Membership(Generator, bus, MASTER, **common, start_engine=self._start_engine)
             case "reward":
-                return Reward(bus, MASTER, **common, make_pool=self._make_pool)
+                return Membership(Reward, bus, MASTER, **common, make_pool=self._make_pool)
         source, tokenizer = ModelSource(), ModelTokenizer()
-        return RolloutManager(
-            bus, MASTER, **common, open_source=lambda config, seed: source, load_tokenizer=lambda *_: tokenizer
+        return Membership(
+            RolloutManager,
+            bus,
+            MASTER,
+            **common,
+            open_source=lambda config, seed: source,
+            load_tokenizer=lambda *_: tokenizer,
         )
 
     async def _start_engine(self, model: Path, config: Any, **options: Any) -> Any:

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import structlog
 
-from actors.runtime.actor import Actor, ask_once
+from actors.runtime.actor import Actor
 from actors.runtime.addresses import Door, new_bus, open_network
 from actors.runtime.logs import configure_logging
+from actors.runtime.membership import Membership, ask_once
 from areal.config import UserError
 from protocols.addresses import host_of
 from protocols.messages import Message
@@ -31,7 +32,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class Membership:
+class LocalActors:
     """The actors of this process in the run of the master at an address. keys: the folder of the run's keys; None:
     AREAL_KEYS names it. Methods are called from any other thread."""
 
@@ -40,7 +41,7 @@ class Membership:
             configure_logging("this process", logging.WARNING)
         self.master = master
         self._keys = keys
-        self._actors: list[Actor] = []
+        self._actors: list[Membership] = []
         self._lives: list[Future[None]] = []
         self._leaving = False
         self._loop = _loop_of(os.getpid())
@@ -79,8 +80,8 @@ class Membership:
     async def _live(self, kind: type[Actor], options: Mapping[str, Any], ready: Future[None]) -> None:
         again = True
         while again and not self._leaving:
-            actor = kind(
-                new_bus(f"{kind.role}/?", self._network()), self.master, None, Door.towards(self.master),
+            actor = Membership(
+                kind, new_bus(f"{kind.role}/?", self._network()), self.master, None, Door.towards(self.master),
                 patience=READY_SECONDS, own_process=False, **options,
             )  # fmt: skip
             self._actors.append(actor)

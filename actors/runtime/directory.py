@@ -1,0 +1,37 @@
+"""What an actor knows of its run: the members and the newest published policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from actors.runtime.actor import Signal
+from protocols.messages import Member, Policy
+
+T = TypeVar("T")
+
+
+class Directory:
+    """`members`: by identity. `changed`: notified after each change."""
+
+    def __init__(self, policy: Policy, members: Iterable[Member] = ()) -> None:
+        self.policy = policy
+        self.members = {member.identity: member for member in members}
+        self.changed = Signal()
+
+    def with_role(self, role: str, healthy: bool = True) -> list[Member]:
+        return [m for m in self.members.values() if m.role == role and (m.state == "healthy" or not healthy)]
+
+    async def until(self, condition: Callable[[], T]) -> T:
+        """The first true value of `condition`, which depends on the members or the policy."""
+        return await self.changed.until(condition)
+
+    def take_policy(self, policy: Policy) -> None:
+        """Keep this policy, unless it is older than the newest one: an event may be late."""
+        if policy.identity > self.policy.identity:
+            self.policy = policy
+
+    def update(self, changed: Mapping[str, Member], gone: Iterable[str]) -> list[Member]:
+        """Returns those that are gone now."""
+        self.members |= changed
+        return [self.members.pop(identity) for identity in gone if identity in self.members]

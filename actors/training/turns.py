@@ -1,0 +1,59 @@
+"""The trainer's end of devices that it shares with generators: it has them in *turns*."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from actors.runtime.actor import HandlesRequests, handles, parked
+from actors.runtime.directory import Directory
+from actors.runtime.membership import Ask, Beat
+from protocols.errors import BusError, BusyError
+from protocols.messages import Done, Member, TakeDevices, YieldDevices
+from protocols.transport import Request
+
+# Pause before a generator that has not yielded the devices is asked again.
+YIELD_RETRY_SECONDS = 1.0
+
+log = structlog.get_logger()
+
+
+class Turns(HandlesRequests):
+    """shared: whether any generator uses the trainer's devices. If so, the first turn begins with the trainer."""
+
+    def __init__(self, shared: bool, directory: Directory, ask: Ask, beat: Beat) -> None:
+        self._directory = directory
+        self._ask = ask
+        self._beat = beat
+        self.shared = self._mine = shared
+
+    async def begin(self) -> None:
+        """Have the devices, once all generators have left them."""
+        self._mine = True
+        await asyncio.gather(*map(self._ask_to_yield, self._directory.with_role("generator", healthy=False)))
+
+    def end(self) -> None:
+        self._mine = False
+        self._directory.changed.notify()
+
+    @handles(TakeDevices)
+    async def give_devices(self, request: Request[TakeDevices]) -> Done:
+        try:
+            async with parked(request):
+                await self._beat()  # fails if another trainer, to which the devices may belong, has this one's place
+                # Only generators in the directory are asked to yield.
+                await self._directory.until(lambda: not self._mine and request.sender in self._directory.members)
+        except TimeoutError:
+            raise BusyError("the trainer computes on these devices") from None
+        return Done()
+
+    async def _ask_to_yield(self, generator: Member) -> None:
+        """Returns once the generator has yielded the devices or left the run."""
+        while generator.identity in self._directory.members:
+            try:
+                await self._ask(generator.address, YieldDevices(), Done)
+                return
+            except BusError as error:
+                log.info("a generator has not yielded its devices", generator=generator.identity, error=str(error))
+                await asyncio.sleep(YIELD_RETRY_SECONDS)
