@@ -26,8 +26,32 @@ def keys(file: Path) -> list[tuple[int, int]]:
     return [(sample["row"], sample["sample"]) for sample in samples]
 
 
-def test_an_evaluation_that_was_killed_goes_on_without_making_a_sample_again(
-    tmp_path, tiny_model, free_port, monkeypatch, capsys
+def kill_and_tear(first: subprocess.Popen, file: Path, output: Path, port: int) -> bytes:
+    """Kill an evaluation once it has some samples, and leave half a line in their file. Returns the file's lines."""
+    deadline = time.monotonic() + 200
+    try:
+        while len(keys(file)) < 10:
+            assert first.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.01)
+    finally:
+        first.kill()
+        first.wait()
+    while processes_mentioning(f"127.0.0.1:{port}"):  # they end with their parent
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert 10 <= len(keys(file)) < 48
+    kept = file.read_bytes().rpartition(b"\n")[0]
+    with file.open("ab") as torn:
+        torn.write(b'{"row": 23, "sample"')
+    return kept
+
+
+@pytest.mark.parametrize(
+    "killed",  # the simulator kills evaluators and masters in evaluations
+    [pytest.param(False, id="undisturbed"), pytest.param(True, id="killed", marks=pytest.mark.slow)],
+)
+def test_an_evaluation_is_whole_and_one_that_was_killed_goes_on_without_making_a_sample_again(
+    tmp_path, tiny_model, free_port, monkeypatch, capsys, killed
 ):
     (tmp_path / "sums.yaml").write_text(SUMS)
     command = [
@@ -42,24 +66,7 @@ def test_an_evaluation_that_was_killed_goes_on_without_making_a_sample_again(
         out = (tmp_path / "out.txt").open("a")
         return subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=out)
 
-    first = start()
-    try:
-        deadline = time.monotonic() + 200
-        while len(keys(file)) < 10:
-            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "out.txt").read_text()
-            time.sleep(0.01)
-    finally:
-        first.kill()
-        first.wait()
-    while processes_mentioning(f"127.0.0.1:{free_port}"):  # they end with their parent
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    before = keys(file)
-    assert 10 <= len(before) < 48
-    kept = file.read_bytes().rpartition(b"\n")[0]
-    with file.open("ab") as torn:
-        torn.write(b'{"row": 23, "sample"')
-
+    kept = kill_and_tear(start(), file, tmp_path / "out.txt", free_port) if killed else b""
     assert start().wait(200) == 0, (tmp_path / "out.txt").read_text()
     after = keys(file)
     assert sorted(after) == [(row, number) for row in range(24) for number in range(2)]

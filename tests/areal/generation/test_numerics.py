@@ -40,6 +40,8 @@ IN_EVERY_WAY = ("three minibatches", "adapters")
 """On two ranks. Other cases: in the two ways in which most is done otherwise."""
 IN_EVERY_WAY_ALONE = ("three minibatches",)
 """On one rank. Other cases: in the way that computes most otherwise."""
+MOST = ("three minibatches", "mean over a constant", "penalty in the loss", "adapters and another reference")
+"""Each other case differs from one of these in a setting."""
 BATCHES = [make_batch(groups=3, seed=seed) for seed in range(2)]
 EVERYTHING_PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """ZeRO 3 would leave parameters as small as these whole on each rank."""
@@ -101,7 +103,9 @@ def late_for_every_gather(engine):
     engine._zero = Late
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in MOST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_weights_after_two_steps_are_the_same_in_every_way_of_computing_them(folders, tmp_path, case):
     train(folders, tmp_path / case, case)
     combinations = [f"{case}-{number}" for number in (ways(case) if case in IN_EVERY_WAY_ALONE else [4])]
