@@ -52,8 +52,9 @@ from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.result import mean_parts
+from areal.run_files import ROLLOUTS
 from areal.storage.disk import Patience
-from areal.storage.rollouts import FOLDER, RolloutWriter
+from areal.storage.rollouts import RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
 from areal.storage.spool import Spool, SpoolPart
 from areal.tokens import load_tokenizer
@@ -136,7 +137,7 @@ def open_rollouts(config: Config) -> RolloutWriter:
         return [tokenizer(config.model).decode(tokens.tolist()) for tokens in sequences]
 
     observe = config.observe
-    return RolloutWriter(config.folder / FOLDER, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
+    return RolloutWriter(config.folder / ROLLOUTS, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
 
 
 class Durations:
