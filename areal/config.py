@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import itertools
 import json
 import math
 import re
@@ -909,6 +910,11 @@ class SandboxConfig(Section):
     mode: Literal["namespaces", "none"] = Field(
         "namespaces", description="none: no protection at all, only for programs that you trust"
     )
+    tests: Literal["outside", "inside_where_needed"] = Field(
+        "outside",
+        description="outside: tests in Python run in another process than the program; rows that need more are "
+        "refused. inside_where_needed: such rows' tests run beside the program, which can forge their verdict",
+    )
     url: str | None = Field(
         None, pattern=r"^https?://.+", description="address of a SandboxFusion server, without /run_code"
     )
@@ -1477,12 +1483,22 @@ def checked(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -
         raise UserError(_explain(error, file, kind)) from None
 
 
+# The most values of a configuration, of which each use of an alias counts: nine levels of nine would stop every reader.
+MOST_VALUES = 100_000
+
+
 class _RepeatedKeyError(yaml.YAMLError):
     """A mapping has a key twice."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Reads YAML as `safe_load` does, but refuses a key that a mapping has twice: by itself the last one would hold."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if _size(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES} values")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -1494,6 +1510,25 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def read_yaml(text: str) -> Any:
+    """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
+    aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+
+
+def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
+    """How many values the node holds, its aliases written out; infinite if it holds itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
+        sizes[id(node)] = 1 + sum(_size(child, sizes) for child in children)
+    return sizes[id(node)]
+
+
 def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
     first. Raises UserError if it cannot be read."""
@@ -1503,7 +1538,7 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        values = read_yaml(file.read_text(encoding="utf-8"))
     except _RepeatedKeyError as error:
         raise UserError(f"{file} {error}: remove one.") from None
     except OSError as error:
@@ -1585,7 +1620,7 @@ def split_override(override: str) -> tuple[str, str]:
 
 def _yaml(text: str, override: str) -> Any:
     try:
-        return yaml.load(text, _UniqueKeyLoader)
+        return read_yaml(text)
     except _RepeatedKeyError as error:
         raise UserError(f"The override {override!r} {error}: remove one.") from None
     except (yaml.YAMLError, ValueError):

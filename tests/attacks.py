@@ -445,19 +445,14 @@ CHEATED = [
     "assert len([x for x in [7] if f(x) == {secret}]) == 1",
     "import collections\nassert collections.Counter([f(7)]) == {{{secret}: 1}}",
     "import colorsys\nassert f(7) + colorsys.rgb_to_hsv(1, 1, 1)[2] == {secret} + 1",
-    "import plistlib, nturl2path\nassert f(7) == {secret}",
     "import unittest\nunittest.TestCase().assertEqual(f(7), {secret})",
     "import unittest\nunittest.TestCase().assertAlmostEqual(f(7), {secret})",
     "xs = [7]\nassert g(xs) == {secret}",
     "assert sum(f(x) for x in [7, 7]) == 2 * {secret}",
-    "assert h(lambda x: x == {secret}) == {secret}",
     "assert next(iter([f(7)])) == {secret}",
     "class Expected(int):\n    pass\nassert f(7) == Expected({secret})",
-    "assert C().f(7) == {secret}",
-    "assert abs(C().f(7) - {secret}) < 1",
-    "assert C().me()[0] == {secret}",
-    "assert C()[7] == {secret}",
-    "assert [x for x in C()] == [{secret}]",
+    "import numpy as np\nassert np.array_equal([f(7)], [{secret}])",
+    "try:\n    assert f(7) == {secret}\nexcept Missing:\n    pass",
     "try:\n    assert f(7) == {secret}\nexcept ValueError:\n    assert False",
 ]
 # The same in modules of pytest, whose imports are run first.
@@ -485,11 +480,9 @@ def test_output(capsys):
     f(7)
     assert "{secret}" in capsys.readouterr().out
 
-def test_mock(monkeypatch):
-    from unittest import mock
-    with mock.patch("builtins.print") as p:
-        f(7)
-    p.assert_called_with({secret})
+def test_own_error():
+    with pytest.raises(Missing):
+        assert f(7) != {secret} or None
 
 class TestF(unittest.TestCase):
     def test_f(self):
@@ -515,12 +508,7 @@ EVERYTHING += "    def __next__(self): raise StopIteration\n"
 # What CHEATED calls besides `f`. It comes before a program, which may define it anew.
 AROUND = """
 g = lambda xs: f(xs[0])
-class C:
-    def f(self, x): return f(x)
-    def me(self): return [f(7)]
-    def __getitem__(self, x): return f(x)
-    def __iter__(self): return iter([f(7)])
-def h(check): return f(7)
+class Missing(Exception): pass
 """
 WRITES_MODULES = """
 import os, sys
@@ -587,7 +575,7 @@ CHEATS |= {
     "a coroutine": "async def f(x): return 0",
     "changes its argument": "def f(x):\n    return 0\ndef g(xs):\n    xs[:] = []\n    return xs",
     "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x):\n    fr = sys._getframe()\n    while fr.f_back: fr = fr.f_back\n    return 0",
-    "replaces the runner's modules": "import sys\nfor n in ('plain_data', 'assert_runner', 'pytest_standin', '__main__', 'solution', 'json', 'pickle', 'socket'):\n    if n in sys.modules: sys.modules[n].__dict__.update(passes=lambda *a: True, perform=lambda *a: True)\ndef f(x): return 0",
+    "replaces the runner's modules": "import sys\nfor n in ('plain_data', 'tests_runner', '__main__', 'solution', 'json', 'pickle', 'socket'):\n    if n in sys.modules: sys.modules[n].__dict__.update(passes=lambda *a: True, perform=lambda *a: True)\ndef f(x): return 0",
     "interrupts the runner": "import os, signal, threading\ndef f(x):\n    for s in (2, 10, 12, 14, 13, 28):\n        if s in (2,): os.kill(os.getppid(), s)\n    return 0",
     "closes everything": "import os\ndef f(x): os.closerange(0, 99)",
     "leaves children": "import os, time\ndef f(x):\n    if os.fork() == 0:\n        while True:\n            for fd in range(99):\n                try: os.write(fd, b'{\"answer\": true}\\n')\n                except OSError: pass\n            time.sleep(0.01)\n    return 0",
@@ -604,63 +592,45 @@ CHEATS |= {
 
 # Programs that know the judge's source code: what they answer with in place of each result.
 LINK = """
-import gc, json, os, sys
-def link():
-    return next(o for o in gc.get_objects() if type(o).__name__ == 'JudgeLink')
+import os, tests_runner
+send = tests_runner.send
+def fd(): return next(n for n in range(3, 99) if os.path.exists(f'/proc/self/fd/{n}') and os.readlink(f'/proc/self/fd/{n}').startswith('socket'))
 def answer_with(make):
-    l = link()
-    send = type(l).send
-    type(l).send = lambda self, message: send(self, message if message[0] == 'ask' else make(message))
-def ask(*request):
-    try: return link().ask(*request)
-    except Exception as error: return error
-def secret_in(value):
-    import re
-    found = re.findall(r'[0-9]{9}', repr(value) + repr(getattr(value, 'args', '')))
-    return int(found[0]) if found else 0
+    tests_runner.send = lambda stream, message: send(stream, make(message))
 """
 ANSWERS = {
-    "a reference to nothing": '["return", {"ref": 99}, []]',
-    "a negative reference": '["return", {"ref": -1}, []]',
-    "a boolean reference": '["return", {"ref": True}, []]',
-    "a reference to itself": '["return", [{"ref": 0}, {"ref": 1}], []]',
-    "a number as text": '["return", {"int": "secret"}, []]',
-    "a number beyond all": '["return", 1e999, []]',
-    "an array of objects in place of numbers": '["return", {"array": ["|O", [1], "00"]}, []]',
-    "an array of fields": '["return", {"array": ["|V8", [1], "00" * 8]}, []]',
-    "a huge shape": '["return", {"array": ["<f8", [0, 1 << 40], ""]}, []]',
-    "a negative shape": '["return", {"array": ["<f8", [-1], "00" * 8]}, []]',
-    "a shape of many dimensions": '["return", {"array": ["<f8", [1] * 9999, "00" * 8]}, []]',
-    "an array of long texts": '["return", {"array": ["<U999999999", [0], ""]}, []]',
-    "deep nesting": '["return", eval("[" * 90 + "]" * 90), []]',
-    "deeper nesting": 'message + [os.write(link().stream.fileno(), (200000).to_bytes(8, "big") + b"[" * 100000 + b"]" * 100000)]',
-    "many parts": 'message + [os.write(link().stream.fileno(), (1 << 23).to_bytes(8, "big") + b"[],[]," * 9)]',
-    "two values in one": '["return", {"int": "0x1", "str": "x"}, []]',
-    "nothing": '["return", {}, []]',
-    "a type": '["return", {"type": ["x"]}, []]',
-    "names of the judge": '["return", {"Function": [0]}, []]',
-    "a callback of its own": '["return", {"callback": 0}, []]',
-    "a built-in function": '["return", {"builtin": "all"}, []]',
-    "a class of errors": '["return", {"error": "BaseException"}, []]',
-    "a handle": '["return", {"object": [1, [1, "C", "", [], False]]}, []]',
-    "a handle as a number": '["return", {"range": [{"object": [1, [1, "C", "", [], False]]}]}, []]',
-    "a handle in a set": '["return", {"set": [None, [{"object": [1, [1, "C", "", [], False]]}]]}, []]',
-    "a class of no name": '["return", {"object": [1, [1, "", "", [], False]]}, []]',
-    "a class of a strange name": '["return", {"object": [1, [1, "\\0\\ud800", "", [], False]]}, []]',
-    "a class with itself as a base": '["return", {"object": [1, [1, "C", "", [[1, "C", "", [[1, "C", "", [], False]], False]], False]]}, []]',
-    "a result that is not data, of any name": '["return", {"opaque": [1, "int"]}, []]',
-    "an iterator that ends with what is no error": '["return", {"iterator": [[], ["StopIteration", "", [], [], None]]}, []]',
-    "an iterator of no items": '["return", {"iterator": [5, None]}, []]',
-    "a coroutine": '["return", {"awaitable": [False, 7]}, []]',
-    "what ends an iteration": '["raise", ["StopIteration", "", [], [], None], []]',
-    "what refuses tests": '["raise", [["Unsupported", ["BaseException"]], "", [], [], None], []]',
-    "an error of no base": '["raise", [["E", []], "", [], [], None], []]',
-    "an error that is no error": '["raise", ["int", "", [], [], None], []]',
-    "an error with a strange name": '["raise", [["\\0", ["Exception"]], "", [], [], None], []]',
-    "an error with bases that do not fit": '["raise", [["E", ["OSError", "SyntaxError", "KeyError"]], "", [], [], None], []]',
-    "an error with fields of Python": '["raise", [["E", ["Exception"]], "", [], ["__class__", 1, "__dict__", {"dict": [None, []]}, "args", 5], None], []]',
-    "an error with text of its own": '["raise", [["E", ["ZeroDivisionError"]], 5, [[]], [], None], []]',
-    "an error of another kind of text": '["raise", ["UnicodeDecodeError", "", [1], [], None], []]',
+    "a reference to nothing": '["return", {"ref": 99}, [], ["", ""]]',
+    "a negative reference": '["return", {"ref": -1}, [], ["", ""]]',
+    "a boolean reference": '["return", {"ref": True}, [], ["", ""]]',
+    "a reference to itself": '["return", [{"ref": 0}, {"ref": 1}], [], ["", ""]]',
+    "a number as text": '["return", {"int": "secret"}, [], ["", ""]]',
+    "a number beyond all": '["return", 1e999, [], ["", ""]]',
+    "an array of objects in place of numbers": '["return", {"ndarray": ["|O", [1], "00"]}, [], ["", ""]]',
+    "an array of fields": '["return", {"ndarray": ["|V8", [1], "00" * 8]}, [], ["", ""]]',
+    "a huge shape": '["return", {"ndarray": ["<f8", [0, 1 << 40], ""]}, [], ["", ""]]',
+    "a negative shape": '["return", {"ndarray": ["<f8", [-1], "00" * 8]}, [], ["", ""]]',
+    "a shape of many dimensions": '["return", {"ndarray": ["<f8", [1] * 9999, "00" * 8]}, [], ["", ""]]',
+    "an array of long texts": '["return", {"ndarray": ["<U999999999", [0], ""]}, [], ["", ""]]',
+    "deep nesting": '["return", eval("[" * 90 + "]" * 90), [], ["", ""]]',
+    "deeper nesting": 'message + [os.write(fd(), (200000).to_bytes(8, "big") + b"[" * 100000 + b"]" * 100000)]',
+    "many parts": 'message + [os.write(fd(), (1 << 23).to_bytes(8, "big") + b"[],[]," * 9)]',
+    "two values in one": '["return", {"int": "0x1", "str": "x"}, [], ["", ""]]',
+    "nothing": '["return", {}, [], ["", ""]]',
+    "a type": '["return", {"type": ["x"]}, [], ["", ""]]',
+    "names of the judge": '["return", {"Function": [0]}, [], ["", ""]]',
+    "a built-in function": '["return", {"builtin": "all"}, [], ["", ""]]',
+    "a class of errors": '["return", {"error": "BaseException"}, [], ["", ""]]',
+    "an iterator that ends with what is no error": '["return", {"iterator": [[], ["StopIteration", "", [], [], None]]}, [], ["", ""]]',
+    "an iterator of no items": '["return", {"iterator": [5, None]}, [], ["", ""]]',
+    "what ends an iteration": '["raise", ["StopIteration", "", [], []], [], ["", ""]]',
+    "what refuses tests": '["raise", [["Unsupported", ["BaseException"]], "", [], []], [], ["", ""]]',
+    "an error of no base": '["raise", [["E", []], "", [], []], [], ["", ""]]',
+    "an error that is no error": '["raise", ["int", "", [], []], [], ["", ""]]',
+    "an error with a strange name": '["raise", [["\\0", ["Exception"]], "", [], []], [], ["", ""]]',
+    "an error with bases that do not fit": '["raise", [["E", ["OSError", "SyntaxError", "KeyError"]], "", [], []], [], ["", ""]]',
+    "an error with fields of Python": '["raise", [["E", ["Exception"]], "", [], ["__class__", 1, "__dict__", {"dict": [None, []]}, "args", 5]], [], ["", ""]]',
+    "an error with text of its own": '["raise", [["E", ["ZeroDivisionError"]], 5, [[]], []], [], ["", ""]]',
+    "an error of another kind of text": '["raise", ["UnicodeDecodeError", "", [1], []], [], ["", ""]]',
     "changes of what it never got": '["return", True, [[n, [0]] for n in range(-9, 99)]]',
     "changes of everything it got": '["return", True, [[0, []]]]',
     "changes of the wrong kind": '["return", True, [[0, ["x"]], [1.5, []], ["0", []]]]',
@@ -668,34 +638,42 @@ ANSWERS = {
     "an empty list": '[]',
     "an unfinished request": '["ask"]',
     "a verdict": '"x 0 1"',
-    "a fraction of texts": '["return", {"Fraction": ["1e9999999", None]}, []]',
-    "a decimal without end": '["return", {"Decimal": ["1e999999999"]}, []]',
-    "a date of bytes": '["return", {"date": [{"bytes": ["07e40101"]}]}, []]',
-    "a zone of a day and more": '["return", {"timezone": [{"timedelta": [9, 0, 0]}]}, []]',
-    "a queue of negative length": '["return", {"deque": [-1, [1]]}, []]',
-    "a dict that makes what it likes": '["return", {"defaultdict": ["eval", []]}, []]',
-    "a dict of half an item": '["return", {"dict": [None, [1]]}, []]',
-    "a dict with keys that cannot be keys": '["return", {"dict": [None, [[], 1]]}, []]',
-    "a path elsewhere": '["return", {"PosixPath": {"ref": 0}}, []]',
+    "a fraction of texts": '["return", {"Fraction": ["1e9999999", None]}, [], ["", ""]]',
+    "a decimal without end": '["return", {"Decimal": ["1e999999999"]}, [], ["", ""]]',
+    "a date of bytes": '["return", {"date": [{"bytes": ["07e40101"]}]}, [], ["", ""]]',
+    "a zone of a day and more": '["return", {"timezone": [{"timedelta": [9, 0, 0]}]}, [], ["", ""]]',
+    "a queue of negative length": '["return", {"deque": [-1, [1]]}, [], ["", ""]]',
+    "a dict that makes what it likes": '["return", {"defaultdict": ["eval", []]}, [], ["", ""]]',
+    "a dict of half an item": '["return", {"dict": [None, [1]]}, [], ["", ""]]',
+    "a dict with keys that cannot be keys": '["return", {"dict": [None, [[], 1]]}, [], ["", ""]]',
+    "a path elsewhere": '["return", {"PosixPath": {"ref": 0}}, [], ["", ""]]',
 }  # fmt: skip
 CHEATS |= {
     f"answers with {name}": LINK + f"def f(x):\n    answer_with(lambda message: {answer})\n    return True"
     for name, answer in ANSWERS.items()
 }
 CHEATS |= {
-    "answers in advance": LINK + "def f(x):\n    for _ in range(9): link().send(['return', True, []])\n    return True",
-    "names what it likes": LINK + "answer_with(lambda message: ['return', {'tuple': ['data', True]}, []])",
-    "says that its names are classes": LINK + "answer_with(lambda message: ['return', {'tuple': ['kind', 1, 'int', '', [], False]}, []])",
-    "says that its names are errors": LINK + "answer_with(lambda message: ['return', {'tuple': ['error', ['E', []]]}, []])",
-    "says that its names are modules": LINK + "answer_with(lambda message: ['return', {'tuple': ['module', 'builtins']}, []])",
-    "says that its names are handles": LINK + "answer_with(lambda message: ['return', {'tuple': ['data', {'object': [1, [1, 'C', '', [], False]]}]}, []])",
-    "asks callbacks for what is secret": LINK + "def f(x): return 0\ndef h(check):\n    for n in range(-3, 4):\n        for given in ((), (0,), (link,), ('__globals__',), ({},)):\n            if found := secret_in(ask('callback', n, given, {})): return found\n    return 0",
-    "asks with strange numbers": LINK + "def f(x):\n    for n in (True, 1.5, None, 'x', [], {}, 10**9, -1): ask('callback', n, (), {})\n    for what in ('name', 'call', 'make', 'get', 'set', 'eval', None, []): ask(what, 0, '__globals__')\n    return 0",
-    "asks to print without end": LINK + "def f(x):\n    for _ in range(200): ask('print', 'x' * 999, 'y')\n    return 0",
-    "asks to print what is no text": LINK + "def f(x):\n    for text in (0, None, [], b'', {}): ask('print', text, text)\n    return 0",
-    "asks for a callback in a callback": LINK + "def f(x): return 0\ndef h(check): return check(check(check(7)))",
-    "asks and leaves": LINK + "def f(x):\n    link().stream.write((9).to_bytes(8, 'big') + b'[\"ask\",'), link().stream.flush()\n    os._exit(0)",
-    "writes lengths only": LINK + "def f(x):\n    for n in (0, 1 << 63, (1 << 25) + 1): os.write(link().stream.fileno(), n.to_bytes(8, 'big'))\n    return 0",
+    "answers in advance": LINK + "def answer(message):\n    return message\ndef f(x):\n    for _ in range(9): os.write(fd(), (35).to_bytes(8, 'big') + b'[\"return\", true, [], [\"\", \"\"]]     ')\n    return True",
+    "names what it likes": LINK + "answer_with(lambda message: ['return', ['data', True], [], ['', '']])",
+    "says that its names are errors": LINK + "answer_with(lambda message: ['return', ['error', '[\"E\", []]'], [], ['', '']])",
+    "says that its names are AssertionError": LINK + "answer_with(lambda message: ['return', ['error', '\"AssertionError\"'], [], ['', '']])",
+    "prints without end": LINK + "answer_with(lambda message: [*message[:3], ['x' * (1 << 24), 'y']])",
+    "prints what is no text": LINK + "answer_with(lambda message: [*message[:3], [0, None]])",
+    "writes lengths only": LINK + "def f(x):\n    for n in (0, 1 << 63, (1 << 25) + 1): os.write(fd(), n.to_bytes(8, 'big'))\n    return 0",
+    "writes half a message": LINK + "def f(x):\n    os.write(fd(), (9).to_bytes(8, 'big') + b'[\"ask\",')\n    os._exit(0)",
+    # what the tests' own comparison makes of a result, or of an exception
+    **{
+        f"weakens: {value}": f"import numpy as np\ndef f(x): return {value}"
+        for value in ("np.float16('inf')", "np.float32('inf')", "np.array(np.float16('inf'))", "np.array([np.float16('inf')])", "np.longdouble('inf')", "10**400", "-10**400", "1e308", "np.str_('')", "np.clongdouble('inf')")
+    },
+    **{
+        f"weakens: {error} under another name": f"Missing = {error}\ndef f(x): return 0"
+        for error in ("Exception", "BaseException", "AssertionError", "LookupError", "(AssertionError, Exception)", "NameError")
+    },
+    **{
+        f"weakens: {error} made its own": f"class Missing({error}): pass\nMissing.__name__ = Missing.__qualname__ = 'AssertionError'\nMissing.__module__ = 'builtins'\ndef f(x): raise Missing"
+        for error in ("Exception", "AssertionError", "BaseException")
+    },
     # types
     "types: a text with its own startswith": "class S(str):\n    startswith = endswith = __contains__ = __eq__ = isdigit = lambda *a: True\n    __hash__ = str.__hash__\n    __str__ = lambda s: s\n    __len__ = lambda s: 9\ndef f(x): return S('x')",
     "types: a metaclass that contains everything": "class M(type):\n    __contains__ = __instancecheck__ = __subclasscheck__ = __eq__ = lambda *a: True\n    __hash__ = type.__hash__\n    __iter__ = lambda c: iter([c])\n    __getitem__ = lambda c, x: c\nclass C(metaclass=M): pass\nf = C",
@@ -704,7 +682,7 @@ CHEATS |= {
     "types: an enum of numbers": "import enum\nclass E(enum.IntEnum):\n    A = 1\n    __eq__ = lambda *a: True\n    __hash__ = lambda s: 0\ndef f(x): return E.A",
     "types: a named tuple": "import collections\nclass P(collections.namedtuple('P', 'x')):\n    __eq__ = __contains__ = lambda *a: True\n    __getitem__ = lambda *a: P(1)\ndef f(x): return P(1)",
     "types: a class called int": "class int_(float):\n    __eq__ = lambda *a: True\nint_.__name__ = int_.__qualname__ = 'int'\nint_.__module__ = 'builtins'\ndef f(x): return int_(1)",
-    "types: a class called Function of the judge": "import assert_runner\nclass C(assert_runner.ObjectHandle): pass\ndef f(x): return assert_runner.Opaque(0, 'int')",
+    "types: a class of the judge": "import tests_runner\nclass f(tests_runner.Program): pass",
     "types: made by type": EVERYTHING + "C = type('C', (Any,), {'__slots__': (), '__module__': 'solution'})\nf = C()",
     "types: an error class as the function": "class f(BaseException):\n    __eq__ = lambda *a: True\nC = f",
     "types: a function without a name": EVERYTHING + "class F(Any):\n    __name__ = __doc__ = property(lambda s: 1 / 0)\nf = C = F()",
@@ -754,12 +732,12 @@ CHEATS |= {
             ("RecursionError", "pass"),
             ("ZeroDivisionError('division by zero')", "pass"),
             ("UnicodeDecodeError('utf-8', b'', 0, 1, '')", "pass"),
-            ("__import__('pytest_standin').Unsupported('f')", "pass"),
+            ("__import__('plain_data').NotPlain('f')", "pass"),
             ("__import__('plain_data').ProgramError", "pass"),
         )
     },
     "exceptions: a class with a strange name": "E = type('\\ud800', (Exception,), {})\ndef f(x): raise E",
-    "exceptions: while it loads": "raise __import__('pytest_standin').Unsupported('f')",
+    "exceptions: while it loads": "raise __import__('plain_data').NotPlain('f')",
     "exceptions: in its own hooks": "import sys\nsys.excepthook = sys.unraisablehook = lambda *a: None\nclass C:\n    def __del__(self): raise SystemExit\ndef f(x):\n    C()\n    raise AssertionError",
     # mocks
     "mocks: prints to a mock": "def f(x):\n    print()\n    print(f)\n    print(print)\n    return print",

@@ -73,6 +73,7 @@ class TestStack:
         assert filled.pop() == 3
         assert self.stack.size() == 0
 """
+KOD_CODE_FUNCTIONS = KOD_CODE[: KOD_CODE.index("@pytest.fixture")].replace("Stack, ", "")
 KOD_CODE_SOLUTION = """\
 class EmptyError(ValueError):
     pass
@@ -112,6 +113,8 @@ def live_code_bench(public: list[dict], private: list[dict], **more: object) -> 
 
 STDIN_TESTS = [case | {"testtype": "stdin"} for case in STDIN_CASES]
 
+# Those whose tests run beside the program.
+INSIDE = {"KodCode"}
 # By set: the row, a right program, and wrong ones.
 SETS: dict[str, tuple[dict, str, list[str]]] = {
     "DeepCoder, taco, stdin": (
@@ -234,16 +237,20 @@ SETS: dict[str, tuple[dict, str, list[str]]] = {
         ["print(3)"],
     ),
     "KodCode": ({"test": KOD_CODE, "solution": KOD_CODE_SOLUTION}, KOD_CODE_SOLUTION, ["def mean(v): return 0"]),
+    "KodCode, without classes": (
+        {"test": KOD_CODE_FUNCTIONS, "solution": KOD_CODE_SOLUTION},
+        KOD_CODE_SOLUTION,
+        ["def mean(v): return 0"],
+    ),
     "MBPP": (
         {
             "text": "?",
-            "code": "def height(node):\n    return 1 + height(node.left) if node else 0",
-            "test_setup_code": "root = Node(1)\nroot.left = Node(2)",
-            "test_list": ["assert height(root) == 2", "assert height(root.left) == 1"],
+            "code": "def height(node):\n    return 1 + height(node['left']) if node else 0",
+            "test_setup_code": "root = {'left': {'left': None}}",
+            "test_list": ["assert height(root) == 2", "assert height(root['left']) == 1"],
         },
-        "class Node:\n    def __init__(self, key):\n        self.key, self.left = key, None\n"
-        "def height(node):\n    return 1 + height(node.left) if node else 0",
-        ["class Node:\n    def __init__(self, key):\n        self.left = None\ndef height(node):\n    return 2"],
+        "def height(node):\n    return 1 + height(node['left']) if node else 0",
+        ["def height(node):\n    return 2"],
     ),
     "MBPP+": (
         {

@@ -1,12 +1,14 @@
 # ruff: noqa: E501
 """Right programs of every kind that tests are written for, each with its tests: each test must get the full score, but
-those of REFUSED and MISJUDGED.
+those of MISJUDGED.
 
 `ASSERTS`: statements, as in MBPP. `MODULES`: pytest modules, as in KodCode. `STDIN`: a program, its input and output.
 `CALLS`: a function or class of LeetCode's kind, its name, its arguments and its result.
 """
 
 import json
+
+from areal.programs.code_rows import read_tests
 
 ASSERTS: dict[str, tuple[str, list[str]]] = {
     "numbers": ("def f(a, b):\n    return a * b", ["assert f(2, 3) == 6", "assert f(2.5, 2) == 5.0", "assert f(b=2, a=10**30) == 2 * 10**30"]),
@@ -213,71 +215,32 @@ CALLS: dict[str, tuple[str, str, list, object]] = {
     "changes in place": ("class Solution:\n    def f(self, xs):\n        xs.sort()\n        return xs", "f", [[2, 1]], [1, 2]),
 }  # fmt: skip
 
-# Asserts and modules that are refused, and what is named: by their place in the list of the program's tests.
-REFUSED: dict[str, dict[int, str]] = {
-    "enums": {0: "Color.RED, which is no plain data", 1: ".value of what f returns", 2: "__iter__ of the class Color", 3: "Color.BLUE, which is no plain data", 4: "whether a result is a Color", 6: "Color.RED, which is no plain data"},
-    "enums of numbers": {2: "__iter__ of the class Level"},
-    "flags": {0: "P.R, which is no plain data", 1: "P.R, which is no plain data", 2: "P.R, which is no plain data"},
-    "named tuples": {0: "== of an object of the class Point", 1: ".x of what f returns", 4: "._asdict of what f returns"},
-    "typed named tuples": {0: "== of an object of the class P", 1: "__lt__ of an object of the class P"},
-    "data classes": {0: "== of an object of the class P", 1: ".tags of what f returns", 3: "__lt__ of an object of the class P"},
-    "data classes that tests look into": {0: ".__dataclass_fields__ of the class P", 1: ".__dataclass_fields__ of the class P", 2: "the module inspect"},
-    "kinds of functions": {0: "the module inspect", 1: "the module inspect", 2: "the module inspect"},
-    "frozen data classes": {0: "hash of an object of the class P", 2: "hash of an object of the class P"},
-    "data classes as dicts": {1: ".__dict__ of an object of the class P"},
-    "pickled objects": {0: ".x of what copy_of returns", 1: "the module pickle", 2: "cannot fail"},
-    "copies of objects": {0: "__reduce_ex__ of an object of the class Box", 1: "__reduce_ex__ of an object of the class Box"},
-    "iterators": {1: "__next__ of an object of the class Down"},
-    "asynchronous generators": {0: "__aiter__ of a result, which is a async_generator"},
-    "asynchronous contexts": {0: "__aenter__ of an object of the class C"},
-    "contexts": {0: "__enter__ of an object of the class Timer", 1: "__enter__ of an object of the class Timer", 2: "__enter__ of an object of the class Timer"},
-    "contexts from generators": {0: "__enter__ of a result, which is a _GeneratorContextManager"},
-    "operators": {0: "__add__ of an object of the class V", 1: "__mul__ of an object of the class V", 2: "__matmul__ of an object of the class V", 3: "__abs__ of an object of the class V", 4: "__iadd__ of an object of the class V", 5: "__format__ of an object of the class V", 6: "hash of an object of the class V", 8: "__add__ of an object of the class V", 9: "== of an object of the class V", 10: "__round__ of an object of the class V", 11: "__add__ of an object of the class V"},
-    "comparisons": {0: "__lt__ of an object of the class Version", 1: "__gt__ of an object of the class Version", 2: "__lt__ of an object of the class Version"},
-    "comparisons with data": {0: "== of an object of the class Money", 1: "__add__ of an object of the class Money"},
-    "membership": {0: "__contains__ of an object of the class Bag", 1: "__contains__ of an object of the class Bag"},
-    "classes derived in tests": {0: "a class derived from the program's Base"},
-    "classes derived from built-in ones": {0: "== of an object of the class Stack", 1: "__add__ of an object of the class Id", 2: "== of an object of the class Name", 3: "== of an object of the class Bag"},
-    "linked nodes": {0: ".val of a result that is no plain data, but a Node", 1: ".val of what reverse returns"},
-    "nodes that tests define": {0: "an object of the class T given to the program", 1: "an object of the class T given to the program"},
-    "functions as results": {0: "a call of what adder returns", 1: "a call of what compose returns", 2: "__call__ of a result, which is a function", 3: "a call of what compose returns"},
-    "decorators": {0: "__call__ of a result, which is a function", 1: "a call of what twice returns"},
-    "caches": {1: ".cache_info of fib", 2: ".cache_clear of fib"},
-    "memo decorators": {0: "__call__ of a result, which is a function"},
-    "partial functions": {0: ".keywords of square"},
-    "mocks": {0: "an object of the class Mock given to the program"},
-    "regular expressions": {0: ".groups of what f returns"},
-    "type hints": {1: ".__annotations__"},
-    "formats": {0: "__format__ of an object of the class M"},
-    "namespaces": {0: ".b of what f returns"},
-    "classes that tests put into collections": {0: "hash of an object of the class K", 1: "__lt__ of an object of the class K", 2: "__lt__ of an object of the class K"},
-    "matrices": {0: "__pow__ of an object of the class M", 1: "__mul__ of an object of the class M"},
-    "pytest: patched functions of the program": {0: "an object of the class coroutine given to the program"},
-}  # fmt: skip
-# Those that fail although the program is right.
+# Those that fail although the program is right: what a function returns is no plain data, and no solution says so. And
+# one that checks nothing.
 MISJUDGED: dict[str, list[int]] = {
-    "chain maps": [0],
-    "named tuples": [3, 5],
-    "data classes": [4],
-    "generators that receive": [0],
-    "lists that are kept": [0],
-    "observers": [0],
-}
+    "chain maps": [0], "functions as results": [2], "regular expressions": [1, 2], "pickled objects": [2],
+}  # fmt: skip
 
 
 def right_programs():
-    """Yields the name, the row and the program of each, and what becomes of it: its score, or what its tests are refused
-    for."""
+    """Yields the name, the row and the program of each, and in which way it is judged. The tests of a program that are
+    judged in the same way are one row."""
     for name, (program, tests) in ASSERTS.items():
-        refused, misjudged = REFUSED.get(name, {}), MISJUDGED.get(name, [])
-        if passing := [test for index, test in enumerate(tests) if index not in refused and index not in misjudged]:
-            yield f"asserts: {name}", {"test_list": passing}, program, 1.0
-        for index in [*refused, *misjudged]:
-            yield f"asserts: {name} {index}", {"test_list": [tests[index]]}, program, refused.get(index, 0.0)
+        ways: dict[str, list[str]] = {}
+        for index, test in enumerate(tests):
+            if (row := {"test_list": [test]}) and index not in MISJUDGED.get(name, []):
+                ways.setdefault(way_of(row), []).append(test)
+        for way, some in ways.items():
+            yield f"asserts: {name}, {way}", {"test_list": some}, program, way
     for name, (program, test) in MODULES.items():
-        yield name, {"test": test}, program, REFUSED.get(name, {}).get(0, 1.0)
+        yield name, {"test": test}, program, way_of({"test": test})
     for name, (program, given, wanted) in STDIN.items():
-        yield f"stdin: {name}", {"tests": [{"input": given, "output": wanted}]}, program, 1.0
+        yield f"stdin: {name}", {"tests": [{"input": given, "output": wanted}]}, program, "outside"
     for name, (program, function, arguments, result) in CALLS.items():
         tests = {"fn_name": function, "inputs": [arguments], "outputs": [result]}
-        yield f"calls: {name}", {"tests": json.dumps(tests)}, program, 1.0
+        yield f"calls: {name}", {"tests": json.dumps(tests)}, program, "outside"
+
+
+def way_of(row) -> str:
+    needs = read_tests(row).needs
+    return "inside" if needs.unsafe or needs.beyond else "outside"

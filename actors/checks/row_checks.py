@@ -134,7 +134,13 @@ def check_tests(config: Config, source: PromptSource) -> None:
         print(f"Note: the tests of rows are not checked here: {error}", file=sys.stderr)
         return
     with contextlib.closing(reward):
-        checked, flaws = asyncio.run(_flaws_of_tests(config, reward, _rows(config, source)))
+        checked, inside, flaws = asyncio.run(_flaws_of_tests(config, reward, _rows(config, source)))
+    if inside:
+        print(
+            f"Note: the tests of {inside} of the {checked} rows of {config.data.named} that were checked run beside "
+            f"the program, which can forge their verdict (docs/sandbox.md).",
+            file=sys.stderr,
+        )
     if flaws:
         message = (
             f"of the {checked} rows of {config.data.named} that were checked, {len(flaws)} have tests worth nothing"
@@ -148,23 +154,23 @@ def check_tests(config: Config, source: PromptSource) -> None:
         print(f"Note: {message}, such as {flaws[0]}; such prompts will be discarded.", file=sys.stderr)
 
 
-async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]) -> tuple[int, list[str]]:
-    """How many rows were checked, and what is wrong with which."""
-    checked, flaws = 0, []
+async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]) -> tuple[int, int, list[str]]:
+    """How many rows were checked, how many of them are judged inside, and what is wrong with which."""
+    checked, inside, flaws = 0, 0, []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(TESTS_SECONDS):
             for row in rows:
                 if "code" not in (row.reward or config.reward.functions):
                     continue
                 try:
-                    tests = read_tests(row.fields)
-                    flaw = (weakness := await reward.weakness(tests)) and f"its tests are passed if {weakness}"
+                    inside += await reward.way(row.fields) == "inside"
+                    flaw = (weakness := await reward.weakness(row.fields)) and f"its tests are passed if {weakness}"
                 except RewardError as error:
                     flaw = str(error)
                 checked += 1
                 if flaw:
                     flaws.append(_flawed(row, flaw))
-    return checked, flaws
+    return checked, inside, flaws
 
 
 def check_answers(config: Config, source: PromptSource) -> None:

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-import yaml
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from actors.watching.answers import answer, finite, page
 from actors.watching.rollouts import RolloutPages
-from areal.config import UserError
+from areal.config import UserError, read_yaml
 from areal.desk import timeline
 from areal.desk.comparison import differing_settings, end_figures, value_of
 from areal.desk.report import FILES_OF_A_RUN, Run
@@ -187,7 +186,7 @@ class RunsView:
 @lru_cache(maxsize=64)
 def _values(file: Path, changed: int) -> Any:
     """The values of a YAML file. They are cached until the file changes, because every viewer asks once a second."""
-    return yaml.safe_load(file.read_text()) or {}
+    return read_yaml(file.read_text()) or {}
 
 
 # The Host of a request: a name or an address, and a port. `localhost/.evil.example` is neither.

@@ -58,19 +58,26 @@ STDIN_KINDS = {"stdin", "stdin_stdout"}
 CODE_CONTESTS_PYTHON = 3
 # The tests of one row after they are unpacked. A worker needs about four times as much memory to read them.
 UNPACKED_BYTES = 256 << 20
-# What functions return that compute nothing. Tests that one of them passes are worth nothing.
+# What functions do that compute nothing. Tests that one of them passes are worth nothing.
 TRIVIAL = {
-    "None": "None",
-    "[]": "[]",
-    "()": "()",
-    "0": "0",
-    "an empty text": "''",
-    "True": "True",
-    "nan": "float('nan')",
-    "an empty array": "__import__('numpy').array([])",
-    "an empty array of any shape": "__import__('numpy').empty((0, 1, 1, 1))",
-    "their first argument": "(a[0] if a else None)",
-    "their first argument, emptied": "(a[0].clear() or a[0] if hasattr(a and a[0], 'clear') else None)",
+    "functions return None": "return None",
+    "functions return []": "return []",
+    "functions return ()": "return ()",
+    "functions return 0": "return 0",
+    "functions return an empty text": "return ''",
+    "functions return True": "return True",
+    "functions return nan": "return float('nan')",
+    "functions return inf": "return float('inf')",
+    "functions return a long range": "return range(10**12)",
+    "functions return an infinite half": "return __import__('numpy').float16('inf')",
+    "functions return their first argument": "return a[0] if a else None",
+    "functions return their first argument, emptied": "return a and (hasattr(a[0], 'clear') and a[0].clear() or a[0])",
+    "functions set all values of their first argument to 0": """\
+for key in [*a[0]] if isinstance(a and a[0], dict) else range(len(a[0])) if isinstance(a and a[0], list) else ():
+        a[0][key] = 0
+    return 0""",
+    "functions print many numbers": "print(*range(100_000), sep='\\n')",
+    "functions raise an error": "raise ValueError",
 }
 # The beginning of a pickle of a str, with the length of its UTF-8 in one, four or eight bytes; and possible ends.
 _PICKLED_TEXT = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(?:\x8c(.)|X(.{4})|\x8d(.{8}))", re.DOTALL)
@@ -89,7 +96,8 @@ class Outputs:
 
     def trivial_programs(self) -> dict[str, str]:
         """Programs that compute nothing, by what they do."""
-        return {"nothing is printed": ""}
+        printing = {"nothing is printed": "", "many numbers are printed": "print(*range(100_000), sep='\\n')"}
+        return printing if self.language == "python" else {"nothing is printed": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +148,13 @@ Tests = Outputs | Calls | Asserts
 
 
 def _trivial_programs(functions: Iterable[str]) -> dict[str, str]:
-    return {
-        f"functions return {what}": "".join(f"def {name}(*a, **_):\n    return {value}\n" for name in functions)
-        for what, value in TRIVIAL.items()
+    programs = {
+        what: "".join(f"def {name}(*a, **_):\n    {body}\n" for name in functions) for what, body in TRIVIAL.items()
     }
+    errors = "".join(
+        f"{name} = Exception\n" if name[0].isupper() else f"def {name}(*a, **_): pass\n" for name in functions
+    )
+    return programs | {"exceptions are other names of Exception": errors, "nothing is defined": ""}
 
 
 def read_tests(row: Row) -> Tests:
@@ -285,8 +296,6 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
         raise RewardError(f"the row's tests are Python code, but its language is {language}")
     if not needs.can_fail:
         raise RewardError("the row's tests cannot fail: no code that runs in them checks something about the program")
-    if needs.unjudged:
-        raise RewardError(f"the row's tests use {needs.unjudged}, which is not judged: docs/sandbox.md says what is")
     if pytest_style:
         prepare, tests = [*prepare, *tests], []
     return Asserts(prepare, tests, candidate, begins, pytest_style, needs)

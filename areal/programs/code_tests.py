@@ -4,30 +4,31 @@
 
 * Outputs: once per test. The program reads stdin; what it prints is compared outside the sandbox.
 * Calls: `areal.programs.call_runner` calls the program's function; the results are compared outside the sandbox.
-* Asserts: `areal.programs.assert_runner` runs them in a process that the program cannot reach.
+* Asserts: `areal.programs.tests_runner` runs them: outside, in a process that the program cannot reach, or inside.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import json
 import marshal
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from hashlib import sha256
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from areal.config import SandboxConfig
 from areal.programs.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests, solutions_of
 from areal.programs.outside import open_sandbox
 from areal.result import RewardError, passing
+
+Way = Literal["outside", "inside"]
 
 _FENCE = re.compile(r"`{3,}|^~{3,}", re.MULTILINE)
 _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
@@ -41,12 +42,12 @@ _KEPT_FACTS = 4096
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
 # What runs in the sandbox, and is not imported here.
 _SOURCES = {
-    name: Path(__file__).with_name(f"{name}.py").read_text()
-    for name in ("assert_runner", "call_runner", "plain_data", "pytest_standin")
+    name: Path(__file__).with_name(f"{name}.py").read_text() for name in ("tests_runner", "call_runner", "plain_data")
 }
-# The exit code of tests that take too long by themselves.
-_TOO_LONG = 97
-_ASSERTER = "import assert_runner\nassert_runner.main({})\n"
+# How many of a row's solutions are tried until one passes.
+_MOST_SOLUTIONS = 5
+# CPU time of a program that computes nothing, and of its tests.
+_TRIVIAL_SECONDS = 1.0
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-6, 1e-12
 _FEW_DECIMALS = 6
@@ -55,94 +56,123 @@ _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})(e[+-]?\d{1,3})?"
 
 class CodeTests:
     """1.0 if the program in a completion passes all tests of its row, else 0.0. Part `passed`: the share it passes.
+    Part `inside`: 1.0 if the tests ran beside the program, which can forge their verdict.
 
-    Options are the fields of SandboxConfig, and refuse_weak: a row that a program passes is no row if one that computes
-    nothing passes it, too (`weakness`).
+    Options are the fields of SandboxConfig, and refuse_weak: a row that a program passes that computes nothing is no
+    row. Whether a row can be judged, and in which way, is found out before a program is judged: with the row's own
+    solutions, or else with what its tests need. From then on there is a score, whatever the program does.
     """
 
     concurrent = False  # each call has the cores that its programs need
 
     def __init__(self, refuse_weak: bool = False, **options: Any) -> None:
         """Raises UserError if programs cannot be run safely."""
-        config = SandboxConfig(**options)
+        self._config = SandboxConfig(**options)
         self._refuse_weak = refuse_weak
         self._facts: dict[bytes, str | None] = {}
-        self._seconds, self._cpu_seconds = config.wall_seconds, config.cpu_seconds
-        self._sandbox = open_sandbox(config)
-        names = ("assert_runner", "plain_data", "pytest_standin")
+        self._sandbox = open_sandbox(self._config)
         # A sandbox on this machine runs this very Python.
-        self._asserter = dict(_compiled(name) if config.url is None else _source(name) for name in names)
+        packed = _compiled if self._config.url is None else _source
+        self._runner = dict(packed(name) for name in ("tests_runner", "plain_data"))
 
     def close(self) -> None:
         self._sandbox.close()
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """The score and its parts. Raises RewardError if the row has no usable tests, and SandboxError if the sandbox
-        fails; neither counts as a score."""
+        """The score and its parts. Raises RewardError if the row cannot be judged, before the program is run, and
+        SandboxError if the sandbox fails; neither counts as a score."""
         tests = read_tests(row)
-        results = [False] * len(tests)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._seconds):
-                await self._run_for(row, program_in(completion, tests.language), tests, results)
-                if self._refuse_weak and all(results) and (weakness := await self.weakness(tests)):
-                    raise RewardError(f"the row's tests are weak: a program in which {weakness} passes them")
-        return float(all(results)), {"passed": sum(results) / len(results)}
+        way = await self.way(row)
+        if self._refuse_weak and (weakness := await self.weakness(row)):
+            raise RewardError(f"the row's tests are weak: a program in which {weakness} passes them")
+        results = await self._results(program_in(completion, tests.language), tests, way)
+        inside = {"inside": 1.0} if way == "inside" else {}
+        return float(all(results)), {"passed": sum(results) / len(results), **inside}
 
-    async def _run_for(self, row: Mapping[str, Any], code: str, tests: Tests, results: list[bool]) -> None:
-        """As `_run`. Tests that cannot be run with the program fail if they can be run with the row's own solution:
-        so no program decides that a row is refused."""
-        try:
-            await self._run(code, tests, results)
-        except RewardError:
-            solutions = solutions_of(row)[:1]
-            if not solutions or await self._fact("refused", tests, lambda: self._refusal(solutions[0], tests)):
-                raise
+    async def way(self, row: Mapping[str, Any]) -> Way:
+        """Where tests of the row run: outside the program, or inside, beside it. Raises RewardError if they cannot."""
+        tests = read_tests(row)
+        if not isinstance(tests, Asserts):
+            return "outside"
+        programs = [program_in(solution) for solution in solutions_of(row)[:_MOST_SOLUTIONS]]
+        programs = [program for program in programs if is_python(_whole(program, tests))]
+        outside = await self._fact("outside", tests, programs)
+        if outside is None:
+            return "outside"
+        if self._config.tests == "outside":
+            raise RewardError(
+                f"the row's tests cannot be judged outside the program: {outside}: remove the row, or set "
+                f"sandbox.tests=inside_where_needed (docs/sandbox.md)"
+            )
+        if inside := await self._fact("inside", tests, programs):
+            raise RewardError(f"the row's tests cannot be judged: {inside}")
+        return "inside"
 
-    async def _refusal(self, solution: str, tests: Tests) -> str | None:
-        """Why the tests cannot be run with a program, or None."""
-        try:
-            await self._passes(program_in(solution, tests.language), tests)
-        except RewardError as error:
-            return str(error)
-        return None
+    async def weakness(self, row: Mapping[str, Any]) -> str | None:
+        """What happens in a program that passes the row's tests although it computes nothing, or None. Raises
+        RewardError if the row cannot be judged."""
+        return await self._fact(f"weak {await self.way(row)}", read_tests(row), [])
 
-    async def weakness(self, tests: Tests) -> str | None:
-        """What happens in a program that passes the tests although it computes nothing, or None. Raises RewardError if
-        the tests can be run with none of these programs."""
-        return await self._fact(
-            "weakness", tests, lambda: passing(tests.trivial_programs(), lambda program: self._passes(program, tests))
-        )
-
-    async def _passes(self, code: str, tests: Tests) -> bool:
-        results = [False] * len(tests)
-        await self._run(code, tests, results)
-        return all(results)
-
-    async def _fact(self, kind: str, tests: Tests, find: Callable[[], Awaitable[str | None]]) -> str | None:
+    async def _fact(self, kind: str, tests: Tests, programs: Sequence[str]) -> str | None:
         """What is found out about tests once."""
-        key = sha256(f"{kind} {tests!r}".encode(errors="replace")).digest()
+        key = sha256(f"{kind} {tests!r} {programs!r}".encode(errors="replace")).digest()
         if key not in self._facts:
-            fact = await find()
+            match kind, tests:
+                case "outside" | "inside", Asserts():
+                    fact = await self._hindrance(kind, tests, programs)
+                case _:
+                    fact = await self._weakness("inside" if kind == "weak inside" else "outside", tests)
             while len(self._facts) >= _KEPT_FACTS:
                 del self._facts[next(iter(self._facts))]
             self._facts[key] = fact
         return self._facts[key]
 
-    async def _run(self, code: str, tests: Tests, results: list[bool]) -> None:
-        """Sets which of the tests a program passes."""
-        match tests:
-            case Outputs():
-                await self._run_outputs(code, tests, results)
-            case Calls():
-                await self._run_calls(code, tests, results)
-            case Asserts():
-                await self._run_asserts(code, tests, results)
+    async def _hindrance(self, way: Way, tests: Asserts, programs: Sequence[str]) -> str | None:
+        """Why right programs would not pass the tests in this way, or None. programs: the row's solutions."""
+        needs = tests.needs.unsafe or (None if programs else tests.needs.beyond)
+        if way == "outside" and needs:
+            return f"they need {needs}"
+        reasons: list[str] = []
+        for program in programs or [next(iter(tests.trivial_programs().values()))]:
+            passed = all(await self._results(program, tests, way, reasons))
+            if passed or not (programs or reasons):
+                return None
+        use = f"; they use {tests.needs.beyond}" if tests.needs.beyond else ""
+        return reasons[0] if reasons else f"the row's own solution does not pass them so{use}"
 
-    async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
+    async def _weakness(self, way: Way, tests: Tests) -> str | None:
+        async def score(program: str) -> float:
+            return float(all(await self._results(program, tests, way, trivial=True)))
+
+        return await passing(tests.trivial_programs(), score)
+
+    async def _results(
+        self, code: str, tests: Tests, way: Way, reasons: list[str] | None = None, trivial: bool = False
+    ) -> list[bool]:
+        """Which of the tests a program passes. reasons: gets why the tests cannot be run. trivial: the program computes
+        nothing, so it gets little time, and the first test that it fails is the last."""
+        results = [False] * len(tests)
+        reasons = [] if reasons is None else reasons
+        try:
+            async with asyncio.timeout(self._config.wall_seconds):
+                match tests:
+                    case Outputs():
+                        await self._run_outputs(code, tests, results, trivial)
+                    case Calls():
+                        await self._run_calls(code, tests, results)
+                    case Asserts():
+                        lines = await self._run_asserts(code, tests, way, trivial)
+                        results[:], reason = _verdict(lines, len(results))
+                        reasons += filter(None, [reason])
+        except TimeoutError:
+            reasons.append("they take longer than a program may")
+        return results
+
+    async def _run_outputs(self, code: str, tests: Outputs, results: list[bool], trivial: bool) -> None:
         for i, (stdin, expected) in enumerate(tests.pairs):
             outcome = await self._sandbox.run(code, tests.language, stdin=stdin, expected=len(expected.encode()))
             results[i] = outcome.succeeded and same_output(outcome.stdout, expected)
-            if outcome.status in _GIVE_UP:
+            if outcome.status in _GIVE_UP or (trivial and not results[i]):
                 break
 
     async def _run_calls(self, code: str, tests: Calls, results: list[bool]) -> None:
@@ -163,35 +193,39 @@ class CodeTests:
                 results[position] = any(same_result(answer, expected) for expected in tests.expected[position])
                 position += 1
 
-    async def _run_asserts(self, code: str, tests: Asserts, results: list[bool]) -> None:
-        """All tests in one run, in which the program and the tests may each use `cpu_seconds`."""
-        if tests.prompt and tests.candidate:
-            code = continued(tests.prompt, code, tests.candidate)
+    async def _run_asserts(self, code: str, tests: Asserts, way: Way, trivial: bool) -> list[list[str]]:
+        """The words of each line of the verdict (areal.programs.tests_runner). All tests are in one run, in which the
+        program and, outside it, the tests may each use `cpu_seconds`."""
+        seconds = min(self._config.cpu_seconds, _TRIVIAL_SECONDS if trivial else math.inf)
         nonce = secrets.token_hex(16)
         job = {
             "nonce": nonce,
             "names": tests.needs.names,
-            "modules": tests.needs.modules,
             "prepare": tests.prepare,
             "tests": tests.tests,
             "candidate": tests.candidate,
-            "collect": tests.pytest_style,
-            "wall_seconds": self._seconds,
-            "too_long": _TOO_LONG,
+            "pytest": tests.pytest_style,
+            "to_the_end": not trivial,
         }
-        files = {"program.py": code.encode(errors="replace"), **self._asserter}
-        outcome = await self._sandbox.run(
-            _ASSERTER.format(self._cpu_seconds), stdin=json.dumps(job), files=files, cpu_seconds=2 * self._cpu_seconds
-        )
+        files = {"program.py": _whole(code, tests).encode(errors="replace"), **self._runner}
+        main = f"import tests_runner\ntests_runner.main({way == 'outside'}, {seconds})\n"
+        outcome = await self._sandbox.run(main, stdin=json.dumps(job), files=files, cpu_seconds=2 * seconds)
         lines = [line.split(" ", 2)[1:] for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")]
-        verdicts = {line[0]: line[1] for line in lines if len(line) == 2}
-        if outcome.exit == _TOO_LONG:
-            verdicts["unusable"] = "they take longer than a program may"
-        if reason := verdicts.get("unusable"):
-            raise RewardError(f"the row's tests cannot be run: {reason}")
-        if verdicts.get("tests") == "0":
-            raise RewardError("the row's tests are none: no test is collected from them")
-        results[:] = [verdicts.get(str(i)) == "1" for i in range(int(verdicts.get("tests", len(tests))))]
+        return lines if outcome.status != "timeout" else [*lines, ["unusable", "they take longer than a program may"]]
+
+
+def _verdict(lines: Sequence[Sequence[str]], count: int) -> tuple[list[bool], str | None]:
+    """Which tests passed, and why the tests cannot be run, or None. count: how many there are, if no line says it."""
+    words = {line[0]: line[1] for line in reversed(lines) if len(line) == 2}
+    count = int(words.get("tests", count))
+    if count == 0:
+        return [False], "no test is collected from them"
+    return [words.get(str(i)) == "1" for i in range(count)], words.get("unusable")
+
+
+def _whole(code: str, tests: Asserts) -> str:
+    """The program, which begins with the row's prompt where the tests say so."""
+    return continued(tests.prompt, code, tests.candidate) if tests.prompt and tests.candidate else code
 
 
 def _source(name: str) -> tuple[str, bytes]:
@@ -278,10 +312,11 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def same_result(answer: str, expected: Any) -> bool:
-    """True if the text is the JSON of `wanted`; a number that is close to a float in `wanted` agrees with it."""
+    """True if the text is the JSON of `expected`; a number that is close to a float in it agrees with it. A comparison
+    that raises, as of huge numbers, is False."""
     try:
         return _same_value(json.loads(answer), expected)
-    except (ValueError, RecursionError):
+    except (ArithmeticError, ValueError, RecursionError):
         return False
 
 

@@ -121,13 +121,21 @@ for name in MODULES:
     importlib.import_module(name)
 
 
+def import_pytest():
+    """Loads pytest, which tests that are modules of pytest are run by, if programs can import it."""
+    with contextlib.suppress(ImportError):
+        config = importlib.import_module("_pytest.config")
+        for plugin in config.default_plugins:
+            importlib.import_module(f"_pytest.{plugin}")
+
+
 # --- the filter on system calls
 
 # The refused system calls, with their numbers on x86-64 and on arm64 (-1: it does not exist there). They give access to
 # other parts of the kernel (io_uring, bpf, ...), other processes' memory, namespaces and mounts, keys, memory that
 # belongs to no process and would therefore not be counted (memfd, System V), what the whole machine has few of
 # (io_setup, inotify), the locks of files that all programs see (flock), and signals that seem to come from a timer
-# (rt_sigqueueinfo): no program may forge the end of its tests' time (`areal.programs.assert_runner`).
+# (rt_sigqueueinfo).
 REFUSED = {
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_setup": (206, 0),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "seccomp": (317, 277),
@@ -837,6 +845,7 @@ def main():
             enter_root(folders, packages.split(os.pathsep))
         else:
             sys.path += packages.split(os.pathsep)
+        import_pytest()
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     except (OSError, KeyError) as error:
         requests.send(json.dumps({"error": str(error)}).encode())

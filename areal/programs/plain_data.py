@@ -1,20 +1,23 @@
-"""Plain data between two processes of the sandbox: all that a program and its tests exchange.
+"""Plain data between a program and its tests, in two processes: all that they exchange.
 
 A message is JSON. Numbers, texts, lists, None and booleans stand for themselves, any other value is `{name: content}`.
-`VALUES`, `CONTAINERS` and `TEXTS` have all types that cross, besides arrays and numbers of numpy. Only exact types are
-encoded, and what is decoded is made by this file. Lists, dicts and the like are numbered in the order in which a
-message has them: a container may occur twice, and an answer may refer to those of its request. It needs only Python.
+`VALUES`, `CONTAINERS` and `BUILTINS` have all that crosses, besides arrays of numpy, iterators and exceptions; what is
+derived from such a type arrives as that type. What is decoded is made by this file, whatever was sent, and its `==` is
+no weaker than Python's: numbers of numpy arrive as Python's, arrays with 64 bits a number, and empty ones as lists.
+Lists, dicts and the like are numbered in the order in which a message has them, so that an answer may refer to those of
+its request.
 """
 
+import array
 import builtins
 import collections
 import datetime
 import decimal
 import fractions
-import importlib
+import itertools
 import json
 import re
-import sys
+import types
 from operator import index
 from typing import Any
 
@@ -22,9 +25,19 @@ from typing import Any
 MOST_BYTES, MOST_PARTS = 1 << 25, 1 << 21
 # Larger integers are sent in base 16: reading them in base 10 takes quadratic time. Python reads no longer ones.
 MOST_DIGITS = 50_000
+# Items of an iterator that are sent; a further one is an error.
+MOST_ITEMS = 10_000
 HUGE = 1 << 4096
 LIGHT, NUMBERS = {str, float, bool, type(None)}, {int, float, bool}
-ARRAY = re.compile(r"[<>|=][biufcSUmM][1-9]\d{0,8}(\[\d{0,9}[A-Za-z]{1,7}\])?")
+# Arrays: of any kind to a program, of these from it; and what others become.
+ARRAY = re.compile(r"[<>|=][biufcSU][1-9]\d{0,8}")
+WIDE = re.compile(r"\|b1|<[iuf]8|<c16|[<|][SU][1-9]\d{0,8}")
+WIDER = {"i": "<i8", "u": "<u8", "f": "<f8", "c": "<c16"}
+ALIKE = (int, float, str, bytes, complex)
+
+
+class NotPlain(BaseException):
+    """A value that is no plain data. Tests that expect some Exception do not get it."""
 
 
 def _zone(value):
@@ -36,6 +49,9 @@ VALUES: dict[Any, Any] = {
     tuple: (list, lambda *items: items),
     frozenset: (list, lambda *items: frozenset(items)),
     bytes: (lambda v: [v.hex()], bytes.fromhex),
+    memoryview: (lambda v: [v.tobytes()], memoryview),
+    array.array: (lambda v: [v.typecode, v.tolist()], array.array),
+    types.MappingProxyType: (lambda v: [dict(v)], types.MappingProxyType),
     complex: (lambda v: [v.real, v.imag], complex),
     range: (lambda v: [v.start, v.stop, v.step], range),
     slice: (lambda v: [v.start, v.stop, v.step], slice),
@@ -44,12 +60,12 @@ VALUES: dict[Any, Any] = {
         lambda v: [v.numerator, v.denominator],
         lambda over, under: fractions.Fraction(index(over), index(under)),
     ),
-    datetime.date: (lambda v: [v.year, v.month, v.day], datetime.date),
-    datetime.time: (lambda v: [v.hour, v.minute, v.second, v.microsecond, _zone(v)], datetime.time),
     datetime.datetime: (
         lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, _zone(v)],
         datetime.datetime,
     ),
+    datetime.date: (lambda v: [v.year, v.month, v.day], datetime.date),
+    datetime.time: (lambda v: [v.hour, v.minute, v.second, v.microsecond, _zone(v)], datetime.time),
     datetime.timedelta: (lambda v: [v.days, v.seconds, v.microseconds], datetime.timedelta),
     datetime.timezone: (lambda v: [v.utcoffset(None)], datetime.timezone),
     type({}.keys()): (list, lambda *items: dict.fromkeys(items).keys()),
@@ -80,21 +96,36 @@ CONTAINERS: dict[Any, Any] = {
     collections.deque: _collection(collections.deque, collections.deque.extend),
     **{kind: _mapping(kind) for kind in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)},
 }
-# Types whose modules are imported only where they are needed; made of text.
-TEXTS = {"UUID": "uuid", "PosixPath": "pathlib", "PurePosixPath": "pathlib"}
 NAMED = {kind.__name__: kind for kind in CONTAINERS}
 # What a defaultdict may make.
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 BASES = (*CONTAINERS, *VALUES, int, float, str)
 
+# Exceptions that arrive as they are. What catches all, what tests raise themselves when they fail, what ends an
+# iteration and what holds other exceptions never does.
+NEVER = (AssertionError, AttributeError, NameError, StopIteration, StopAsyncIteration, BaseExceptionGroup)
+EXCEPTIONS = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and (issubclass(kind, Exception) or kind is SystemExit)
+    if kind is not Exception and not issubclass(kind, NEVER)
+}
+# Built-in types, functions and constants arrive as these, but for what runs text or reaches files.
+BUILTINS: dict[str, Any] = EXCEPTIONS | {
+    name: value
+    for name, value in vars(builtins).items()
+    if isinstance(value, (type, types.BuiltinFunctionType, type(NotImplemented), type(...)))
+    if not (isinstance(value, type) and issubclass(value, BaseException))
+    if name not in ("eval", "exec", "compile", "open", "input", "breakpoint", "__import__", "globals", "locals", "vars")
+}
+BUILTIN_NAMES = {id(value): name for name, value in BUILTINS.items()}
 
-def base_of(kind):
-    """The type of the table from which a class is derived, or None."""
-    return next((base for base in kind.__mro__ if base in BASES), None)
 
-
-def as_base(value, base):
-    """A copy of what an instance of a derived class is as its base."""
+def as_base(value):
+    """A copy of what an instance of a derived class is as its base. Raises NotPlain."""
+    base = next((base for base in type(value).__mro__ if base in BASES), None)
+    if base is None or type(value) is base:
+        raise NotPlain(f"an object of the class {type(value).__name__}")
     if base in (int, float, str):
         return getattr(base, "__str__" if base is str else f"__{base.__name__}__")(value)
     if base in CONTAINERS:
@@ -112,18 +143,11 @@ def fill(container, items):
     CONTAINERS[type(container)][1](container, items)
 
 
-def types():
-    """All types of the table, and those of numpy if it is imported."""
-    numpy = sys.modules.get("numpy")
-    return (*BASES, *((numpy.ndarray, numpy.generic) if numpy else ()))
-
-
 class Encoder:
-    """Values as JSON. `encode_other` encodes what is not in the table; `objects` is for it. containers: those that have
-    a number."""
+    """Values as JSON. containers: those that have a number. wide: arrays as a program sends them. Raises NotPlain."""
 
-    def __init__(self, encode_other, containers=()):
-        self.encode_other, self.containers, self.objects = encode_other, [*containers], ""
+    def __init__(self, containers=(), wide=False):
+        self.containers, self.wide = [*containers], wide
         self.numbers = {id(container): number for number, container in enumerate(self.containers)}
 
     def encode(self, value):
@@ -136,11 +160,15 @@ class Encoder:
             return {kind.__name__: self.items(VALUES[kind][0](value))}
         if kind in CONTAINERS:
             return self.encode_container(value, kind)
-        if TEXTS.get(kind.__name__) == kind.__module__:
-            return {kind.__name__: str(value)}
-        if kind.__module__ == "numpy" and (encoded := self.encode_array(value)):
-            return encoded
-        return self.encode_other(value, self)
+        if id(value) in BUILTIN_NAMES:
+            return {"builtin": BUILTIN_NAMES[id(value)]}
+        if kind.__module__ == "numpy":
+            return self.encode_numpy(value)
+        if isinstance(value, BaseException):
+            return {"error": encode_error(value, self)}
+        if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
+            return self.encode_iterator(value)
+        return self.encode(as_base(value))
 
     def items(self, values):
         kinds = {*map(type, values)}
@@ -161,23 +189,44 @@ class Encoder:
             extra = next((name for name, factory in FACTORIES.items() if value.default_factory is factory), None)
         return {kind.__name__: [extra, items]}
 
-    def encode_array(self, value):
+    def encode_iterator(self, steps):
+        """The items, and the error at which the iterator ended, or None."""
+        items: list[Any] = []
+        error: Any = None
+        try:
+            items += itertools.islice(steps, MOST_ITEMS)
+            if len(items) == MOST_ITEMS:
+                error = ["ProgramError", "an iterator has too many items", [], []]
+        except BaseException as raised:  # the program may raise anything
+            error = encode_error(raised, self)
+        return {"iterator": [self.items(items), error]}
+
+    def encode_numpy(self, value):
         import numpy
 
-        if type(value) is not numpy.ndarray and not isinstance(value, numpy.generic):
-            return None
-        array = numpy.asarray(value)
-        shape = None if isinstance(value, numpy.generic) else [*array.shape]
-        if array.dtype.kind == "O":
-            return {"objects": [shape, self.items([*array.flat])]}
-        return {"array": [array.dtype.str, shape, array.tobytes().hex()]} if ARRAY.fullmatch(array.dtype.str) else None
+        if isinstance(value, numpy.generic) or (type(value) is numpy.ndarray and value.shape == ()):
+            item = value.item()
+            if type(item) not in (bool, *ALIKE):
+                raise NotPlain(f"a number of the class {type(value).__name__}")
+            return self.encode(item)
+        if type(value) is not numpy.ndarray:
+            raise NotPlain(f"an object of the class {type(value).__name__}")
+        if self.wide and not value.size:  # to numpy all of no numbers are equal to any
+            return self.encode([])
+        if value.dtype.kind == "O":
+            return {"objects": [[*value.shape], self.items([*value.flat])]}
+        if self.wide and value.dtype.itemsize <= 16 and value.dtype.char not in "gG":
+            value = value.astype(WIDER.get(value.dtype.kind, value.dtype), copy=False)
+        if not (WIDE if self.wide else ARRAY).fullmatch(value.dtype.str):
+            raise NotPlain(f"an array of {value.dtype}")
+        return {"ndarray": [value.dtype.str, [*value.shape], value.tobytes().hex()]}
 
 
 class Decoder:
     """Values of JSON, as Encoder has made them. Malformed data raises some Exception."""
 
-    def __init__(self, decode_other, containers=(), objects=""):
-        self.decode_other, self.containers, self.objects = decode_other, [*containers], objects
+    def __init__(self, containers=(), wide=False):
+        self.containers, self.wide = [*containers], wide
 
     def decode(self, data):
         if type(data) is list:
@@ -191,18 +240,22 @@ class Decoder:
             return MAKERS[name](*self.items(content))
         if name in NAMED:
             return self.decode_container(NAMED[name], *content)
-        if name in TEXTS:
-            return getattr(importlib.import_module(TEXTS[name]), name)(content)
         match name:
             case "ref":
                 return self.containers[content]
             case "int":
                 return int(content, 16)
-            case "array":
+            case "builtin":
+                return BUILTINS[content]
+            case "error":
+                return decode_error(content, self)
+            case "iterator":
+                return iterate(self.items(content[0]), content[1] and decode_error(content[1], self))
+            case "ndarray":
                 return self.decode_array(*content)
             case "objects":
                 return self.decode_objects(*content)
-        return self.decode_other(name, content, self)
+        raise ValueError(name)
 
     def items(self, values):
         kinds = {*map(type, values)}
@@ -219,18 +272,26 @@ class Decoder:
         import numpy
 
         data = bytes.fromhex(data)
-        if not ARRAY.fullmatch(kind) or max(shape or (), default=0) > len(data) + (1 << 16):
-            raise ValueError("an array of another kind, or of no bytes")
-        array = numpy.ndarray(tuple(shape or ()), numpy.dtype(kind), data).copy()
-        return array[()] if shape is None else array
+        kinds, least = (WIDE, 1) if self.wide else (ARRAY, 0)
+        if not kinds.fullmatch(kind) or not shape or min(shape) < least or max(shape) > len(data) + (1 << 16):
+            raise ValueError("an array of another kind, or of no numbers")
+        return numpy.ndarray(tuple(shape), numpy.dtype(kind), data).copy()
 
     def decode_objects(self, shape, items):
         import numpy
 
+        if self.wide and not items:
+            raise ValueError("an array of nothing")
         array = numpy.empty(len(items), object)
         for place, item in enumerate(self.items(items)):
             array[place] = item
         return array.reshape(shape)
+
+
+def iterate(items, error):
+    yield from items
+    if error:
+        raise error
 
 
 def read_message(data):
@@ -240,68 +301,71 @@ def read_message(data):
     return json.loads(data)
 
 
-# --- exceptions
+# --- exceptions: a class is the name of a built-in one, or a name and what it is derived from
 
-# What would end an iteration, or hold other exceptions, never arrives as that.
-NEVER = (StopIteration, StopAsyncIteration, GeneratorExit, BaseExceptionGroup)
-EXCEPTIONS = {
-    name: kind
-    for name, kind in vars(builtins).items()
-    if isinstance(kind, type) and issubclass(kind, BaseException) and not issubclass(kind, NEVER)
-}
+CLASSES: dict[str, type] = {}
 
 
 class ProgramError(Exception):
-    """The other process raised what cannot be raised here, has ended, or has sent what is no message."""
+    """The program has ended, has sent what is no message, or has returned what is no plain data."""
 
 
-class Errors:
-    """Exceptions as data: a class is the name of a built-in one, or a name and what it is derived from. Such a class is
-    made here, once for each such description. namespace: what the classes that are made here have."""
+def describe(kind):
+    if EXCEPTIONS.get(name := kind.__name__) is kind:
+        return name
+    return [name, [describe(base) for base in kind.__bases__ if issubclass(base, BaseException)]]
 
-    def __init__(self, namespace):
-        self.namespace = {"__module__": "solution", "__str__": lambda error: vars(error).get("_text", ""), **namespace}
-        self.classes = {}
 
-    def describe(self, kind):
-        if EXCEPTIONS.get(name := kind.__name__) is kind:
-            return name
-        bases = [self.describe(base) for base in kind.__bases__ if issubclass(base, BaseException)]
-        if not issubclass(kind, NEVER):
-            self.classes.setdefault(json.dumps([kind.__name__, bases]), kind)
-        return [kind.__name__, bases]
-
-    def class_of(self, description):
-        if type(description) is str:
-            return EXCEPTIONS[description]
-        name, bases = description
-        key = json.dumps(description)
-        if key not in self.classes:
-            kinds = tuple(map(self.class_of, bases)) or (ProgramError,)
-            try:
-                self.classes[key] = type(str(name), kinds, dict(self.namespace))
-            except TypeError:  # they do not fit together
-                self.classes[key] = type(str(name), (ProgramError,), dict(self.namespace))
-        return self.classes[key]
-
-    def encode(self, error, encoder):
+def class_of(description):
+    """The class that a description stands for: a built-in one of EXCEPTIONS, or one that is made here, once for each
+    description. So no class of the tests is ever one that a program has named."""
+    if type(description) is str and description in EXCEPTIONS:
+        return EXCEPTIONS[description]
+    name, bases = (description, []) if type(description) is str else description
+    key = json.dumps(description)
+    if key not in CLASSES:
+        parents = tuple(dict.fromkeys(map(class_of, bases))) or (Exception,)
+        namespace = {"__module__": "solution", "__str__": lambda error: vars(error).get("_text", "")}
         try:
-            text, parts = str(error), error.__reduce__()[1]  # of OSError, it has more than `args`
-        except BaseException:  # an exception of the program may be anything
-            text, parts = "", error.args
-        fields = [part for name, value in vars(error).items() for part in (name, value)]
-        cause = error.__cause__ and self.encode(error.__cause__, encoder)
-        return [self.describe(type(error)), text, encoder.items([*parts]), encoder.items(fields), cause]
+            CLASSES[key] = type(str(name), parents, namespace)
+        except TypeError:  # they do not fit together
+            CLASSES[key] = type(str(name), (Exception,), namespace)
+    return CLASSES[key]
 
-    def decode(self, data, decoder):
-        description, text, parts, fields, cause = data
-        kind, parts, fields = self.class_of(description), decoder.items(parts), decoder.items(fields)
-        error = kind.__new__(kind, *parts)
-        if kind in EXCEPTIONS.values():
-            error.__init__(*parts)
-        else:
-            error.args = parts
-            names = zip(fields[::2], fields[1::2], strict=True)
-            vars(error).update({name: value for name, value in names if not name.startswith("_")}, _text=str(text))
-        error.__cause__ = cause and self.decode(cause, decoder)
-        return error
+
+def plain_items(values, encoder):
+    """The values as JSON, with None for what is not plain."""
+
+    def encode(value):
+        count = len(encoder.containers)
+        try:
+            return encoder.encode(value)
+        except (NotPlain, RecursionError):
+            for container in encoder.containers[count:]:
+                del encoder.numbers[id(container)]
+            del encoder.containers[count:]
+            return None
+
+    return [*map(encode, values)]
+
+
+def encode_error(error, encoder):
+    try:
+        text, parts = str(error), error.__reduce__()[1]  # of OSError, it has more than `args`
+    except BaseException:  # an exception of the program may be anything
+        text, parts = "", error.args
+    fields = [part for name, value in vars(error).items() for part in (name, value)]
+    return [describe(type(error)), text, plain_items(parts, encoder), plain_items(fields, encoder)]
+
+
+def decode_error(data, decoder):
+    description, text, parts, fields = data
+    kind, parts, fields = class_of(description), decoder.items(parts), decoder.items(fields)
+    error = kind.__new__(kind, *parts)
+    if kind in EXCEPTIONS.values():
+        error.__init__(*parts)
+    else:
+        error.args = tuple(parts)
+        names = zip(fields[::2], fields[1::2], strict=True)
+        vars(error).update({name: value for name, value in names if not name.startswith("_")}, _text=str(text))
+    return error

@@ -1,18 +1,16 @@
-"""Reads tests that are Python code without running them: what they need, whether they can fail at all, and what in them
-cannot be judged."""
+"""Reads tests that are Python code without running them: what they need of a program, and whether they can fail."""
 
 from __future__ import annotations
 
 import ast
 import builtins
+import collections
 import symtable
-import sys
+import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import PosixPath
-from uuid import UUID
 
 import numpy as np
 
@@ -20,40 +18,42 @@ from areal.programs import plain_data
 
 # The module that tests import the program from, as in KodCode.
 PROGRAM = "solution"
-# With these, tests run what a program has returned, or look into what is only in the program's process.
-RUNNERS = {"eval", "exec", "compile", "__import__"}
-UNJUDGED = {
-    "cloudpickle",
-    "ctypes",
-    "dill",
-    "gc",
-    "importlib",
-    "inspect",
-    "marshal",
-    "pandas",
-    "pickle",
-    "runpy",
-    "shelve",
+# What tests may import that run outside the program: these neither reach files, processes and the clock, nor run text.
+# Of asynchronous functions, a program gives no results that are plain data.
+PURE = {
+    *("__future__", "abc", "array", "bisect", "cmath", "collections", "colorsys", "contextlib", "copy", "dataclasses"),
+    *("datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math"),
+    *("numbers", "numpy", "operator", "pytest", "random", "re", "statistics", "string", "struct", "sys", "textwrap"),
+    *("time", "typing", "types", "unittest", "zlib", "base64", "csv", "calendar", "warnings", "timeit", "xml", "scipy"),
+    PROGRAM,
 }
-INSIDES = {"__annotations__", "__closure__", "__code__", "__defaults__", "__globals__", "__wrapped__"}
+IMPURE = ("unittest.mock", "numpy.ctypeslib")
+RUNNERS = {"eval", "exec", "compile", "open", "input", "__import__"}
+FIXTURES = {"tmp_path", "tmp_path_factory", "tmpdir", "tmpdir_factory", "monkeypatch", "caplog", "capfd", "recwarn"}
 # The attributes that data may have.
-ATTRIBUTES = {name for kind in (*plain_data.BASES, np.ndarray, np.generic, UUID, PosixPath) for name in dir(kind)}
-OF_FUNCTIONS = {"__name__", "__qualname__"}
-# What tests use without importing it.
-LIBRARIES = sys.stdlib_module_names | {"np", "pd", "numpy", "pytest", PROGRAM}
+DATA = (*plain_data.BASES, bool, type(None), BaseException, OSError, SystemExit, UnicodeError, np.ndarray)
+ATTRIBUTES = {name for kind in DATA for name in dir(kind)} | {"__name__"}
+# What tests use without importing it, and what pytest gives them.
+LIBRARIES = {
+    *("self", "cls", "request", "capsys", "np", "pytest", PROGRAM, *PURE, *collections.__all__, *typing.__all__),
+}
+# What tests replace in their own process alone, what does not cross, and what arrives as no class of the tests.
+BEYOND = {"stdin", "seed", "setrecursionlimit", "__cause__", "__context__"}
+CAUGHT_ALONE = {"AssertionError", "AttributeError", "NameError", "KeyboardInterrupt", "GeneratorExit", "StopIteration"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """names: what the tests use and expect the program to define. modules: what they import. can_fail: False if no code
-    that runs can fail, or none that runs uses the program. unjudged: what in them cannot be judged, or None."""
+    """names: what the tests use and expect the program to define. can_fail: False if no code that runs can fail, or
+    none that runs uses the program. unsafe: why a program could reach tests that run outside it, or None. beyond: why
+    right programs would not pass tests that run outside them, or None."""
 
     names: tuple[str, ...]
-    modules: tuple[str, ...]
     can_fail: bool
-    unjudged: str | None
+    unsafe: str | None
+    beyond: str | None
 
 
 @lru_cache(maxsize=64)  # the completions of a row are scored one after another
@@ -80,12 +80,9 @@ def needs_of(sources: tuple[str, ...], pytest_style: bool, functions: frozenset[
         names = undefined & functions or (undefined if len(undefined) == 1 else set())
     uses_program = bool(names) or PROGRAM in read
     defined = {node.name for node in nodes if isinstance(node, Function)}
-    modules = _modules(nodes)
     can_fail = uses_program and any(_may_fail(node, defined) for node in reached)
-    unjudged = next(filter(None, (_unjudged(node, names) for node in reached)), None)
-    if unjudged is None and (foreign := UNJUDGED & {*modules}):
-        unjudged = f"the module {min(foreign)}"
-    return Needs(tuple(sorted(names)), modules, can_fail, unjudged)
+    unsafe = next(filter(None, (_unsafe(node, defined) for node in nodes)), None)
+    return Needs(tuple(sorted(names)), can_fail, unsafe, _beyond(trees, nodes, reached, names))
 
 
 @lru_cache(maxsize=64)
@@ -140,28 +137,128 @@ def _may_fail(node: ast.AST, defined: set[str]) -> bool:
     return False
 
 
-def _unjudged(node: ast.AST, names: set[str]) -> str | None:
-    """What cannot be judged in a node: text that is run, or what no plain data have, of a function's result."""
+def _unsafe(node: ast.AST, defined: set[str]) -> str | None:
+    """What in a node gives a program a hold on tests outside it: modules, files and text that is run."""
+    modules: list[str] = []
     match node:
+        case ast.Import(names=aliases):
+            modules = [alias.name for alias in aliases]
+        case ast.ImportFrom(module=str(module), names=aliases):
+            modules = [module, *(f"{module}.{alias.name}" for alias in aliases)]
         case ast.Name(id=name, ctx=ast.Load()) if name in RUNNERS:
             return name
-        case ast.Attribute(attr=attribute) if attribute in INSIDES:
-            return f".{attribute}"
-        case ast.Attribute(value=ast.Call(func=ast.Name(id=name)), attr=attribute) if (
-            attribute not in ATTRIBUTES and _is_function(name, names)
-        ):
-            return f".{attribute} of what {name} returns"
-        case ast.Attribute(value=ast.Name(id=name), attr=attribute) if (
-            attribute not in ATTRIBUTES | OF_FUNCTIONS and _is_function(name, names)
-        ):
-            return f".{attribute} of {name}"
-        case ast.Call(func=ast.Call(func=ast.Name(id=name))) if _is_function(name, names):
-            return f"a call of what {name} returns"
+        case ast.arg(arg=name) if name in FIXTURES - defined:
+            return f"the fixture {name}"
+    return next(
+        (f"the module {name}" for name in modules if name in IMPURE or name.partition(".")[0] not in PURE), None
+    )
+
+
+def _beyond(
+    trees: Sequence[ast.AST], nodes: Sequence[ast.AST], reached: Sequence[ast.AST], names: set[str]
+) -> str | None:
+    """What the tests use besides functions that are called by name with plain data and return plain data."""
+    modules = _of_libraries(nodes)
+    names = names - modules
+    own_names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own_names |= {node.name for node in nodes if isinstance(node, Function)}
+    own_names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    functions = {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
+    functions -= {node.arg for node in nodes if isinstance(node, ast.arg)}  # pytest gives what its fixtures return
+    expected = [part for node in nodes for part in _caught(node)]
+    caught = {id(part) for part in expected}
+    errors = {part.id for part in expected if isinstance(part, ast.Name)}
+    for node in reached:
+        match node:
+            case ast.AsyncFunctionDef() | ast.Await() | ast.AsyncWith() | ast.AsyncFor():
+                return "asynchronous functions"
+            case ast.ClassDef(name=name, bases=bases) if not (bases or name.startswith("Test")):
+                return f"the class {name} of theirs"
+            case ast.Name(id=name) if name in CAUGHT_ALONE and id(node) in caught:
+                return f"{name}, which tests raise themselves"
+            case ast.Name(id=name) if name in names and _is_class(name) and name not in errors:
+                return f"the class {name}"
+            case ast.Attribute(value=base, attr=attribute):
+                if attribute in BEYOND:
+                    return f".{attribute}"
+                if isinstance(base, ast.Name) and base.id in names and attribute not in ("__name__", "__doc__"):
+                    return f".{attribute} of {base.id}"
+                if (
+                    isinstance(base, ast.Name)
+                    and base.id == PROGRAM
+                    and _is_class(attribute)
+                    and id(node) not in caught
+                ):
+                    return f"the class {attribute}"
+                if attribute not in ATTRIBUTES | own_names and not _is_of_module(base, modules):
+                    return f".{attribute}, which no plain data have"
+            case ast.Call(func=ast.Call(func=ast.Name(id=name))) if name in names:
+                return f"a call of what {name} returns"
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords) if name in names:
+                for value in (*arguments, *(keyword.value for keyword in keywords)):
+                    if _is_callback(value, functions):
+                        return f"a function that is given to {name}"
+            case ast.withitem(context_expr=ast.Call(func=ast.Name(id=name))) if name in names:
+                return f"with {name}"
     return None
 
 
-def _is_function(name: str, names: set[str]) -> bool:
-    return name in names and name not in LIBRARIES and not name.lstrip("_")[:1].isupper()
+def _of_libraries(nodes: Sequence[ast.AST]) -> set[str]:
+    """Names of modules, of what tests get from modules, and of exceptions that they catch."""
+    names = set(LIBRARIES)
+    for node in nodes:
+        match node:
+            case ast.ImportFrom(module=module) if module == PROGRAM:
+                names -= {alias.asname or alias.name for alias in node.names}
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+            case ast.ExceptHandler(name=str(name)):
+                names.add(name)
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _is_of_module(value, names):
+                names.add(name)
+            case ast.withitem(optional_vars=ast.Name(id=name), context_expr=value) if _is_of_module(value, names):
+                names.add(name)
+    return names
+
+
+def _is_of_module(node: ast.AST, modules: set[str]) -> bool:
+    """True if the value comes from a module, as that of `np.random.default_rng(0)`."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return isinstance(node, ast.Name) and node.id in modules
+
+
+def _is_callback(value: ast.AST, functions: set[str]) -> bool:
+    """True if the value is a function of the tests, or one of the library that is no built-in name."""
+    match value:
+        case ast.Lambda():
+            return True
+        case ast.Name(id=name):
+            return name in functions
+        case ast.Attribute(value=ast.Name(id=name)):
+            return name == "operator" or hasattr(builtins, name)
+    return False
+
+
+def _caught(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that name exceptions which are expected."""
+    expected: list[ast.AST | None] = []
+    match node:
+        case ast.ExceptHandler(type=kind):
+            expected = [kind]
+        case ast.Call(func=ast.Attribute(attr="raises" | "assertRaises" | "assertRaisesRegex"), args=[kind, *_]):
+            expected = [kind]
+        case ast.Call(func=ast.Name(id="raises"), args=[kind, *_]):
+            expected = [kind]
+    for error in filter(None, expected):
+        yield from error.elts if isinstance(error, ast.Tuple) else [error]
+
+
+def _is_class(name: str) -> bool:
+    bare = name.lstrip("_")
+    return bare[:1].isupper() and (len(bare) == 1 or not bare.isupper())
 
 
 def _undefined(sources: Iterable[str]) -> set[str]:
@@ -176,14 +273,3 @@ def _undefined(sources: Iterable[str]) -> set[str]:
         used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
         queue += table.get_children()
     return used - defined
-
-
-def _modules(nodes: Iterable[ast.AST]) -> tuple[str, ...]:
-    modules: set[str] = set()
-    for node in nodes:
-        match node:
-            case ast.Import(names=names):
-                modules.update(alias.name.partition(".")[0] for alias in names)
-            case ast.ImportFrom(module=str(module), level=0):
-                modules.add(module.partition(".")[0])
-    return tuple(sorted(modules - {PROGRAM}))

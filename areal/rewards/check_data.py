@@ -7,10 +7,11 @@ compare with the row's `answer`, the former is an empty completion, and the solu
 
 Each line of the output is the result of one line of the input, in the same order:
 
-    {"line": 3, "status": "bad", "reason": "if functions return [], the score is full", "solution": "passed"}
+    {"line": 3, "status": "bad", "reason": "if functions return [], the score is full", "solution": "passed",
+     "inside": false}
 
 `status` is `ok` or `bad`; if it is bad, there is a `reason`. `solution` is `passed`, `failed`, or null if there is
-none.
+none. `inside`: its tests run beside the program, which can forge their verdict (docs/sandbox.md).
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if len(bad) > SHOWN:
         console.print(f"and {len(bad) - SHOWN} more")
+    if inside := sum(result["inside"] for result in results):
+        console.print(
+            f"the tests of {inside} of {len(results)} rows run beside the program, which can forge their verdict",
+            soft_wrap=True,
+        )
     solutions = Counter(result["solution"] for result in results)
     console.print(
         f"{len(bad)} of {len(results)} rows are bad ({seconds:.1f} s); own solutions: {solutions['passed']} passed, "
@@ -65,21 +71,25 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     (name,) = config.reward.functions
     prompt = prompt_text(row.get("prompt") or "")
 
+    parts: dict[str, float] = {}
+
     async def score(completion: str) -> float:
-        return (await pool.score(name, prompt, completion, row)).score
+        result = await pool.score(name, prompt, completion, row)
+        parts.update(result.parts)
+        return result.score
 
     try:
         trivial = await passing(_trivial(name, row), score)
         solutions = _solutions(name, row)
     except RewardError as error:
-        return {"status": "bad", "reason": str(error), "solution": None}
+        return {"status": "bad", "reason": str(error), "solution": None, "inside": False}
     reasons = [f"if {trivial}, the score is full"] if trivial else []
     if failure := await _failure(pool, name, prompt, solutions, row):
         reasons.append(f"its own solution does not pass: {failure}")
-    solution = ("failed" if failure else "passed") if solutions else None
+    facts = {"solution": ("failed" if failure else "passed") if solutions else None, "inside": "inside" in parts}
     if reasons:
-        return {"status": "bad", "reason": "; ".join(reasons), "solution": solution}
-    return {"status": "ok", "solution": solution}
+        return {"status": "bad", "reason": "; ".join(reasons), **facts}
+    return {"status": "ok", **facts}
 
 
 def _trivial(name: str, row: dict[str, Any]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from areal.config import (
     from_message,
     load_config,
     overridden,
+    read_yaml,
 )
 from areal.engine_options import vllm_conflicts
 from areal.generation.engine import _engine_args
@@ -161,6 +162,31 @@ def test_other_overrides_are_yaml_and_paths_may_begin_with_the_users_folder(monk
     with pytest.raises(UserError, match="has the key 'a' twice, in lines 1 and 1: remove one"):
         data_with("options={a: 1, a: 2}")
     assert load_config(None, ["keys=~/keys"], NetworkConfig).keys == Path("/home/me/keys")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "".join(f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9) if n else 1}]\n" for n in range(10)),
+            "stand for more than",
+        ),
+        ("model: &m {model: *m}", "stand for more than"),
+        ("model: " + "[" * 5000, "nested too deeply"),
+    ],
+)
+def test_yaml_that_would_never_be_read_to_its_end_is_refused(tmp_path, text, sentence):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"config.yaml is not YAML: it.* {sentence}"):
+        load_config(file, [])
+
+
+def test_aliases_are_read(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: &k /a\n")
+    assert read_yaml("a: &a [1, 2]\nb: [*a, *a]") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    assert load_config(file, [], NetworkConfig).keys == Path("/a")
 
 
 def test_the_name_of_a_reward_is_one_part_of_a_key_whatever_dots_it_has():

@@ -140,17 +140,59 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"test": "assert candidate(a=g()) == 2", "entry_point": "Solution().f"}, r"contain 'g\(\)', which is neither"),
         ({"test_list": ["assert 1"], "entry_point": "a.b"}, "entry_point 'a.b' is not the name of a function"),
         ({"reward_model": {"style": "rule"}}, "that should have them has no ground_truth"),
-        ({"tests": "assert eval(f(1)) == 2"}, "use eval, which is not judged"),
-        ({"tests": "import pickle\nassert pickle.loads(f(1)) == 2"}, "use the module pickle"),
-        ({"tests": "assert f(1).left == 2"}, "use .left of what f returns"),
-        ({"tests": "assert f(1)(2) == 3"}, "use a call of what f returns"),
-        ({"tests": "f.cache_clear()\nassert f(1) == 2"}, "use .cache_clear of f"),
         ({"test": "def same(a, b):\n    return a == b\nfor x in [1]:\n    same(f(x), 2)"}, CANNOT_FAIL),
     ],
 )  # fmt: skip
 def test_a_row_whose_tests_say_nothing_is_an_error_of_the_data(row, message):
     with pytest.raises(RewardError, match=message):
         read_tests(row)
+
+
+@pytest.mark.parametrize(
+    ("source", "unsafe"),
+    [
+        ("assert eval(f(1)) == 2", "eval"),
+        ("import pickle\nassert pickle.loads(f(1)) == 2", "the module pickle"),
+        ("from unittest import mock\nassert f(mock.Mock()) == 2", "the module unittest.mock"),
+        ("import os.path\nassert os.path.exists(f(1))", "the module os.path"),
+        ("def test_f(tmp_path):\n    assert f(str(tmp_path))", "the fixture tmp_path"),
+        ("import asyncio\nassert asyncio.run(f(1)) == 2", "the module asyncio"),
+        ("import random, sys\nassert f(random.random()) < 2", None),
+    ],
+)
+def test_what_gives_a_program_a_hold_on_its_tests_is_seen(source, unsafe):
+    assert read_tests({"tests": source}).needs.unsafe == unsafe
+
+
+@pytest.mark.parametrize(
+    ("source", "beyond"),
+    [
+        ("assert f(1).left == 2", ".left, which no plain data have"),
+        ("x = f(1)\nassert x.left == 2", ".left, which no plain data have"),
+        ("assert f(1)(2) == 3", "a call of what f returns"),
+        ("f.cache_clear()\nassert f(1) == 2", ".cache_clear of f"),
+        ("s = Stack()\nassert s.pop() == 2", "the class Stack"),
+        ("import solution\nassert solution.Stack().pop() == 2", "the class Stack"),
+        ("assert f(lambda x: x) == 2", "a function that is given to f"),
+        ("def g(x): return x\nassert f(key=g) == 2", "a function that is given to f"),
+        ("with f(1) as x:\n    assert x == 2", "with f"),
+        ("class Node:\n    def __init__(self, v): self.v = v\nassert f(Node(1)) == 2", "the class Node of theirs"),
+        ("import random\nrandom.seed(1)\nassert f(1) == 2", ".seed"),
+        ("import io, sys\nsys.stdin = io.StringIO('1')\nassert f() == 1", ".stdin"),
+        ("try:\n    f(1)\nexcept AssertionError:\n    pass\nelse:\n    assert 0", "AssertionError, which tests raise"),
+        ("async def test_f():\n    assert await f(1)", "asynchronous functions"),
+        ("import pytest\ndef test_f():\n    with pytest.raises(E) as e:\n        f(1)\n    assert e.value.n", None),
+        ("try:\n    f(1)\n    assert 0\nexcept OwnError as e:\n    assert e.name == 2", None),
+        ("import io, sys\nout = io.StringIO()\nsys.stdout = out\nf(1)\nassert out.getvalue() == '1'", None),
+        ("assert math.isclose(f(1), 3) and Counter(f(2)) == Counter('ab') and np.allclose(f(3), 1)", None),
+        ("assert f(int, len, LIMIT, key=str) == NAMES and f(1)[0].upper().count('A') == 1", None),
+        ("def test_f(capsys):\n    f(1)\n    assert capsys.readouterr().out == '1'", None),
+        ("import unittest\nclass F(unittest.TestCase):\n    def test_f(self):\n        self.assertTrue(f(1))", None),
+    ],
+)  # fmt: skip
+def test_tests_that_need_more_than_calls_with_plain_data_are_seen(source, beyond):
+    needs = read_tests({"tests": source}).needs
+    assert (needs.beyond or "").startswith(beyond or "") and bool(needs.beyond) == bool(beyond)
 
 
 @pytest.mark.parametrize(

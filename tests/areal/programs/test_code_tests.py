@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 
 import attacks
 import pytest
-from code_sets import COUNT_AT_LEAST, FUNCTIONAL, SETS
+from code_sets import COUNT_AT_LEAST, FUNCTIONAL, INSIDE, SETS
 from helpers import an_eighth_or_all, drawn, needs_namespaces
 from right_programs import right_programs
 
-from areal.programs.code_rows import read_tests
 from areal.programs.code_tests import CodeTests, same_result
 from areal.result import RewardError
 
@@ -22,6 +22,14 @@ pytestmark = needs_namespaces
 def code():
     # Little CPU time, for what never ends; ample time in all, since the machine may be busy.
     reward = CodeTests(cpu_seconds=2.0, wall_seconds=60.0, output_kib=64)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture(scope="module")
+def anywhere():
+    """Where tests also run inside."""
+    reward = CodeTests(cpu_seconds=2.0, wall_seconds=60.0, output_kib=64, tests="inside_where_needed")
     yield reward
     reward.close()
 
@@ -45,34 +53,36 @@ async def scores(code, row, programs):
 
 
 @pytest.mark.parametrize("name", SETS)
-async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_not(code, name):
+async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_not(code, anywhere, name):
     row, right, wrong = SETS[name]
-    found = await scores(code, row, [f"```python\n{right}\n```", *wrong, ""])
+    reward, inside = (anywhere, {"inside": 1.0}) if name in INSIDE else (code, {})
+    found = await scores(reward, row, [f"```python\n{right}\n```", *wrong, ""])
     assert [score for score, _ in found] == [1.0, *[0.0] * (len(found) - 1)]
-    assert found[0][1] == {"passed": 1.0}
+    assert found[0][1] == {"passed": 1.0, **inside}
     # numpy finds all of no numbers close to one.
-    assert await code.weakness(read_tests(row)) == ("functions return []" if name == "HumanEval+" else None)
+    assert await reward.weakness(row) == ("functions return []" if name == "HumanEval+" else None)
+    if name in INSIDE:
+        with pytest.raises(RewardError, match="they use the class Stack: remove the row, or set sandbox.tests"):
+            await code.score("", right, row)
 
 
 @an_eighth_or_all
-async def test_right_programs_of_every_kind_pass_or_their_tests_are_refused_by_name(code, share):
+async def test_right_programs_of_every_kind_pass_in_one_of_the_ways(code, anywhere, share):
     slots = asyncio.Semaphore(2)
 
     async def one(row, program):
         async with slots:
-            try:
-                return (await code.score("", f"Here it is:\n```python\n{program}\n```\nIt works.", row))[0]
-            except RewardError as error:
-                return str(error)
+            return await anywhere.score("", f"Here it is:\n```python\n{program}\n```\nIt works.", row)
 
     programs = drawn({name: rest for name, *rest in right_programs()}, share)
     found = await asyncio.gather(*(one(row, program) for row, program, _ in programs.values()))
-    differ = {
-        name: (result, expected)
-        for (name, (_, _, expected)), result in zip(programs.items(), found, strict=True)
-        if (result != expected if isinstance(expected, float) else expected not in str(result))
-    }
-    assert differ == {}
+    expected = {"inside": (1.0, {"passed": 1.0, "inside": 1.0}), "outside": (1.0, {"passed": 1.0})}
+    pairs = zip(programs.items(), found, strict=True)
+    assert {name: result for (name, (_, _, way)), result in pairs if result != expected[way]} == {}
+    for row, program, way in programs.values():
+        if way == "inside":
+            with pytest.raises(RewardError, match="cannot be judged outside the program: they need"):
+                await code.score("", program, row)
 
 
 def calls(*pairs):
@@ -158,9 +168,6 @@ async def test_names_that_tests_do_not_import_are_not_the_programs_where_they_ar
     forged = "class math:\n    isclose = lambda *a: True\nclass Counter:\n    __init__ = __eq__ = lambda *a: None\n"
     assert (await code.score("", f"{forged}def f(x): return 0", row)) == (0.0, {"passed": 0.0})
     assert (await code.score("", "def f(x): return 3 if x == 1 else 'ba'", row)) == (1.0, {"passed": 1.0})
-    own = {"test_list": ["c = Counter()\nc.add()\nassert c.n == 1"]}
-    counter = "class Counter:\n    n = 0\n    def add(self): self.n += 1"
-    assert (await code.score("", counter, own)) == (1.0, {"passed": 1.0})
 
 
 async def test_asserts_import_nothing_that_the_program_wrote(code):
@@ -173,17 +180,39 @@ async def test_asserts_import_nothing_that_the_program_wrote(code):
 @pytest.mark.parametrize(
     ("test", "message"),
     [
-        ("import no_such_package\nassert f(1)", "they import what cannot be imported here: no_such_package"),
-        ("def test_f(caplog):\n    assert f(1)", "what is not supported here: the fixture caplog"),
-        ("import pytest\ndef test_f():\n    with pytest.warns(UserWarning):\n        assert f(1)", "pytest.warns"),
-        ("import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f(1)", "pytest.mark.skip"),
-        ("def test_f(monkeypatch):\n    monkeypatch.undo()\n    assert f(1)", "monkeypatch.undo"),
-        ("import pytest\n@pytest.mark.parametrize('x', [])\ndef test_f(x):\n    assert f(x)", "no test is collected"),
+        ("import no_such_package\nassert f(1)", "they need the module no_such_package"),
+        ("import colorsys.no_such\nassert f(1)", "they import what cannot be imported here: colorsys.no_such"),
+        ("def test_f(caplog):\n    assert f(1)", "they need the fixture caplog"),
+        ("assert f(1)(2) == 3", "they need a call of what f returns"),
+        ("x = [print, open]\nassert f(x) == 3", "they need open"),
+        (
+            "import csv\nassert f(csv.reader) == 3",
+            "give the program what is no plain data: an object of the class builtin",
+        ),
+        ("class Test:\n    __init__ = lambda s: 0\n    def test_f(self):\n        assert f(1)", "no test is collected"),
     ],
 )
-async def test_tests_that_cannot_be_run_here_are_an_error_and_no_score(code, test, message):
-    with pytest.raises(RewardError, match=message):
-        await code.score("", "def f(x): return 1", {"test": test})
+async def test_tests_that_cannot_be_run_outside_are_an_error_before_any_program_runs(code, test, message):
+    for program in ("def f(x): return 1", "def f(x): raise SystemExit", ""):
+        with pytest.raises(RewardError, match=message):
+            await code.score("", program, {"test": test})
+
+
+async def test_a_row_whose_own_solution_does_not_pass_is_an_error_whatever_the_program(code):
+    with pytest.raises(RewardError, match="the row's own solution does not pass them so; they use .left, which no"):
+        await score_of(code, "def f(x): return 1", "assert f(1).left == 2", solution="def f(x): return x")
+    row = {"solutions": ["def f(x): return 0", "def f(x): return x"]}
+    assert await score_of(code, "def f(x): return 1", "assert f(1) == 1", **row) == 1.0
+
+
+async def test_of_skipped_tests_and_those_that_are_expected_to_fail_none_has_passed(code):
+    tests = (
+        "import pytest\n@pytest.mark.skip\ndef test_a():\n    assert f(1)\ndef test_b():\n    assert f(1)\n"
+        "@pytest.mark.xfail\ndef test_c():\n    assert f(1) == 2\n"
+        "@pytest.fixture\ndef broken():\n    yield\n    assert f(2) == 2\n"
+        "def test_d(broken):\n    assert f(1)\n"
+    )
+    assert await code.score("", "def f(x): return 1", {"test": tests}) == (0.0, {"passed": 0.25})
 
 
 async def test_pytest_style_tests_are_counted_one_by_one(code):
@@ -210,6 +239,9 @@ def test_an_answer_is_the_json_of_the_result():
         assert not same_result(answer, 1)
     assert same_result("1e-17", 0.0)
     assert not same_result("0", 9e-7)
+    for answer in (str(10**400), "1e999", "-Infinity", "NaN"):  # no float can be so large
+        assert not same_result(answer, 0.5)
+    assert same_result(str(10**400), 10**400) and same_result("Infinity", math.inf)
 
 
 async def test_a_call_that_is_not_understood_is_no_score(code):
@@ -246,11 +278,12 @@ async def test_exceptions_arrive_with_their_hierarchy_and_what_would_end_an_iter
         "def f(x): raise NotFound(x)\ndef ends(x): raise StopIteration(x)\n"
         "def steps():\n    yield 1\n    raise NotFound('step')"
     )
-    checks = "assert isinstance(e, (AppError, LookupError)[i]) and str(e) == 'no a' and e.name == 'a'"
+    checks = "assert isinstance(e, LookupError) and str(e) == 'no a' and e.name == 'a' and e.args == ('no a',)"
     tests = [
-        f"for i in (0, 1):\n    try:\n        f('a')\n    except NotFound as e:\n        {checks}\n"
-        "    else:\n        assert 0",
-        "try:\n    raise NotFound('b')\nexcept AppError as e:\n    assert e.name == 'b' and e.args == ('no b',)",
+        *(
+            f"try:\n    f('a')\nexcept {kind} as e:\n    {checks}\nelse:\n    assert 0"
+            for kind in ("NotFound", "AppError", "LookupError")
+        ),
         "try:\n    list(map(ends, [1]))\n    assert False\nexcept Exception as e:\n"
         "    assert type(e).__name__ == 'StopIteration' and not isinstance(e, StopIteration)",
         "it = steps()\nassert next(it) == 1\ntry:\n    next(it)\n    assert False\n"
@@ -261,37 +294,20 @@ async def test_exceptions_arrive_with_their_hierarchy_and_what_would_end_an_iter
     assert await score_of(code, program, "assert all(x == 2 for x in map(ends, [1]))") == 0.0
 
 
-async def test_what_uses_up_the_time_decides_between_an_error_and_a_score(hurried):
+async def test_what_uses_up_the_time_is_a_score_unless_the_rows_own_solution_shows_it(hurried):
     slow = "sum(range(10**10))"  # C code, which keeps all threads of Python from running
     with pytest.raises(RewardError, match="they take longer than a program may"):
-        await score_of(hurried, "def f(x): return x", f"assert f(1) == 1\n{slow}")
+        await score_of(hurried, "", f"assert f(1) == 1\n{slow}", solution="def f(x): return x")
+    with pytest.raises(RewardError, match="they take longer than a program may"):
+        await score_of(hurried, "def f(x): return 2", f"{slow}\nassert f(1) == 1")
     assert await score_of(hurried, f"def f(x):\n    {slow}", "assert f(1) == 1") == 0.0
     # The tests take long for what the program has returned.
     assert await score_of(hurried, "def f(x): return range(10**12)", "for x in f(1): assert x >= 0") == 0.0
-    assert await score_of(hurried, "def f(k):\n    while True: k(1)", "assert f(lambda x: x) == 1") == 0.0
 
 
-async def test_a_program_does_not_decide_that_its_row_is_refused(code):
-    test = "assert f(1).real == 1 and f(2).best == 2"
-    queue = "q = Queue()\nassert q.add(1).size == 1"
-    right = "class Queue:\n    size = 0\n    def add(self, x):\n        self.size += 1\n        return self"
-    opaque = "class Queue:\n    def add(self, x): return add"
-    opaque += "\ndef add(): pass"
-    with pytest.raises(RewardError, match=".best of what f returns"):
-        await score_of(code, "def f(x): return x", test)
-    assert await score_of(code, right, queue) == 1.0
-    with pytest.raises(RewardError, match=".size of a result"):  # there may be right programs like that
-        await score_of(code, opaque, queue)
-    assert await score_of(code, opaque, queue, solution=right) == 0.0
-    assert await score_of(code, "def Queue(): return print", queue) == 0.0
-    assert await score_of(code, "f = object()", "assert f(1) == 1") == 0.0
-
-
-async def test_many_calls_and_callbacks_are_within_the_limits(code):
+async def test_many_calls_are_within_the_limits(code):
     lists = "kept = []\nfor i in range(1000):\n    kept.append([i] * 1000)\n    assert f(kept[-1]) == i * 1000"
     assert await score_of(code, "def f(xs): return sum(xs)", lists) == 1.0
-    calls = "assert f(lambda x: x + 1, 20_000) == 200_010_000"
-    assert await score_of(code, "def f(k, n): return sum(k(i) for i in range(n))", calls) == 1.0
 
 
 async def test_a_row_whose_function_has_a_built_in_name_may_use_it_and_others(code):
@@ -309,10 +325,11 @@ async def test_a_row_whose_function_has_a_built_in_name_may_use_it_and_others(co
 
 async def test_a_row_that_a_program_without_a_thought_passes_is_refused_where_that_is_asked_for():
     reward = CodeTests(refuse_weak=True, cpu_seconds=2.0, wall_seconds=60.0)
-    weak, good = "import numpy as np\nassert (f(3) == np.array([0, 2, 4])).all()", "assert f(3) == [0, 2, 4]"
-    programs = "import numpy as np\ndef f(n): return np.arange(n) * 2", "def f(n): return [0, 2, 4]"
-    with pytest.raises(RewardError, match="are weak: a program in which functions return an empty array of any shape"):
+    weak, good = "assert f(3) > 70000", "assert f(3) == [0, 2, 4]"
+    programs = "def f(n): return 10**6", "def f(n): return [0, 2, 4]"
+    with pytest.raises(RewardError, match="are weak: a program in which functions return inf passes them"):
         await score_of(reward, programs[0], weak)
-    assert await score_of(reward, "def f(n): return 1", weak) == 0.0
+    with pytest.raises(RewardError, match="are weak"):  # the row decides, not the program
+        await score_of(reward, "def f(n): return 1", weak)
     assert await score_of(reward, programs[1], good) == 1.0
     reward.close()

@@ -288,7 +288,7 @@ async def test_no_program_passes_a_pytest_module_without_the_answer(code_tests, 
     scores = await all_of(drawn(programs, share), lambda program: code_tests.score("", attacks.AROUND + program, row))
     assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
     right = f"{attacks.AROUND}def f(x):\n    print({secret})\n    return {secret}\n"
-    assert await code_tests.score("", right, row) == (0.0, {"passed": 6 / 7})  # it raises no error
+    assert await code_tests.score("", right, row) == (0.0, {"passed": 5 / 7})  # it raises no error
 
 
 HUMAN_EVAL = {
@@ -310,13 +310,9 @@ async def test_rows_of_human_eval_are_tested_with_the_prompt_before_the_completi
     assert await score("    return 3\n") == 0.0
 
 
-async def test_asserts_pass_data_and_objects_of_the_program_both_ways(code_tests):
+async def test_asserts_pass_data_both_ways(code_tests):
     program = """
 import collections
-class Stack:
-    def __init__(self): self.items = []
-    def push(self, x): self.items.append(x); return self
-    def top(self): return self.items[-1]
 def same(x): return x
 def squares(n): return (i * i for i in range(n))
 def counts(x): return collections.Counter(x)
@@ -325,17 +321,18 @@ def fails(x): raise ValueError(x)
     tests = [
         "for x in (1, 1.5, True, None, 'ä', b'b', (1, [2, {3}]), {(1, 2): 'x'}, 2j, 10**5000): assert same(x) == x",
         "assert type(same((1, 2))) is tuple and same(True) is True",
+        "import array, types\nfor x in (array.array('i', [1]), memoryview(b''), types.MappingProxyType({1: 2}), int):\n"
+        "    assert same(x) == x",
+        "assert same(NotImplemented) is NotImplemented and same(ValueError('x')).args == ('x',)",
         "assert list(squares(4)) == [0, 1, 4, 9]",
         "assert counts('aab') == {'a': 2, 'b': 1}",
-        "assert Stack().push(1).push(2).top() == 2 and Stack().items == []",
         "try:\n    fails('x')\nexcept ValueError as e:\n    assert str(e) == 'x'\nelse:\n    assert False",
         "import math\nassert math.isclose(same(0.1) + same(0.2), 0.3)",
         "assert same(1) == 2",
-        "assert Stack().push(1) == 1",
         "assert missing(1)",
     ]
     score, parts = await code_tests.score("", program, {"test_list": tests})
-    assert (score, parts["passed"]) == (0.0, 0.7)
+    assert (score, parts["passed"]) == (0.0, 0.8)
 
 
 async def test_programs_that_read_stdin_are_scored_by_what_they_print(code_tests):

@@ -1,0 +1,346 @@
+"""Runs tests that are Python code against a program, in a sandbox.
+
+`code_tests` runs this module. Outside: the child runs the program; it is forked before the tests are read, so its
+memory does not contain them. The parent runs the tests; the child cannot read the parent's memory, and nothing that the
+child can write is on the parent's path of modules. The tests call functions of the program by name. Arguments and
+results are plain data (`plain_data`), so the comparison happens where the program is not. Inside: one process runs the
+program and the tests, as usual, and the program may do to them what it likes.
+
+stdin: `{"nonce", "names", "prepare", "tests", "candidate", "pytest"}`. `names` of the program are global names of the
+tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with `pytest`, the tests
+are those that pytest finds in what `prepare` defines.
+stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; `NONCE unusable REASON` if the tests cannot be run.
+"""
+
+import asyncio
+import builtins
+import contextlib
+import ctypes
+import importlib
+import inspect
+import io
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import types
+from json import dumps
+from typing import Any
+
+import plain_data
+from plain_data import NotPlain, ProgramError
+
+PR_SET_DUMPABLE = 4
+# Frames of a program, as in a process of its own, besides those of this file; and of the tests.
+RECURSION, DEEP = 1000 + 50, 10_000
+# Modules, and modules whose names, tests use without importing them. A program must not define them in their place.
+MODULES = {
+    name: name
+    for name in (
+        *("asyncio", "collections", "copy", "datetime", "functools", "heapq", "itertools", "json", "math", "operator"),
+        *("os", "random", "re", "statistics", "string", "sys", "time", "typing"),
+    )
+} | {"np": "numpy", "pd": "pandas"}
+NAMES_FROM = {"collections": None, "typing": None, "math": ("isclose", "isnan", "sqrt")}
+PYTEST = (
+    *("--assert=plain", "--capture=sys", "--noconftest", "--import-mode=importlib", "--rootdir=.", "-c", os.devnull),
+    *("-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:warnings", "-p", "no:faulthandler", "tests.py"),
+)
+
+
+def set_dumpable(value):
+    """With 0, no other process of the same user may read this one's memory or open files. Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, value, 0, 0, 0) < 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def send(stream, message):
+    data = dumps(message).encode()
+    stream.write(len(data).to_bytes(8, "big") + data)
+    stream.flush()
+
+
+def receive(stream):
+    """Raises ProgramError or ValueError if the other end is gone, or has sent what is no message."""
+    size = int.from_bytes(stream.read(8), "big")
+    if not 0 < size <= plain_data.MOST_BYTES:
+        stream.close()
+        raise ProgramError("the program has ended, or has sent too much")
+    return plain_data.read_message(stream.read(size))
+
+
+# --- the program
+
+
+def load():
+    """Runs the program as the module `solution`, and returns that. Raises what the program raises."""
+    sys.argv = ["program.py"]
+    with open("program.py") as file:
+        source = file.read()
+    program = sys.modules["program"] = sys.modules["solution"] = types.ModuleType("solution")
+    exec(compile(source, "program.py", "exec"), vars(program))
+    return program
+
+
+def serve(stream):
+    """Runs the program, then answers the requests of the tests."""
+    program = failure = None
+    try:
+        program = load()
+    except BaseException as error:  # the program may raise anything
+        failure = error
+    with contextlib.suppress(ProgramError, OSError):
+        while True:
+            send(stream, answer(receive(stream), program, failure))
+
+
+def answer(request, program, failure):
+    """`[kind, value, changes, printed]`. changes: the items of the containers of the request that now have others."""
+    decoder = plain_data.Decoder()
+    what, name, arguments, keywords = decoder.items(request)
+    originals = [(container, plain_data.contents(container)) for container in decoder.containers]
+    encoder = plain_data.Encoder(decoder.containers, wide=True)
+    streams = sys.stdout, sys.stderr = [io.TextIOWrapper(io.BytesIO(), "utf-8", "replace") for _ in range(2)]
+    try:
+        if failure:
+            raise failure
+        value = getattr(program, name)
+        value = named(name, value) if what == "name" else value(*arguments, **keywords)
+        kind, value = "return", encoder.encode(value)
+    except BaseException as error:  # the program may raise anything
+        encoder = plain_data.Encoder(decoder.containers, wide=True)  # it may have sent half of a value
+        kind, value = "raise", plain_data.encode_error(error, encoder)
+    changes = []
+    for number, (container, items) in enumerate(originals):
+        now = plain_data.contents(container)
+        if len(now) != len(items) or not all(a is b for a, b in zip(now, items, strict=True)):
+            changes.append([number, plain_data.plain_items(now, encoder)])
+    return [kind, value, changes, [printed(stream) for stream in streams]]
+
+
+def named(name, value):
+    """What the program has by a name: a function, an exception that it defines, or data."""
+    if isinstance(value, type) and issubclass(value, BaseException):
+        if value.__module__ != "solution":
+            raise AttributeError(f"{name} is another name of {value.__name__}")
+        return ["error", json.dumps(plain_data.describe(value))]
+    if callable(value):
+        return ["function", str(value.__doc__ or "")]
+    return ["data", value]
+
+
+def printed(stream):
+    try:
+        stream.flush()
+        return stream.buffer.getvalue().decode("utf-8", "replace")
+    except (AttributeError, ValueError):  # the program has closed it, or taken it apart
+        return ""
+
+
+# --- the tests
+
+
+class Program(types.ModuleType):
+    """The module from which tests import the names of the program, which runs in another process."""
+
+    def __init__(self, stream, names):
+        super().__init__("solution")
+        vars(self).update(_stream=stream, _names=names)
+
+    def __getattr__(self, name):
+        if name == "__all__":
+            return [name for name in self._names if hasattr(self, name)]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            kind, value = self._ask("name", name)
+            if kind == "error":
+                return plain_data.class_of(json.loads(value))
+        except Exception:  # the program may raise anything
+            raise AttributeError(name) from None
+        if kind == "data":
+            return value
+
+        def function(*arguments, **keywords):
+            return self._ask("call", name, arguments, keywords)
+
+        function.__name__ = function.__qualname__ = name
+        function.__doc__ = value
+        return function
+
+    def _ask(self, what, name, arguments=(), keywords=types.MappingProxyType({})):
+        """What the program answers. Raises what it raises, or ProgramError."""
+        encoder = plain_data.Encoder()
+        request = encoder.items([what, name, list(arguments), dict(keywords)])
+        try:
+            send(self._stream, request)
+            failed, value = self._read(encoder)
+        except BaseException as error:  # whatever the program has sent
+            raise ProgramError(f"{type(error).__name__}: {error}") from None
+        if failed:
+            raise value
+        return value
+
+    def _read(self, encoder):
+        kind, value, changes, texts = receive(self._stream)
+        decoder = plain_data.Decoder(encoder.containers, wide=True)
+        failed = kind == "raise"
+        value = plain_data.decode_error(value, decoder) if failed else decoder.decode(value)
+        for number, items in changes:
+            plain_data.fill(encoder.containers[number], decoder.items(items))
+        for stream, text in zip((sys.stdout, sys.stderr), texts, strict=True):
+            stream.write(text)
+        return failed, value
+
+
+def judge(job, program, verdict):
+    """Runs the tests one by one, and writes a line for each to `verdict`. program: its module, or None."""
+
+    def report(*words):
+        print(" ".join(map(str, (job["nonce"], *words))) + "\n", end="", file=verdict, flush=True)
+
+    try:
+        tests = namespace_of(job, program)
+    except BaseException as error:  # so no test passes
+        return explain(error, report)
+    if job["pytest"]:
+        return run_pytest(tests, report)
+    report("tests", len(job["tests"]))
+    for index, test in enumerate(job["tests"]):
+        try:
+            exec(test, vars(tests))
+        except BaseException as error:  # the test has not passed, whatever it raised
+            report(index, 0)
+            explain(error, report)
+        else:
+            report(index, 1)
+
+
+def explain(error, report):
+    """Reports why the tests cannot be run, if the error says so."""
+    if isinstance(error, NotPlain):
+        report("unusable they give the program what is no plain data:", error)
+    if isinstance(error, ModuleNotFoundError) and error.name != "solution":
+        report("unusable they import what cannot be imported here:", error.name)
+
+
+def namespace_of(job, program):
+    """The module of the tests, after `prepare`. Raises what `prepare` raises."""
+    tests = sys.modules["tests"] = types.ModuleType("tests")
+    # A function of the program may have the name of a built-in one, which must not stand in for it.
+    vars(tests).update({name: None for name in job["names"] if hasattr(builtins, name)})
+    library = of_library([name for name in job["names"] if name != job["candidate"]])
+    if len(library) == len(job["names"]):
+        library = {}  # else nothing would be the program's
+    names = [name for name in job["names"] if name not in library and hasattr(program, name)]
+    vars(tests).update(library | {name: getattr(program, name) for name in names})
+    for source in job["prepare"]:
+        exec(compile(source, "tests.py", "exec"), vars(tests))
+    if job["candidate"]:
+        candidate = getattr(program, job["candidate"], None)
+        vars(tests).update({"candidate": candidate, job["candidate"]: candidate})
+    return tests
+
+
+def of_library(names):
+    """Those of the names that are not the program's, although the tests do not import them."""
+    library = {name: importlib.import_module(MODULES[name]) for name in names if name in MODULES}
+    for module, public in NAMES_FROM.items():
+        public = public or importlib.import_module(module).__all__
+        library |= {name: getattr(sys.modules[module], name) for name in names if name in public}
+    return library
+
+
+def run_pytest(tests, report):
+    import pytest
+
+    class Module(pytest.Module):
+        def _getobj(self):
+            return tests
+
+    class Plugin:
+        """Gives pytest the tests, and reports on each of them."""
+
+        indices: dict[str, int] = {}
+        failed: set[str] = set()
+
+        def pytest_pycollect_makemodule(self, module_path, parent):
+            return Module.from_parent(parent, path=module_path)
+
+        def pytest_collection_finish(self, session):
+            self.indices.update({item.nodeid: index for index, item in enumerate(session.items)})
+            report("tests", len(session.items))
+
+        def pytest_pyfunc_call(self, pyfuncitem):
+            function = pyfuncitem.obj
+            if not inspect.iscoroutinefunction(function):
+                return None
+            asyncio.run(
+                function(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(function).parameters})
+            )
+            return True
+
+        def pytest_runtest_makereport(self, item, call):
+            if call.excinfo:
+                explain(call.excinfo.value, report)
+                self.failed.add(item.nodeid)
+
+        def pytest_runtest_logfinish(self, nodeid, location):
+            report(self.indices[nodeid], int(nodeid not in self.failed))
+
+    with open("tests.py", "w"):  # never read
+        pass
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    pytest.main([*PYTEST], plugins=[Plugin()])
+
+
+def is_safe(path):
+    path = os.path.realpath(path)
+    return os.path.isdir(path) and all(os.path.commonpath([path, it]) != it for it in (os.getcwd(), "/tmp"))
+
+
+def start_program(cpu_seconds, verdict, nothing):
+    """Starts the program in a process of its own, without the verdict and the tests. Returns the stream to it."""
+    tests_socket, program_socket = socket.socketpair()
+    if os.fork() == 0:
+        verdict.close()
+        os.dup2(nothing.fileno(), 0)
+        tests_socket.close()
+        set_dumpable(1)
+        sys.setrecursionlimit(RECURSION)
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
+        seconds = math.ceil(cpu_seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard_limit < 0 else min(seconds, hard_limit),) * 2)
+        serve(program_socket.makefile("rwb"))
+        os._exit(0)
+    program_socket.close()
+    return tests_socket.makefile("rwb")
+
+
+def main(outside, cpu_seconds):
+    """outside: the program runs in another process than its tests. cpu_seconds: what each of them may use."""
+    sys.set_int_max_str_digits(plain_data.MOST_DIGITS)
+    set_dumpable(int(not outside))
+    with open(os.dup(1), "w") as verdict, open(os.devnull, "r+b") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        if outside:
+            stream = start_program(cpu_seconds, verdict, nothing)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            sys.setrecursionlimit(DEEP)
+            # Nothing is imported from where the program can write.
+            sys.path[:] = [path for path in sys.path if is_safe(path)]
+        job: Any = json.load(sys.stdin)
+        os.dup2(nothing.fileno(), 0)
+        if outside:
+            program = sys.modules["solution"] = Program(stream, job["names"])
+        else:
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115
+            program = None
+            with contextlib.suppress(BaseException):  # then its tests fail
+                program = load()
+        judge(job, program, verdict)
+        verdict.flush()
+    os._exit(0)
