@@ -53,7 +53,7 @@ from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.result import mean_parts
 from areal.storage.disk import Patience
-from areal.storage.rollouts import FOLDER, RolloutWriter
+from areal.storage.rollouts import FOLDER, PATIENCE_SECONDS, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
 from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool
@@ -272,7 +272,8 @@ class Trainer(Actor):
 
     def stats(self) -> dict[str, float]:
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
-        return {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        stats = {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        return stats | ({"rollouts_lost": self._rollouts.lost} if self._rollouts.lost else {})
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -660,7 +661,7 @@ class Trainer(Actor):
 
     async def _remove(self, folder: Path) -> None:
         """Remove a folder of weights or a checkpoint that is no longer needed."""
-        with self.member.working(f"removing {folder.name}", "disk", refusals):
+        with self.member.working(f"removing {folder.name}", "removal", refusals):
             await self.member.disk.write(lambda: self._learner.forget(folder), f"that {folder.name} is removed")
 
     def _timed(self, phase: str) -> AbstractContextManager[None]:
@@ -699,8 +700,12 @@ async def write_rollouts_regularly(member: Membership, rollouts: RolloutWriter) 
 
 
 async def write_rollouts(member: Membership, rollouts: RolloutWriter) -> None:
+    """Write the rollouts that were added. They are a record that no step waits for longer than PATIENCE_SECONDS."""
     try:
-        await member.on_disk("the rollouts", rollouts.write)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await member.on_disk("the rollouts", rollouts.write, optional=True)
+    except TimeoutError:
+        log.warning(f"the rollouts are not on disk after {PATIENCE_SECONDS:.0f} s, and the run goes on without them")
     except Exception as error:  # whatever it is, the run goes on without them
         log.error("rollouts are lost, because they cannot be written", exc_info=error)
 
