@@ -55,11 +55,10 @@ from areal.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, PATIENCE_SECONDS, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
-from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
-from areal.trajectory import Group, TokenValues, Trajectory, trajectories
+from areal.trajectory import Group, Note, TokenValues, Trajectory
 from areal.weights.chunks import Holding, Manifest
 from protocols.addresses import host_of
 from protocols.errors import BusError, BusyError, FencedError, RefusedError
@@ -82,6 +81,7 @@ from protocols.messages import (
     PublishPolicy,
     Recovery,
     ReuseAnswer,
+    ScoredSample,
     SendWeights,
     StoreCalls,
     StoredCalls,
@@ -300,19 +300,23 @@ class Trainer(Actor):
     async def store_samples(self, request: Request[StoreSamples]) -> Done:
         stored = request.message
         try:
-            samples = tuple(sample.checked() for sample in trajectories(stored.columns))
-            _check_samples(samples, self._learner.vocab_size)
-            parts = {
-                place: Group(stored.group, stored.prompt_index, (sample,), notes)
-                for place, sample, notes in zip(stored.places, samples, stored.notes, strict=True)
-            }
-            for part in parts.values():
-                _ready_report(part)  # raises for notes that are none, which the report of the group would be made of
-        except (ValueError, TypeError, AttributeError) as error:
+            parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
+        except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
         group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
         await self._report_ready(group)
         return Done()
+
+    def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
+        """A sample for the spool. Raises ValueError for one that cannot be trained."""
+        trajectory = Trajectory.of_frame(sample.frame.data)
+        trajectory.validate()
+        if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._learner.vocab_size):
+            raise ValueError(f"a token is outside the model's vocabulary of {self._learner.vocab_size}")
+        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
+        return SpoolPart(
+            Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
+        )
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
@@ -357,18 +361,18 @@ class Trainer(Actor):
     @handles(StoreCalls)
     async def store_calls(self, request: Request[StoreCalls]) -> Done:
         stored = request.message
+        key = stored.group, stored.place
         try:
-            unpacked(stored.columns)
+            await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
-        key = stored.group, stored.place
-        await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.columns)
         return Done()
 
     @handles(AskCalls)
     async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
         key = request.message.group, request.message.place
-        return StoredCalls(columns=await self._use_spool(request, self._spool.calls, *key))
+        frame = await self._use_spool(request, self._spool.calls, *key)
+        return StoredCalls(frame=np.frombuffer(frame, np.uint8))
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
@@ -729,18 +733,9 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     )
 
 
-def _check_samples(samples: Sequence[Trajectory], vocab_size: int) -> None:
-    """Raises ValueError if there is no sample, or if a token is outside the vocabulary, because the training step would
-    fail on it."""
-    if not samples:
-        raise ValueError("no sample is to be stored")
-    if not all(sample.tokens.min() >= 0 and sample.tokens.max() < vocab_size for sample in samples):
-        raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
-
-
 def _ready_report(group: Group) -> GroupReady:
     """The report that the group is on disk."""
-    samples, about = group.trajectories, group.about
+    samples = group.trajectories
     rewards = [t.reward for t in samples]
     return GroupReady(
         group=group.id,
@@ -749,8 +744,8 @@ def _ready_report(group: Group) -> GroupReady:
         reward_spread=statistics.pstdev(rewards),
         signal=group.has_signal,
         tokens=sum(int(t.sampled.sum()) for t in samples),
-        discarded=sum(note.get("discarded", 0) for note in about),
-        reward_parts=mean_parts(note.get("parts", {}) for note in about),
+        discarded=sum(note.discarded for note in group.notes),
+        reward_parts=mean_parts(note.parts for note in group.notes),
     )
 
 

@@ -21,9 +21,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
+from areal.sampled import NOT_SAMPLED
 from areal.storage.rollouts import FOLDER, files
 from areal.tokens import tokenizer_in
-from areal.trajectory import NOT_SAMPLED, differ
+from areal.trajectory import differ
 
 TOKEN_BYTES = 64 << 20
 """Uncompressed bytes of tokens that are read from a file. Of a larger file only every n-th row group is read."""

@@ -16,11 +16,15 @@ from collections.abc import Callable, Sequence
 
 from areal.processes import die_with_parent
 
-# Time of the processor, not of the clock: a busy machine does not change an answer.
+# Time of the processor, not of the clock: unless a machine is very busy, that does not change an answer.
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 1 << 30
-# A child that takes this long by the clock did not get the processor, which says nothing about the answer.
-WALL_SECONDS = 60.0
+# The longest time of one question by the clock, and of each of several, for which nobody waits.
+WALL_SECONDS = 5.0
+WALL_SECONDS_OF_MANY = 60.0
+# A child that had this much of the processor by then has no answer, as if it had used up its time: it is more than
+# right answers were seen to need. A child that had less says nothing about the answer: the machine is too busy.
+FAIR_SECONDS = 0.5
 
 _READY = b"ready"
 
@@ -28,9 +32,10 @@ _READY = b"ready"
 def limited(question: Callable[[], bool]) -> bool | None:
     """The answer of the question, asked in a child process; None if it raises an exception or exceeds a limit.
 
-    Raises TimeoutError if the child does not get the processor, and ChildProcessError if it cannot be limited.
+    It takes WALL_SECONDS at most. Raises TimeoutError if the child does not get the processor in that time, and
+    ChildProcessError if it cannot be limited.
     """
-    return all_limited([question])[0]
+    return next(iter(_ask_child([question], WALL_SECONDS)), None)
 
 
 def all_limited(questions: Sequence[Callable[[], bool]]) -> list[bool | None]:
@@ -38,31 +43,32 @@ def all_limited(questions: Sequence[Callable[[], bool]]) -> list[bool | None]:
     keeps what it has learned; the limit of time is that of one question."""
     answers: list[bool | None] = []
     while len(answers) < len(questions):
-        answers += _ask_child(questions[len(answers) :])
+        answers += _ask_child(questions[len(answers) :], WALL_SECONDS_OF_MANY)
         if len(answers) < len(questions):
             answers.append(None)
     return answers
 
 
-def _ask_child(questions: Sequence[Callable[[], bool]]) -> list[bool]:
-    """The answers of the questions up to the first that ends its process."""
+def _ask_child(questions: Sequence[Callable[[], bool]], wall_seconds: float) -> list[bool]:
+    """The answers of the questions up to the first that ends its process. wall_seconds: of each by the clock."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _answer(questions, writing, parent)
+        _answer(questions, wall_seconds, writing, parent)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         output = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-        raise TimeoutError(f"a comparison got less than {CPU_SECONDS} s of the processor in {WALL_SECONDS} s")
+    _, status, usage = os.wait4(child, 0)
+    is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    if is_late and (len(questions) > 1 or usage.ru_utime + usage.ru_stime < FAIR_SECONDS):
+        raise TimeoutError(f"a comparison got less than {FAIR_SECONDS} s of the processor in {wall_seconds} s")
     if not output.startswith(_READY):
         raise ChildProcessError("the child process of a comparison did not start")
     return [answer == ord("1") for answer in output.removeprefix(_READY)]
 
 
-def _answer(questions: Sequence[Callable[[], bool]], pipe: int, parent: int) -> None:
+def _answer(questions: Sequence[Callable[[], bool]], wall_seconds: float, pipe: int, parent: int) -> None:
     """Writes the answers of the questions, and ends this process, whatever happens."""
     try:
         die_with_parent(signal.SIGKILL, parent)
@@ -83,7 +89,7 @@ def _answer(questions: Sequence[Callable[[], bool]], pipe: int, parent: int) -> 
             # By default these signals end the process, within an operation on large integers too.
             for timer, sign, seconds in (
                 (signal.ITIMER_PROF, signal.SIGPROF, CPU_SECONDS),
-                (signal.ITIMER_REAL, signal.SIGALRM, WALL_SECONDS),
+                (signal.ITIMER_REAL, signal.SIGALRM, wall_seconds),
             ):
                 signal.signal(sign, signal.SIG_DFL)
                 signal.setitimer(timer, seconds)

@@ -17,11 +17,15 @@ from typing import Any
 
 from areal.programs.limits import all_limited, limited
 from areal.result import RewardError
-from areal.rewards import final_answer
-from areal.rewards.final_answer import MARK, rounded, tidy
+from areal.rewards import answer_forms, final_answer
+from areal.rewards.answer_forms import rounded, tidy
+from areal.rewards.final_answer import MARK
 
-# Digits to which math-verify evaluates a difference. With its default, 15, all numbers below 1e-15 are equal.
-DIGITS = 50
+# Decimal places to which math-verify evaluates a difference, beyond those of the row's smallest number. With its
+# default, 15, all numbers below 1e-15 are equal.
+DIGITS = 300
+# Decimal places to which decimals are rounded; if the row's number is smaller than 0.001, significant digits.
+PLACES = 6
 
 # math-verify's parser learns its grammar as it reads: a child that has to learn takes ten times as long.
 EXAMPLES = (
@@ -40,7 +44,6 @@ EXAMPLES = (
 )
 
 _MARKED = re.compile(r"\\boxed|(?<!\\)\\[(\[]|(?<!\\)\$.*(?<!\\)\$", re.DOTALL)
-_WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z .,;'!?-]*")
 # Few enough digits for a float.
 _NUMBER = r"-?(?:0|[1-9][0-9]{0,8}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,2})(?:\.[0-9]{1,6})?"
 _PLAIN = re.compile(_NUMBER)
@@ -77,19 +80,21 @@ def score(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     A completion whose answer cannot be read, or cannot be compared within the limits, scores 0.0. Raises RewardError if
     the row has no answer or one that cannot be read, and TimeoutError if the machine is too busy for a comparison.
     """
-    answers = answers_of(row)
     latex = final_answer.extract(completion, prompt)
-    number = None if latex is None else _number(latex)
-    numbers = [_number(_after_mark(answer)) for answer in answers]
-    if number is not None and None not in numbers:
-        return float(number in numbers)
-    golds = [(answer, _gold(answer)) for answer in answers]
-    return float(latex is not None and (limited(lambda: _same(golds, latex, prompt)) or False))
+    verdicts, questions = [], []
+    for answer in answers_of(row):
+        text, compared, verdict = _at_sight(_latex(answer), latex)
+        verdicts.append(verdict)
+        if verdict is None:
+            questions.append(partial(_same, text, _gold(text), compared, prompt))
+    if True in verdicts or not questions or latex is None:
+        return float(True in verdicts)
+    return float(limited(lambda: any(question() for question in questions)) or False)
 
 
 def unreadable(answers: Sequence[str]) -> list[str]:
     """Those of some answers of rows that math-verify cannot read."""
-    hard = [answer for answer in answers if _number(_after_mark(answer)) is None]
+    hard = [answer for answer in answers if _at_sight(_latex(answer), None)[2] is None]
     if hard:
         warm()
     readable = all_limited([partial(_readable, answer) for answer in hard])
@@ -98,6 +103,30 @@ def unreadable(answers: Sequence[str]) -> list[str]:
 
 def _after_mark(text: str) -> str:
     return tidy(text.rpartition(MARK)[2].strip())
+
+
+def _latex(answer: str) -> str:
+    """The row's answer as a completion would give it."""
+    text = _after_mark(answer)
+    return tidy(final_answer.extract(text) or text) if _MARKED.search(text) else text
+
+
+def _at_sight(gold: str, latex: str | None) -> tuple[str, str, bool | None]:
+    """What is to be compared of the row's answer and of a completion's, without the letters of choices, and whether
+    they are equal; None if math-verify has to tell."""
+    letter, gold_value = answer_forms.choice(gold)
+    latex_letter, latex_value = answer_forms.choice(latex or "")
+    if letter and (
+        latex is None
+        or (latex_letter or not gold_value)
+        and (latex_letter != letter or not (gold_value and latex_value))
+    ):
+        return gold, "", letter == latex_letter
+    gold, latex = gold_value if letter else gold, (latex_value if latex_value else latex)
+    number, value = _number(gold), None if latex is None else _number(latex)
+    if number is not None and (latex is None or value is not None):
+        return gold, latex or "", number == value
+    return gold, latex or "", answer_forms.same_words(gold, latex or "")
 
 
 def _number(text: str) -> Decimal | None:
@@ -115,10 +144,7 @@ def _gold(answer: str) -> list[Any]:
         raise RewardError(
             f"math-verify cannot read the row's answer {answer[-100:]!r}: write it as LaTeX that it understands"
         )
-    text = _after_mark(answer)
-    # 1,22 may be 1.22, or 1 and 22.
-    decimal = _read(_boxed(text.replace(",", "."))) if _DECIMAL_COMMA.fullmatch(text) else []
-    return _meaning(answer) + decimal
+    return _meaning(answer)
 
 
 def _readable(answer: str) -> bool:
@@ -128,43 +154,67 @@ def _readable(answer: str) -> bool:
 
 
 def _meaning(answer: str) -> list[Any]:
-    expressions = _read(_gold_text(answer))
-    if not expressions and "\\boxed" in answer:  # not closed, or escaped once too often
-        expressions = _read(_boxed(final_answer.extract(answer) or ""))
-    return expressions
+    text = _latex(answer)
+    # 1,22 may be 1.22, or 1 and 22.
+    return _read(_boxed(text)) + (_read(_boxed(text.replace(",", "."))) if _DECIMAL_COMMA.fullmatch(text) else [])
 
 
-def _gold_text(answer: str) -> str:
-    """The row's answer as math-verify finds it: in a box, unless it has a box or formulas of its own."""
-    text = _after_mark(answer)
-    if _MARKED.search(text):
-        return text
-    # Letters that are not marked as text would be a product of variables, in any order.
-    return _boxed(f"\\text{{{text}}}" if _WORDS.fullmatch(text) else text)
+def _same(gold: str, expressions: Sequence[Any], latex: str, prompt: str = "") -> bool:
+    """Whether an answer equals the row's, of which the expressions are the meaning. Only for texts of this file, or
+    within `limited`."""
+    *names, value = [latex] if "=" in gold else answer_forms.sides(latex)
+    if any(map(answer_forms.is_unsolved, names)):
+        return False
+    if any(answer_forms.is_arithmetic(side) and not _equal(expressions, _read(_boxed(side))) for side in names):
+        return False
+    ranges = [answer_forms.intervals(text) for text in (gold, value)]
+    if len({span[0] for span in ranges if span}) == 1 and all(
+        span or not answer_forms.is_relation(text) for span, text in zip(ranges, (gold, value), strict=True)
+    ):
+        gold, value = (span[1] if span else text for span, text in zip(ranges, (gold, value), strict=True))
+        expressions = _read(_boxed(gold)) if ranges[0] else expressions
+    return answer_forms.is_answered(value, gold, prompt) and _equal(expressions, _read(_boxed(rounded(value, gold))))
 
 
-def _same(golds: Sequence[tuple[str, list[Any]]], latex: str, prompt: str = "") -> bool:
-    """Only for texts of this file, or within `limited`."""
-    for answer, gold in golds:
-        text = final_answer.extract(_gold_text(answer)) or answer
-        expressions = _read(_boxed(rounded(latex, text)))
-        if final_answer.is_answered(latex, text, prompt) and _equal(gold, expressions, final_answer.is_solved(latex)):
-            return True
-    return False
-
-
-def _equal(golds: Sequence[Any], expressions: Sequence[Any], solved: bool = False) -> bool:
-    """Whether one of the expressions equals one of those given. solved: also if it is an inequality for a set."""
+def _equal(golds: Sequence[Any], expressions: Sequence[Any]) -> bool:
+    """Whether one of the expressions equals one of those given."""
     from math_verify import verify
 
-    return verify(golds, expressions, numeric_precision=DIGITS, allow_set_relation_comp=solved, timeout_seconds=None)
+    # What is equal but for the order of its terms is so without further work.
+    golds, expressions = ([_ordered(expression) for expression in group] for group in (golds, expressions))
+    size = min(map(_exponent, golds), default=0)
+    places, digits = (PLACES - size if size < -3 else PLACES), DIGITS - 2 * size
+    return verify(golds, expressions, float_rounding=places, numeric_precision=digits, timeout_seconds=None)
+
+
+def _ordered(expression: Any) -> Any:
+    """The sides of an equation with their terms in SymPy's order; the parser leaves them in the text's."""
+    from sympy import Eq, Expr
+
+    if isinstance(expression, Eq):
+        return expression.func(*map(_ordered, expression.args), evaluate=False)
+    is_term = isinstance(expression, Expr) and expression.args
+    return expression.func(*map(_ordered, expression.args)) if is_term else expression
+
+
+def _exponent(expression: Any) -> int:
+    """The power of ten of the smallest number of an expression, if that is below 1; else 0."""
+    from sympy import Expr, floor, log, preorder_traversal
+
+    least, parts = 0, preorder_traversal(expression)
+    for part in parts:
+        if isinstance(part, Expr) and part.is_number and part.is_finite:
+            parts.skip()
+            if size := abs(part.evalf(3)):
+                least = min(least, int(floor(log(size, 10))))
+    return least
 
 
 def _read(text: str) -> list[Any]:
     """The final answer in the text, as SymPy expressions; empty if there is none."""
     from math_verify import LatexExtractionConfig, parse
 
-    text = re.sub(r"\\mathrm\{(\w)\}", r"\1", text).replace("\\varnothing", "\\emptyset")
+    text = re.sub(r"\\mathrm\{(\w)\}", r"\1", text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     target = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor="\\boxed" not in text)
     expressions: list[Any] = parse(text, [target], fallback_mode="no_fallback", parsing_timeout=None)

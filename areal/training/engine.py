@@ -34,6 +34,7 @@ from areal.cpu import training as cpu
 from areal.models import check_trainable
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
+from areal.sampled import NOT_SAMPLED, TOP
 from areal.storage.disk import Patience
 from areal.training.advantages import advantages, gae
 from areal.training.agreement import SILENCE, Writer
@@ -65,7 +66,7 @@ from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention,
 from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
 from areal.training.step_metrics import StepResult, Tally
 from areal.training.ulysses import RowPart, SequenceGroup, register
-from areal.trajectory import NOT_SAMPLED, TOP, Group, TokenValues
+from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import saved_buffers
 from areal.weights.lora import add_adapters

@@ -37,7 +37,8 @@ from actors.weights.direct_weights import DirectReceiver, DirectSender, load_tra
 from areal.config import GeneratorConfig, SamplingConfig, UserError, WeightsConfig
 from areal.cpu.fork_server import IMPORTED
 from areal.generation import engine as engines
-from areal.generation.engine import Chunk, EngineError, GenerationEngine, WeightLoadError
+from areal.generation.engine import EngineError, GenerationEngine, WeightLoadError
+from areal.sampled import Generation
 from areal.storage.disk import Patience
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError, StreamBrokenError
@@ -234,13 +235,13 @@ async def started_cluster(folder, models, context, config):
         await made.engine.close()
 
 
-async def collect(stream, progress=None) -> Chunk:
+async def collect(stream, progress=None) -> Generation:
     parts = [] if progress is None else progress
     async with asyncio.timeout(PATIENCE):
         async for chunk in stream:
             parts.append(chunk)
     fields = (np.concatenate([getattr(c, name) for c in parts]) for name in ("tokens", "logprobs", "versions"))
-    return Chunk(*fields, parts[-1].finish)
+    return Generation(*fields, parts[-1].finish)
 
 
 def reference(model, tokens: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from areal.observe.alert_inputs import Digests
 from areal.observe.alerts import Alert, alerts
 from areal.storage.records import line_of
 from areal.storage.rollouts import FOLDER, SCHEMA, RolloutWriter, files
-from areal.trajectory import Group, Trajectory, notes_of
+from areal.trajectory import Group, Trajectory, row_text
 
 STEPS, GROUPS, SAMPLES, BREAKS = 30, 4, 8, 21
 """From step BREAKS on, each run here is broken in its own way."""
@@ -191,7 +191,7 @@ def test_samples_that_are_rewarded_without_the_rows_answer_are_named(tmp_path, a
     writer = RolloutWriter(tmp_path / FOLDER, "all", 1 << 30, lambda sequences: [completion for _ in sequences])
     for step in range(1, 8):
         samples = tuple(sample(random, float(n == 0)) for n in range(4))
-        writer.add_trained(step, [Group(f"g{step}.0", step, samples, notes_of({"answer": answer}, [{}] * 4))], None)
+        writer.add_trained(step, [Group(f"g{step}.0", step, samples, row_text({"answer": answer}))], None)
     writer.write()
     records = [{"step": step} for step in range(1, 8)]
     found = found_in(tmp_path, records, config={"reward": {"functions": functions}})

@@ -13,6 +13,7 @@ from areal.result import RewardError
 from areal.rewards import final_answer, math_answers
 from areal.rewards.functions import resolve
 
+BY_KIND = Path(__file__).with_name("math_answers_by_kind.txt").read_text().splitlines()
 GSM8K = Path(__file__).with_name("gsm8k_test_answers.txt").read_text().splitlines()[2:]
 
 # The row's answer ~ a completion that gives it.
@@ -142,7 +143,6 @@ x=1, x=2 ~ \boxed{x=1 \text{ or } x=2}
 x=1,y=2 ~ \boxed{y=2,x=1}
 \pm 2 ~ \boxed{2, -2}
 1 \pm \sqrt{2} ~ \boxed{1+\sqrt2, 1-\sqrt2}
-2 ~ \boxed{\{2\}}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} ~ \boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}
 \begin{pmatrix} 0.5 \\ -1 \end{pmatrix} ~ \boxed{\begin{pmatrix}\frac12\\-1\\\end{pmatrix}}
 \begin{pmatrix}-\frac{7}{4}&-2\\4&1\end{pmatrix} ~ \boxed{(\begin{pmatrix}-\frac{7}{4}&-2\\4&1\\\end{pmatrix})}
@@ -304,7 +304,6 @@ Evelyn ~ The answer is Briana.
 June 20 ~ \boxed{20}
 June 20 ~ June 21
 2x ~ \boxed{x^2}
-72 ~ \boxed{٧٢}
 72 ~ \boxed{__import__('os').getpid()}
 72 ~ \boxed{72 = 73}
 \frac{x}{10^{20}} ~ \boxed{\frac{x}{10^{21}}}
@@ -498,6 +497,13 @@ def test_another_answer_scores_zero(score, here, gold, completion):
     assert score(completion, gold) == 0.0
 
 
+@pytest.mark.parametrize("line", [line for line in BY_KIND if line[0] in "+-"])
+def test_the_pairs_of_each_kind_score_one_if_right_and_zero_if_wrong(score, here, line):
+    """A line is `+ the row's answer ~ a completion that gives it`, or `-` and one that does not."""
+    ((gold, completion),) = pairs(line[2:])
+    assert score(completion, gold) == float(line[0] == "+")
+
+
 @pytest.mark.parametrize(("gold", "completion"), pairs(UNFINISHED))
 def test_what_is_still_to_be_worked_out_scores_zero_though_it_equals_the_answer(score, here, gold, completion):
     assert score(completion, gold) == 0.0
@@ -538,7 +544,6 @@ UNREADABLE = [
     "x^2 +* 3",
     "\\frac{1}{0}",
     "1, 2, \\ldots, n",
-    "5:30 p.m.",
     "2**10",
     "(" * 200 + "1" + ")" * 200,
 ]
@@ -689,7 +694,7 @@ def test_a_number_that_is_compared_without_math_verify_gets_its_verdict(before, 
     found, wanted = math_answers._number(given or ""), math_answers._number(gold)
     assume(found is not None and wanted is not None)
     math_answers.warm()
-    assert math_answers._same([(gold, math_answers._gold(gold))], given) is (found == wanted)
+    assert math_answers._same(gold, math_answers._gold(gold), given) is (found == wanted)
 
 
 @pytest.mark.parametrize(("form", "every"), [("#### {}", 1), ("so \\boxed{{{}}} dollars.", 1), ("{}", 10)])
@@ -750,6 +755,13 @@ def test_a_question_that_did_not_get_the_processor_is_a_failure_not_an_answer(mo
     monkeypatch.setattr(limits, "WALL_SECONDS", 0.05)
     with pytest.raises(TimeoutError, match=r"of the processor in 0.05 s"):
         limits.limited(lambda: time.sleep(60) is None)
+
+
+def test_a_question_that_had_the_processor_for_long_has_no_answer_when_its_time_by_the_clock_is_over(monkeypatch):
+    monkeypatch.setattr(limits, "CPU_SECONDS", 600.0)
+    monkeypatch.setattr(limits, "WALL_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "FAIR_SECONDS", 0.0)
+    assert limits.limited(lambda: 9**9**9 > 0) is None
 
 
 def test_a_child_that_cannot_be_limited_is_a_failure_not_an_answer(monkeypatch):

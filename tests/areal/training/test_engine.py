@@ -36,9 +36,9 @@ from torch.utils.cpp_extension import _get_build_directory
 from transformers import AutoModelForCausalLM
 
 from areal.config import UserError
+from areal.sampled import TOP
 from areal.training.engine import TrainingEngine
 from areal.training.packed import FlatBatch, pack
-from areal.trajectory import TOP
 from areal.weights.chunks import Manifest
 
 
@@ -202,7 +202,7 @@ def test_the_teachers_likeliest_tokens_give_the_gradient_of_the_kl_divergence_ov
             columns = dict(zip(TOP, (likely, logps), strict=True)) | {"teacher_logprobs": [row[:, 0] for row in logps]}
             for name, values in columns.items():
                 same = same.with_scores(name, values)
-            samples.append(same.checked())
+            samples.append(same)
         batch.append(replace(group, trajectories=tuple(samples)))
     result, gradients = step_and_gradients(engine, batch)
     loss, expected = mean_divergence(eager(folder, torch.float64), divergences)
