@@ -272,7 +272,7 @@ class Trainer(Actor):
 
     def stats(self) -> dict[str, float]:
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
-        stats = {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        stats: dict[str, float] = {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
         return stats | ({"rollouts_lost": self._rollouts.lost} if self._rollouts.lost else {})
 
     @asynccontextmanager
