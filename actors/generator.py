@@ -56,7 +56,6 @@ from protocols.messages import (
     Done,
     EndJobs,
     Engagement,
-    FetchWeights,
     Generate,
     JobFailed,
     Logprobs,
@@ -192,6 +191,7 @@ class Generator(Actor):
             functools.partial(self.directory.with_role, healthy=False), lambda: self.directory.policy,
         )  # fmt: skip
         member.used.push_async_callback(asyncio.to_thread, self._weights.close)
+        member.serve(self._weights)
         self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)
         self._flows = Flows[_New](lambda new: new.tokens.nbytes + 16, _columns, member.spawn)
         self._loaded = Signal()
@@ -312,10 +312,6 @@ class Generator(Actor):
         except (EngineError, TimeoutError) as error:
             raise BusyError(f"this generator computed no log-probs: {error}") from None
         return Logprobs(version=scores.version, logprobs=scores.logprobs)
-
-    @handles(FetchWeights)
-    def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
-        return self._weights.serve(request)
 
     def _steps(self) -> float:
         """Moves while the engine samples."""

@@ -52,8 +52,9 @@ from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.result import mean_parts
+from areal.run_files import ROLLOUTS
 from areal.storage.disk import Patience
-from areal.storage.rollouts import FOLDER, PATIENCE_SECONDS, RolloutWriter
+from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
 from areal.storage.spool import Spool, SpoolPart
 from areal.tokens import load_tokenizer
@@ -73,23 +74,19 @@ from protocols.messages import (
     CheckpointSaved,
     CommitStep,
     Done,
-    FetchWeights,
     GroupAccepted,
     GroupReady,
-    Message,
     Policy,
     PublishPolicy,
     Recovery,
     ReuseAnswer,
     ScoredSample,
-    SendWeights,
     StoreCalls,
     StoredCalls,
     StoredSamples,
     StoreSamples,
     TrainingFailed,
     TrainingFinished,
-    TransferDone,
 )
 from protocols.transport import Request
 
@@ -140,7 +137,25 @@ def open_rollouts(config: Config) -> RolloutWriter:
         return [tokenizer(config.model).decode(tokens.tolist()) for tokens in sequences]
 
     observe = config.observe
-    return RolloutWriter(config.folder / FOLDER, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
+    return RolloutWriter(config.folder / ROLLOUTS, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
+
+
+class Durations:
+    """How long the last steps and checkpoints took."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
+
+    def add(self, what: str, began: float) -> None:
+        """One that has ended now."""
+        self._seconds[what].append(asyncio.get_running_loop().time() - began)
+
+    def why_too_late(self, what: str, began: float, ends: float) -> str:
+        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
+        longest, now = max(self._seconds[what], default=0.0), asyncio.get_running_loop().time()
+        if began + longest <= ends:
+            return ""
+        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
 
 
 class Trainer(Actor):
@@ -184,6 +199,8 @@ class Trainer(Actor):
         host = host_of(member.door.reached_at(""))
         self._direct = DirectSender(self.config.weights.backend, self.directory, host, VERSIONS_KEPT)
         member.used.callback(self._direct.close)
+        member.serve(self._weight_server)
+        member.serve(self._direct)
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = recovery.checkpoint_version
@@ -194,7 +211,7 @@ class Trainer(Actor):
         self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
         self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
         self._at_rest = asyncio.Event()  # no further step begins
-        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
+        self._durations = Durations()
 
     async def catch_up(self) -> None:
         """In the turn in which the learner has started."""
@@ -234,7 +251,7 @@ class Trainer(Actor):
         ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
         outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
         try:
-            if self._step and (lack := self._why_too_late("step", self._step[1], ends)):
+            if self._step and (lack := self._durations.why_too_late("step", self._step[1], ends)):
                 outcome += f": {lack}"
                 await self._wait_for_checkpoint()
             else:
@@ -256,19 +273,12 @@ class Trainer(Actor):
             return outcome
         if self._guard.suspicious:
             return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
-        if lack := self._why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
+        if lack := self._durations.why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
             return f"{outcome}, but does not save it: {lack}"
         async with self._turn():
             await self._save()
         error = await self._wait_for_checkpoint()
         return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
-
-    def _why_too_late(self, what: str, began: float, ends: float) -> str:
-        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
-        longest, now = max(self._durations[what], default=0.0), asyncio.get_running_loop().time()
-        if began + longest <= ends:
-            return ""
-        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
 
     def stats(self) -> dict[str, float]:
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
@@ -503,12 +513,23 @@ class Trainer(Actor):
         return None
 
     async def _do_step(self, batch: BatchAnswer) -> None:
+        """Train, and begin to commit the step and publish its weights, while the next step is computed.
+
+        The snapshot overwrites the one before, so that version has to be published first. Therefore the published
+        version is at most one behind the committed one, and at most one version is being written at a time.
+        """
         began = asyncio.get_running_loop().time()
         self._step = self._version + 1, began
         self.member.activity = f"training step {self._version + 1}"
-        await self._commit_and_publish(*await self._train(batch))
+        metrics, groups = await self._train(batch)
+        await self._wait_for_publication()
+        with self._timed("snapshot"):
+            await self._learner.snapshot(Path(self._policy().folder))
+        metrics |= self._phases.take_seconds()
+        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
+        self._publication = self.member.spawn(self._publish(metrics, keep_groups), "publish")
         self._step = None
-        self._durations["step"].append(asyncio.get_running_loop().time() - began)
+        self._durations.add("step", began)
 
     async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
         """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
@@ -526,7 +547,9 @@ class Trainer(Actor):
                     mask_older_than=batch.mask_older_than,
                 )  # fmt: skip
             except Exception as error:
-                await self._report_failed_step(error)
+                if failure := failure_of_step(self._version, error):  # the next trainer does the step again
+                    with suppress(BusError):
+                        await self.member.ask(self.member.master, failure, Done)
                 raise
         values = self._learner.values
         metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
@@ -534,12 +557,6 @@ class Trainer(Actor):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self._version += 1
         return metrics | _metrics(groups), groups
-
-    async def _report_failed_step(self, error: Exception) -> None:
-        """Tell the master of an error in a step, which the next trainer does again."""
-        if failure := failure_of_step(self._version, error):
-            with suppress(BusError):
-                await self.member.ask(self.member.master, failure, Done)
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
@@ -549,19 +566,6 @@ class Trainer(Actor):
         while True:
             await self.member.ask_master(TrainingFailed(reason=reason), Done)
             await asyncio.sleep(REPEAT_SECONDS)
-
-    async def _commit_and_publish(self, metrics: dict[str, Any], groups: list[Group]) -> None:
-        """Start to commit the step and publish its weights, while the next step is computed.
-
-        The snapshot overwrites the one before, so that version has to be published first. Therefore the published
-        version is at most one behind the committed one, and at most one version is being written at a time.
-        """
-        await self._wait_for_publication()
-        with self._timed("snapshot"):
-            await self._learner.snapshot(Path(self._policy().folder))
-        spent = self._phases.take_seconds()
-        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
-        self._publication = self.member.spawn(self._publish(metrics | spent, keep_groups), "publish")
 
     async def _wait_for_publication(self) -> None:
         if self._publication is not None:
@@ -591,18 +595,6 @@ class Trainer(Actor):
         """The policy of the trainer's current version, with the folder for its weights."""
         folder = self._weights_folder(self._version) if self._version else self.config.model
         return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
-
-    @handles(FetchWeights)
-    def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
-        return self._weight_server.serve(request)
-
-    @handles(SendWeights)
-    def send_weights_directly(self, request: Request[SendWeights]) -> AsyncIterator[Message]:
-        return self._direct.serve(request)
-
-    @handles(TransferDone)
-    async def transfer_done(self, request: Request[TransferDone]) -> Done:
-        return self._direct.done(request)
 
     def _weights_folder(self, version: int, lineage: int | None = None) -> Path:
         lineage = self._lineage if lineage is None else lineage
@@ -660,7 +652,7 @@ class Trainer(Actor):
         while len(self._checkpoints) > limit:
             await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))
             del self._checkpoints[0]
-        self._durations["checkpoint"].append(asyncio.get_running_loop().time() - began)
+        self._durations.add("checkpoint", began)
         return None
 
     async def _remove(self, folder: Path) -> None:

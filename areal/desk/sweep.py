@@ -23,8 +23,9 @@ from areal.config import Config, UserError, checked, load_config, overridden, re
 from areal.grid import name_of, points
 from areal.hiding import without_secrets
 from areal.processes import ROOT, SUPERVISED
+from areal.record import has_begun, has_finished
+from areal.settings import MAY_CHANGE, differences, within
 from areal.storage.disk import replace
-from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, within
 
 # The configuration keys that do not change what a run computes.
 OPERATION = ("master", "network", "observe")
@@ -48,12 +49,11 @@ class SweptRun:
 
     @property
     def finished(self) -> bool:
-        summary = read_summary(self.config.folder)
-        return bool(summary and summary["ok"])
+        return has_finished(self.config.folder)
 
     @property
     def begun(self) -> bool:
-        return (self.config.folder / "journal.db").is_file()
+        return has_begun(self.config.folder)
 
     @property
     def state(self) -> str:

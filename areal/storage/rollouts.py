@@ -35,7 +35,6 @@ log = structlog.get_logger()
 
 Fate = Literal["trained", "filtered", "discarded"]
 
-FOLDER = "rollouts"
 FORMAT_VERSION = 1
 ONE_OF = 16
 """`sample` keeps one group of this many."""
