@@ -93,6 +93,8 @@ _BASE = re.compile(r"\d_\{?(\d+)\}?\Z")
 
 def tidy(latex: str) -> str:
     """A formula without what only says how it looks, the spaces within its numbers, and the punctuation at its end."""
+    if re.fullmatch(r"-?[0-9,.]*[0-9]", latex):  # as most answers are
+        return latex
     latex = ascii_digits(latex)
     for pattern, instead in _LOOKS:
         latex = pattern.sub(instead, latex)
