@@ -29,6 +29,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from zlib import crc32
 
 import numpy as np
 import structlog
@@ -42,15 +43,9 @@ from actors.weights.direct_weights import DirectReceiver
 from actors.weights.weight_service import WeightFetcher
 from areal.config import Config, SamplingConfig
 from areal.devices import shares_devices
-from areal.generation.engine import (
-    Chunk,
-    EngineError,
-    EngineStats,
-    GenerationEngine,
-    LoadTimes,
-    WeightLoadError,
-)
+from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
+from areal.sampled import Generation, joined
 from areal.storage.disk import Patience
 from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
@@ -62,7 +57,6 @@ from protocols.messages import (
     Done,
     EndJobs,
     Engagement,
-    FetchWeights,
     Generate,
     JobFailed,
     Logprobs,
@@ -93,7 +87,7 @@ class Engine(Protocol):
     def version(self) -> int: ...
     def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
-    ) -> AsyncGenerator[Chunk, None]: ...
+    ) -> AsyncGenerator[Generation, None]: ...
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
     async def load(self, folder: Path, version: int) -> LoadTimes: ...
@@ -166,6 +160,12 @@ class SharedDevices(HandlesRequests):
                     return await use()
 
 
+def seed_of_engine(seed: int, index: int, policy: Policy) -> int:
+    """The seed of an engine that starts at this policy. A generator that is started again, or in a resumed run, does
+    not draw the random numbers again that it began with; generators of runs with other seeds do not share theirs."""
+    return crc32(f"{seed}/{index}/{policy.lineage}/{policy.version}".encode())
+
+
 class Generator(Actor):
     role = "generator"
 
@@ -178,7 +178,8 @@ class Generator(Actor):
         def start() -> Awaitable[Engine]:
             member.activity = "starting the engine"
             return start_engine(
-                Path(config.model), config.generator, version=0, seed=config.seed + (member.index or 0),
+                Path(config.model), config.generator, version=0,
+                seed=seed_of_engine(config.seed, member.index or 0, member.directory.policy),
                 lora=config.trainer.lora, sleeps=config.colocate, transfer=config.weights.backend,
             )  # fmt: skip
 
@@ -198,8 +199,9 @@ class Generator(Actor):
             functools.partial(self.directory.with_role, healthy=False), lambda: self.directory.policy,
         )  # fmt: skip
         member.used.push_async_callback(asyncio.to_thread, self._weights.close)
+        member.serve(self._weights)
         self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)
-        self._flows = Flows[_Tokens](lambda tokens: 12 * len(tokens.chunk.tokens) + 16, _columns, member.spawn)
+        self._flows = Flows[_New](lambda new: new.tokens.nbytes + 16, _columns, member.spawn)
         self._loaded = Signal()
         self._samples = member.works.unless_other("sample", self._steps)  # one for all sequences
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine
@@ -275,7 +277,7 @@ class Generator(Actor):
         return Done()
 
     async def _sample(
-        self, name: str, sender: str, new: NewSequence, prompt: list[int], add: Callable[[_Tokens], None]
+        self, name: str, sender: str, new: NewSequence, prompt: list[int], add: Callable[[_New], None]
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
         sampling = SamplingConfig(**{name: getattr(new, name) for name in SAMPLING})
@@ -290,9 +292,9 @@ class Generator(Actor):
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
             sampled = self._engine.generate(name, prompt, sampling, first_version=new.first_version)
             with self.member.working("sampling", "sample", self._samples):
-                async with contextlib.aclosing(sampled) as chunks:
-                    async for chunk in chunks:
-                        add(_Tokens(new.job, chunk))
+                async with contextlib.aclosing(sampled) as parts:
+                    async for part in parts:
+                        add(_New(new.job, part))
         except ValueError as error:
             raise RefusedError(str(error)) from None
         except EngineError as error:
@@ -318,10 +320,6 @@ class Generator(Actor):
         except (EngineError, TimeoutError) as error:
             raise BusyError(f"this generator computed no log-probs: {error}") from None
         return Logprobs(version=scores.version, logprobs=scores.logprobs)
-
-    @handles(FetchWeights)
-    def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
-        return self._weights.serve(request)
 
     def _steps(self) -> float:
         """Moves while the engine samples."""
@@ -410,22 +408,19 @@ class Generator(Actor):
             return await self._engine.load(folder, policy.version)
 
 
-class _Tokens(NamedTuple):
+class _New(NamedTuple):
     """The next tokens of a sequence."""
 
     job: int
-    chunk: Chunk
+    tokens: Generation
 
 
-def _columns(tokens: Sequence[_Tokens], failed: Sequence[JobFailed]) -> TokenColumns:
-    chunks = [part.chunk for part in tokens]
+def _columns(new: Sequence[_New], failed: Sequence[JobFailed]) -> TokenColumns:
     return TokenColumns(
-        jobs=np.array([part.job for part in tokens], np.int64),
-        counts=np.array([len(chunk.tokens) for chunk in chunks], np.int32),
-        finishes=np.array([FINISHES.index(chunk.finish) for chunk in chunks], np.int32),
-        tokens=np.concatenate([np.zeros(0, np.int32), *(chunk.tokens for chunk in chunks)]),
-        logprobs=np.concatenate([np.zeros(0, np.float32), *(chunk.logprobs for chunk in chunks)]),
-        versions=np.concatenate([np.zeros(0, np.int32), *(chunk.versions for chunk in chunks)]),
+        jobs=np.array([part.job for part in new], np.int64),
+        counts=np.array([len(part.tokens) for part in new], np.int32),
+        finishes=np.array([FINISHES.index(part.tokens.finish) for part in new], np.int32),
+        columns=joined(part.tokens for part in new),
         failed=tuple(failed),
     )
 

@@ -22,7 +22,7 @@ from areal.result import Result
 from areal.rewards.functions import NO_OPTIONS
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
-from areal.trajectory import Tokens
+from areal.sampled import Tokens
 from protocols.errors import HarmfulError, RefusedError
 from protocols.messages import Completion, Scored
 

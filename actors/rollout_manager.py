@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import structlog
 
 from actors.sampling.calls import SampleFailed
@@ -31,7 +32,7 @@ from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
 from areal.storage.saved_calls import SavedCall, packed, unpacked
-from areal.trajectory import Trajectory, columns, notes_of
+from areal.trajectory import Note, Trajectory, row_text
 from protocols.errors import BusError, FencedError, MalformedError, RefusedError, text_of
 from protocols.messages import (
     AskCalls,
@@ -47,6 +48,7 @@ from protocols.messages import (
     Permit,
     Permits,
     RenewLeases,
+    ScoredSample,
     StoreCalls,
     StoredCalls,
     StoredSamples,
@@ -220,7 +222,8 @@ class RolloutManager(Sampler):
         try:
             scored = await self._first_scored(work, needed, None if all_or_none else store)
             unused = _tokens_sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
-            scored[-1].about["discarded"] += max(0, unused)
+            note = scored[-1].note
+            scored[-1] = scored[-1]._replace(note=note._replace(discarded=note.discarded + max(0, unused)))
             store(*(scored if all_or_none else scored[-1:]))
             for refusal in filter(None, await asyncio.gather(*storing)):
                 raise SampleFailed("trainer", f"the trainer refused the group: {refusal}")
@@ -304,10 +307,10 @@ class RolloutManager(Sampler):
             if session.group:
                 session.group.finished(session)
             discarded = session.tokens_sampled - int(sample.sampled.sum())
-            about: dict[str, Any] = {"parts": session.reward_parts, "discarded": max(0, discarded)}
+            note = Note(session.reward_parts, max(0, discarded))
             if self._keeps_rollouts:
-                about |= {"generators": [*session.generators], "began": began, "seconds": time.time() - began}
-            return _Scored(place, sample, about)
+                note = Note(*note[:2], (*session.generators,), began, time.time() - began)
+            return _Scored(place, sample, note)
         except SampleFailed as failure:
             if session.first_version is None:
                 start.count()
@@ -329,7 +332,6 @@ class RolloutManager(Sampler):
                 if column == "teacher_logprobs" and self.config.trainer.teacher_top_k:
                     sample = sample.with_scores("teacher_top_tokens", [score.top_tokens for score in scores])
                     sample = sample.with_scores("teacher_top_logprobs", [score.top_logprobs for score in scores])
-                sample = sample.checked()
             except ValueError as error:
                 raise SampleFailed("scorer", f"scorer {name!r}: {error}") from None
         penalty = self.services.overlong(sample)
@@ -365,7 +367,7 @@ class RolloutManager(Sampler):
         except RefusedError as error:
             log.warning("the trainer gives no calls of a sample", group=permit.group, error=str(error))
             return []
-        return unpacked(stored.columns) if stored.columns else []
+        return unpacked(stored.frame.data) if len(stored.frame) else []
 
     def _save_regularly(self, permit: Permit, place: int, session: SampleSession) -> None:
         session.save = lambda: self.member.spawn(self._save(permit, place, session), "save calls")
@@ -377,9 +379,8 @@ class RolloutManager(Sampler):
             tokens, calls = session.unsaved, session.calls_so_far()
             if not calls:  # the call with these tokens has failed
                 return
-            request = StoreCalls(
-                group=permit.group, prompt_index=permit.prompt_index, place=place, columns=packed(calls)
-            )  # fmt: skip
+            frame = np.frombuffer(packed(calls), np.uint8)
+            request = StoreCalls(group=permit.group, prompt_index=permit.prompt_index, place=place, frame=frame)
             try:
                 await self._ask_trainer(request, Done)
                 session.unsaved -= tokens
@@ -390,13 +391,18 @@ class RolloutManager(Sampler):
     async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
-        fields = row.fields if self._keeps_rollouts else {}
         request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,
-            places=tuple(sample.place for sample in scored),
-            columns=columns([sample.sample for sample in scored]),
-            notes=tuple(notes_of(fields, [sample.about]) for sample in scored),
+            row=row_text(row.fields) if self._keeps_rollouts else "",
+            samples=tuple(
+                ScoredSample(
+                    place=sample.place,
+                    frame=np.frombuffer(sample.sample.frame(), np.uint8),
+                    **sample.note._asdict(),
+                )
+                for sample in scored
+            ),
         )
         try:
             await self._ask_trainer(request, Done)
@@ -425,16 +431,16 @@ class RolloutManager(Sampler):
 
 
 class _Scored(NamedTuple):
-    """A scored sample, its place in its group, and what `notes_of` notes about it."""
+    """A scored sample, its place in its group, and what is noted of it."""
 
     place: int
     sample: Trajectory
-    about: dict[str, Any]
+    note: Note
 
     @property
     def tokens_sampled(self) -> int:
         """All tokens that were sampled for it, also those that are not in it."""
-        return int(self.sample.sampled.sum()) + int(self.about["discarded"])
+        return int(self.sample.sampled.sum()) + self.note.discarded
 
 
 def _tokens_sampled(sessions: list[SampleSession]) -> int:

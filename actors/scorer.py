@@ -27,10 +27,11 @@ from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
 from areal.config import JUDGES, SamplingConfig, UserError
-from areal.generation.engine import Chunk, EngineStats, GenerationEngine
+from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
 from areal.rewards.reward_model import chat_of
+from areal.sampled import Generation
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores
 from areal.workflows.conversation import Conversation, user
@@ -48,7 +49,7 @@ class FrozenModel(Protocol):
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray: ...
     def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig
-    ) -> AsyncGenerator[Chunk, None]: ...
+    ) -> AsyncGenerator[Generation, None]: ...
     def stats(self) -> EngineStats: ...
     async def close(self) -> None: ...
 
@@ -151,8 +152,8 @@ class Scorer(Serving):
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
         """A judge's answer, and how many tokens it and the prompt have. Raises as the engine does."""
         prompt = Conversation(self._tokenizer).prompt([user(text)])
-        chunks = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
-        tokens = [token async for chunk in chunks for token in chunk.tokens.tolist()]
+        parts = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
+        tokens = [token async for part in parts for token in part.tokens.tolist()]
         return self._tokenizer.decode(tokens, skip_special_tokens=True), len(prompt) + len(tokens)
 
     def _tokens(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:

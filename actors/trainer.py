@@ -52,14 +52,14 @@ from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.result import mean_parts
+from areal.run_files import ROLLOUTS
 from areal.storage.disk import Patience
-from areal.storage.rollouts import FOLDER, RolloutWriter
+from areal.storage.rollouts import RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
-from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
-from areal.trajectory import Group, TokenValues, Trajectory, trajectories
+from areal.trajectory import Group, Note, TokenValues, Trajectory
 from areal.weights.chunks import Holding, Manifest
 from protocols.addresses import host_of
 from protocols.errors import BusError, BusyError, FencedError, RefusedError
@@ -74,22 +74,19 @@ from protocols.messages import (
     CheckpointSaved,
     CommitStep,
     Done,
-    FetchWeights,
     GroupAccepted,
     GroupReady,
-    Message,
     Policy,
     PublishPolicy,
     Recovery,
     ReuseAnswer,
-    SendWeights,
+    ScoredSample,
     StoreCalls,
     StoredCalls,
     StoredSamples,
     StoreSamples,
     TrainingFailed,
     TrainingFinished,
-    TransferDone,
 )
 from protocols.transport import Request
 
@@ -140,7 +137,25 @@ def open_rollouts(config: Config) -> RolloutWriter:
         return [tokenizer(config.model).decode(tokens.tolist()) for tokens in sequences]
 
     observe = config.observe
-    return RolloutWriter(config.folder / FOLDER, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
+    return RolloutWriter(config.folder / ROLLOUTS, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
+
+
+class Durations:
+    """How long the last steps and checkpoints took."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
+
+    def add(self, what: str, began: float) -> None:
+        """One that has ended now."""
+        self._seconds[what].append(asyncio.get_running_loop().time() - began)
+
+    def why_too_late(self, what: str, began: float, ends: float) -> str:
+        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
+        longest, now = max(self._seconds[what], default=0.0), asyncio.get_running_loop().time()
+        if began + longest <= ends:
+            return ""
+        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
 
 
 class Trainer(Actor):
@@ -184,6 +199,8 @@ class Trainer(Actor):
         host = host_of(member.door.reached_at(""))
         self._direct = DirectSender(self.config.weights.backend, self.directory, host, VERSIONS_KEPT)
         member.used.callback(self._direct.close)
+        member.serve(self._weight_server)
+        member.serve(self._direct)
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = recovery.checkpoint_version
@@ -194,7 +211,7 @@ class Trainer(Actor):
         self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
         self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
         self._at_rest = asyncio.Event()  # no further step begins
-        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
+        self._durations = Durations()
 
     async def catch_up(self) -> None:
         """In the turn in which the learner has started."""
@@ -234,7 +251,7 @@ class Trainer(Actor):
         ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
         outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
         try:
-            if self._step and (lack := self._why_too_late("step", self._step[1], ends)):
+            if self._step and (lack := self._durations.why_too_late("step", self._step[1], ends)):
                 outcome += f": {lack}"
                 await self._wait_for_checkpoint()
             else:
@@ -256,19 +273,12 @@ class Trainer(Actor):
             return outcome
         if self._guard.suspicious:
             return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
-        if lack := self._why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
+        if lack := self._durations.why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
             return f"{outcome}, but does not save it: {lack}"
         async with self._turn():
             await self._save()
         error = await self._wait_for_checkpoint()
         return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
-
-    def _why_too_late(self, what: str, began: float, ends: float) -> str:
-        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
-        longest, now = max(self._durations[what], default=0.0), asyncio.get_running_loop().time()
-        if began + longest <= ends:
-            return ""
-        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
 
     def stats(self) -> dict[str, float]:
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
@@ -299,19 +309,23 @@ class Trainer(Actor):
     async def store_samples(self, request: Request[StoreSamples]) -> Done:
         stored = request.message
         try:
-            samples = tuple(sample.checked() for sample in trajectories(stored.columns))
-            _check_samples(samples, self._learner.vocab_size)
-            parts = {
-                place: Group(stored.group, stored.prompt_index, (sample,), notes)
-                for place, sample, notes in zip(stored.places, samples, stored.notes, strict=True)
-            }
-            for part in parts.values():
-                _ready_report(part)  # raises for notes that are none, which the report of the group would be made of
-        except (ValueError, TypeError, AttributeError) as error:
+            parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
+        except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
         group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
         await self._report_ready(group)
         return Done()
+
+    def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
+        """A sample for the spool. Raises ValueError for one that cannot be trained."""
+        trajectory = Trajectory.of_frame(sample.frame.data)
+        trajectory.validate()
+        if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._learner.vocab_size):
+            raise ValueError(f"a token is outside the model's vocabulary of {self._learner.vocab_size}")
+        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
+        return SpoolPart(
+            Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
+        )
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
@@ -356,18 +370,18 @@ class Trainer(Actor):
     @handles(StoreCalls)
     async def store_calls(self, request: Request[StoreCalls]) -> Done:
         stored = request.message
+        key = stored.group, stored.place
         try:
-            unpacked(stored.columns)
+            await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
-        key = stored.group, stored.place
-        await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.columns)
         return Done()
 
     @handles(AskCalls)
     async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
         key = request.message.group, request.message.place
-        return StoredCalls(columns=await self._use_spool(request, self._spool.calls, *key))
+        frame = await self._use_spool(request, self._spool.calls, *key)
+        return StoredCalls(frame=np.frombuffer(frame, np.uint8))
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
@@ -498,12 +512,23 @@ class Trainer(Actor):
         return None
 
     async def _do_step(self, batch: BatchAnswer) -> None:
+        """Train, and begin to commit the step and publish its weights, while the next step is computed.
+
+        The snapshot overwrites the one before, so that version has to be published first. Therefore the published
+        version is at most one behind the committed one, and at most one version is being written at a time.
+        """
         began = asyncio.get_running_loop().time()
         self._step = self._version + 1, began
         self.member.activity = f"training step {self._version + 1}"
-        await self._commit_and_publish(*await self._train(batch))
+        metrics, groups = await self._train(batch)
+        await self._wait_for_publication()
+        with self._timed("snapshot"):
+            await self._learner.snapshot(Path(self._policy().folder))
+        metrics |= self._phases.take_seconds()
+        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
+        self._publication = self.member.spawn(self._publish(metrics, keep_groups), "publish")
         self._step = None
-        self._durations["step"].append(asyncio.get_running_loop().time() - began)
+        self._durations.add("step", began)
 
     async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
         """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
@@ -521,7 +546,9 @@ class Trainer(Actor):
                     mask_older_than=batch.mask_older_than,
                 )  # fmt: skip
             except Exception as error:
-                await self._report_failed_step(error)
+                if failure := failure_of_step(self._version, error):  # the next trainer does the step again
+                    with suppress(BusError):
+                        await self.member.ask(self.member.master, failure, Done)
                 raise
         values = self._learner.values
         metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
@@ -529,12 +556,6 @@ class Trainer(Actor):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self._version += 1
         return metrics | _metrics(groups), groups
-
-    async def _report_failed_step(self, error: Exception) -> None:
-        """Tell the master of an error in a step, which the next trainer does again."""
-        if failure := failure_of_step(self._version, error):
-            with suppress(BusError):
-                await self.member.ask(self.member.master, failure, Done)
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
@@ -544,19 +565,6 @@ class Trainer(Actor):
         while True:
             await self.member.ask_master(TrainingFailed(reason=reason), Done)
             await asyncio.sleep(REPEAT_SECONDS)
-
-    async def _commit_and_publish(self, metrics: dict[str, Any], groups: list[Group]) -> None:
-        """Start to commit the step and publish its weights, while the next step is computed.
-
-        The snapshot overwrites the one before, so that version has to be published first. Therefore the published
-        version is at most one behind the committed one, and at most one version is being written at a time.
-        """
-        await self._wait_for_publication()
-        with self._timed("snapshot"):
-            await self._learner.snapshot(Path(self._policy().folder))
-        spent = self._phases.take_seconds()
-        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
-        self._publication = self.member.spawn(self._publish(metrics | spent, keep_groups), "publish")
 
     async def _wait_for_publication(self) -> None:
         if self._publication is not None:
@@ -586,18 +594,6 @@ class Trainer(Actor):
         """The policy of the trainer's current version, with the folder for its weights."""
         folder = self._weights_folder(self._version) if self._version else self.config.model
         return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
-
-    @handles(FetchWeights)
-    def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
-        return self._weight_server.serve(request)
-
-    @handles(SendWeights)
-    def send_weights_directly(self, request: Request[SendWeights]) -> AsyncIterator[Message]:
-        return self._direct.serve(request)
-
-    @handles(TransferDone)
-    async def transfer_done(self, request: Request[TransferDone]) -> Done:
-        return self._direct.done(request)
 
     def _weights_folder(self, version: int, lineage: int | None = None) -> Path:
         lineage = self._lineage if lineage is None else lineage
@@ -655,7 +651,7 @@ class Trainer(Actor):
         while len(self._checkpoints) > limit:
             await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))
             del self._checkpoints[0]
-        self._durations["checkpoint"].append(asyncio.get_running_loop().time() - began)
+        self._durations.add("checkpoint", began)
         return None
 
     async def _remove(self, folder: Path) -> None:
@@ -724,18 +720,9 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     )
 
 
-def _check_samples(samples: Sequence[Trajectory], vocab_size: int) -> None:
-    """Raises ValueError if there is no sample, or if a token is outside the vocabulary, because the training step would
-    fail on it."""
-    if not samples:
-        raise ValueError("no sample is to be stored")
-    if not all(sample.tokens.min() >= 0 and sample.tokens.max() < vocab_size for sample in samples):
-        raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
-
-
 def _ready_report(group: Group) -> GroupReady:
     """The report that the group is on disk."""
-    samples, about = group.trajectories, group.about
+    samples = group.trajectories
     rewards = [t.reward for t in samples]
     return GroupReady(
         group=group.id,
@@ -744,8 +731,8 @@ def _ready_report(group: Group) -> GroupReady:
         reward_spread=statistics.pstdev(rewards),
         signal=group.has_signal,
         tokens=sum(int(t.sampled.sum()) for t in samples),
-        discarded=sum(note.get("discarded", 0) for note in about),
-        reward_parts=mean_parts(note.get("parts", {}) for note in about),
+        discarded=sum(note.discarded for note in group.notes),
+        reward_parts=mean_parts(note.parts for note in group.notes),
     )
 
 

@@ -9,11 +9,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-NOT_SAMPLED = -1
+from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP, Finish, check, pack, unpack
+
 LARGEST_REWARD = 1e9
 """The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
 
@@ -21,47 +22,12 @@ ROUNDING = 1e-9
 """As a share of the larger of two rewards: a smaller difference is what sums leave in float64."""
 
 LARGEST_FIELD = 16 << 10
-"""The largest size of a value of a row in notes, as JSON."""
+"""The largest size of a value of a row in what is kept of it, as JSON."""
 
-Finish = Literal["stop", "length"]
-Tokens = Sequence[int] | np.ndarray
-
-
-class Column(NamedTuple):
-    """A column of numbers in which the samples of a group follow each other: how many it has, and of which type.
-    required: False if it may be missing. unsampled: what it has for a token that was not sampled; None: anything.
-    wide: whether it has several numbers for each, as many for all."""
-
-    per: Literal["sample", "token", "branch"]
-    dtype: type[np.generic]
-    required: bool = True
-    unsampled: float | None = None
-    wide: bool = False
-
-
-COLUMNS = {
-    "lengths": Column("sample", np.int32),
-    "rewards": Column("sample", np.float64),
-    "cut": Column("sample", np.uint8),  # 1 for the finish "length"
-    "tokens": Column("token", np.int32),
-    "logprobs": Column("token", np.float32, unsampled=0.0),
-    "versions": Column("token", np.int32, unsampled=NOT_SAMPLED),
-    "returns": Column("token", np.float64, required=False),
-    "teacher_logprobs": Column("token", np.float32, required=False, unsampled=0.0),
-    "reference_logprobs": Column("token", np.float32, required=False, unsampled=0.0),
-    "teacher_top_tokens": Column("token", np.int32, required=False, unsampled=0.0, wide=True),
-    "teacher_top_logprobs": Column("token", np.float32, required=False, unsampled=0.0, wide=True),
-    "branch_counts": Column("sample", np.int32, required=False),
-    "branch_shared": Column("branch", np.int32, required=False),
-    "branch_own": Column("branch", np.int32, required=False),
-}
-"""The samples of a group as they travel and as the spool has them. Those of tokens are fields of `Trajectory`, and
-columns of the rollouts that a run keeps."""
-
-TOKEN_COLUMNS = {name: column for name, column in COLUMNS.items() if column.per == "token"}
-SCORED = ("teacher_logprobs", "reference_logprobs")
-TOP = ("teacher_top_tokens", "teacher_top_logprobs")
-"""The columns that scorers give: of the sampled tokens, and of those that are likeliest."""
+FINISHES: tuple[Finish, ...] = ("stop", "length")
+_OF_SAMPLE = {"reward": np.float64, "finish": np.uint8, "shared": np.int32, "own": np.int32}
+"""What a sample's frame has beside its columns: of the sample one reward and the number of its finish in FINISHES, of
+its branches, if it has any, the tokens that they share and their own."""
 
 
 class TokenScores(NamedTuple):
@@ -94,9 +60,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sample of a group. All arrays have the same length T.
-
-    The arrays are declared in `COLUMNS`, too.
+    """One sample of a group. All arrays have the same length T, and the types that `areal.sampled.COLUMNS` declares; a
+    list becomes one.
 
     tokens: int32, prompt and completion as the engine saw them (never re-tokenised).
     logprobs: float32, log pi_behav of each sampled token after temperature; 0 where not sampled.
@@ -125,51 +90,68 @@ class Trajectory:
     teacher_top_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        lengths = {name: len(array) for name, array in self.token_columns.items()}
+        lengths = {}
+        for name, array in self.columns.items():
+            column = np.asarray(array, COLUMNS[name].dtype)
+            object.__setattr__(self, name, column)
+            lengths[name] = len(column)
+            if column.ndim != 1 + COLUMNS[name].wide:
+                raise ValueError(f"the column {name} of a sample has {column.ndim} dimensions")
         if len({*lengths.values()}) > 1:
             raise ValueError(f"the columns of a sample differ in length: {lengths}")
         if self.branches:
             _check_branches(self.branches, len(self.tokens))
+        object.__setattr__(self, "reward", float(self.reward))
+        if not abs(self.reward) <= LARGEST_REWARD:
+            raise ValueError(f"a reward of {self.reward} is no score")
+        if self.finish not in FINISHES:
+            raise ValueError(f"a finish of {self.finish!r} is neither 'stop' nor 'length'")
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def checked(self) -> Trajectory:
-        """Return the same trajectory with all fields of the types above.
-
-        Raises ValueError for a trajectory that no policy can have sampled, or from which nothing can be learned. A
-        message could not carry it, or a training step would fail on it, again after each restart.
-        """
-        arrays: dict[str, Any] = {
-            name: np.asarray(array, COLUMNS[name].dtype) for name, array in self.token_columns.items()
-        }
-        same = replace(self, reward=float(self.reward), **arrays)
-        for name, array in arrays.items():
-            if array.ndim != 1 + COLUMNS[name].wide:
-                raise ValueError(f"the column {name} of a sample has {array.ndim} dimensions")
-        if not same.sampled.any():
+    def validate(self) -> None:
+        """Raises ValueError for a trajectory that no policy can have sampled, or from which nothing can be learned: a
+        training step would fail on it, again after each restart."""
+        if not self.sampled.any():
             raise ValueError("nothing was sampled")
-        if not np.isfinite(same.logprobs).all() or same.versions.min() < NOT_SAMPLED:
+        if not np.isfinite(self.logprobs).all() or self.versions.min() < NOT_SAMPLED:
             raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
-        for name in (*SCORED, *TOP):
-            if name in arrays and not np.isfinite(arrays[name]).all():
-                raise ValueError(f"one of the {name} is not finite")
-        if same.teacher_top_tokens is not None and (same.teacher_top_tokens < 0).any():
-            raise ValueError("one of the teacher_top_tokens is below 0")
-        if any(same.sampled[path[0]] for path in paths(same.branches or [Branch(0, len(same))])):
+        for name in {*SCORED, *TOP} & self.columns.keys():
+            check_scores(name, self.columns[name])
+        if any(self.sampled[path[0]] for path in paths(self.branches or [Branch(0, len(self))])):
             raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
-        if not abs(same.reward) <= LARGEST_REWARD:
-            raise ValueError(f"a reward of {same.reward} is no score")
-        if same.returns is not None and not (np.abs(same.returns) <= LARGEST_REWARD).all():
+        if self.returns is not None and not (np.abs(self.returns) <= LARGEST_REWARD).all():
             raise ValueError("the return of a token is no score")
-        if same.finish not in ("stop", "length"):
-            raise ValueError(f"a finish of {same.finish!r} is neither 'stop' nor 'length'")
-        return same
 
     @property
-    def token_columns(self) -> dict[str, np.ndarray]:
+    def columns(self) -> dict[str, np.ndarray]:
         """Its arrays by name, without those that it does not have."""
-        return {name: array for name in TOKEN_COLUMNS if (array := getattr(self, name)) is not None}
+        return {name: array for name in COLUMNS if (array := getattr(self, name)) is not None}
+
+    def frame(self) -> bytes:
+        """The sample as it travels and as the spool has it. `of_frame` is the inverse."""
+        branches = zip(*self.branches, strict=True) if self.branches else ((), ())
+        values = ([self.reward], [FINISHES.index(self.finish)], *branches)
+        of_sample = {name: np.array(value, _OF_SAMPLE[name]) for name, value in zip(_OF_SAMPLE, values, strict=True)}
+        return pack(self.columns | of_sample)
+
+    @classmethod
+    def of_frame(cls, frame: bytes | memoryview) -> Trajectory:
+        """A sample that came from outside; its arrays are not copied. Raises ValueError if it is none."""
+        arrays = unpack(frame)
+        if missing := _OF_SAMPLE.keys() - arrays.keys():
+            raise ValueError(f"a sample lacks {', '.join(sorted(missing))}")
+        of_sample = {name: arrays.pop(name) for name in _OF_SAMPLE}
+        for name, array in of_sample.items():
+            if array.dtype != _OF_SAMPLE[name] or array.ndim != 1:
+                raise ValueError(f"{name} of a sample is {array.dtype} {array.shape}")
+        (reward,), (finish,), *lengths = (array.tolist() for array in of_sample.values())
+        check(arrays, len(arrays.get("tokens", ())))
+        if finish >= len(FINISHES):
+            raise ValueError("a sample has an unknown finish")
+        branches = tuple(Branch(*pair) for pair in zip(*lengths, strict=True))
+        return cls(**arrays, reward=reward, finish=FINISHES[finish], branches=branches)
 
     @property
     def unrolled(self) -> int:
@@ -194,7 +176,7 @@ class Trajectory:
             yield self
             return
         for branch, path in zip(self.branches, paths(self.branches), strict=True):
-            arrays = {name: array[path] for name, array in self.token_columns.items()}
+            arrays = {name: array[path] for name, array in self.columns.items()}
             for name, array in arrays.items():
                 if (unsampled := COLUMNS[name].unsampled) is not None:
                     array[: branch.shared] = unsampled
@@ -202,11 +184,12 @@ class Trajectory:
 
     def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> Trajectory:
         """The same trajectory with the column `name`, of SCORED or TOP. branches: [T - 1] or [T - 1, k] for each of
-        `sequences`, what all its tokens but the first get."""
+        `sequences`, what all its tokens but the first get. Raises ValueError for what no model gives."""
         lengths = self.branches or (Branch(0, len(self)),)
         parts = [np.insert(row, 0, 0, axis=0)[shared:] for (shared, _), row in zip(lengths, branches, strict=True)]
         column = np.concatenate(parts)
         column[~self.sampled] = 0
+        check_scores(name, column)
         arrays: dict[str, Any] = {name: column}
         return replace(self, **arrays)
 
@@ -245,65 +228,12 @@ def common(first: np.ndarray, second: np.ndarray) -> int:
     return int(np.append(first[:length] != second[:length], True).argmax())
 
 
-def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """The samples as the arrays of COLUMNS. `trajectories` is the inverse. There is a column of tokens if a sample has
-    it, and there are those of branches if one has branches."""
-    of_tokens = {name: array for t in samples for name, array in t.token_columns.items()}
-    table = {
-        "lengths": [len(t) for t in samples],
-        "rewards": [t.reward for t in samples],
-        "cut": [t.finish == "length" for t in samples],
-        **{
-            name: np.concatenate([t.filled(name, array.shape[1:]) for t in samples])
-            for name, array in of_tokens.items()
-        },
-    }
-    if any(t.branches for t in samples):
-        branches = [branch for t in samples for branch in t.branches]
-        table["branch_counts"] = [len(t.branches) for t in samples]
-        table["branch_shared"] = [branch.shared for branch in branches]
-        table["branch_own"] = [branch.new for branch in branches]
-    return {name: np.asarray(values, COLUMNS[name].dtype) for name, values in table.items()}
-
-
-def trajectories(table: Mapping[str, np.ndarray]) -> Iterator[Trajectory]:
-    """The samples of `columns`. Raises ValueError if these are not the declared columns, or do not fit each other."""
-    _check_table(table)
-    ends = np.cumsum(table["lengths"], dtype=np.int64)[:-1]
-    arrays = {name: np.split(table[name], ends) for name in TOKEN_COLUMNS if name in table}
-    branches: Sequence[tuple[Branch, ...]] = [()] * len(table["lengths"])
-    if "branch_counts" in table:
-        every = list(map(Branch, table["branch_shared"].tolist(), table["branch_own"].tolist()))
-        stops = np.cumsum(table["branch_counts"], dtype=np.int64).tolist()
-        branches = [tuple(every[start:stop]) for start, stop in pairwise([0, *stops])]
-    for number, (reward, cut) in enumerate(zip(table["rewards"].tolist(), table["cut"].tolist(), strict=True)):
-        yield Trajectory(
-            **{name: parts[number] for name, parts in arrays.items()},
-            reward=reward,
-            finish="length" if cut else "stop",
-            branches=branches[number],
-        )
-
-
-def _check_table(table: Mapping[str, np.ndarray]) -> None:
-    missing = {name for name, column in COLUMNS.items() if column.required} - table.keys()
-    if wrong := missing or table.keys() - COLUMNS.keys():
-        raise ValueError(f"a group has other columns than it should: {', '.join(sorted(wrong))}")
-    if len(table.keys() & {"branch_counts", "branch_shared", "branch_own"}) not in (0, 3):
-        raise ValueError("the branches are not complete")
-    lengths, branch_counts = table["lengths"], table.get("branch_counts", np.zeros(0, np.int32))
-    counts = {
-        "sample": len(lengths), "token": lengths.sum(dtype=np.int64), "branch": branch_counts.sum(dtype=np.int64),
-    }  # fmt: skip
-    if (lengths < 0).any() or (branch_counts < 0).any():
-        raise ValueError("a length or a number of branches is negative")
-    for name, array in table.items():
-        column = COLUMNS[name]
-        if array.dtype != column.dtype or array.ndim != 1 + column.wide or len(array) != counts[column.per]:
-            raise ValueError(
-                f"{name} is {array.dtype} {array.shape}, but should have {counts[column.per]} {column.dtype.__name__}, "
-                f"one for each {column.per}"
-            )
+def check_scores(name: str, column: np.ndarray) -> None:
+    """Raises ValueError for a column of SCORED or TOP that no model gives."""
+    if not np.isfinite(column).all():
+        raise ValueError(f"one of the {name} is not finite")
+    if name == "teacher_top_tokens" and (column < 0).any():
+        raise ValueError("one of the teacher_top_tokens is below 0")
 
 
 def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
@@ -316,24 +246,33 @@ def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
         raise ValueError(f"the branches do not have {tokens} tokens together")
 
 
+class Note(NamedTuple):
+    """What is known of a sample beside its tokens: the parts of its reward, the number of tokens that were sampled for
+    it and are not in it, and for the rollouts that the run keeps the generators that sampled it, when it began (seconds
+    since 1970) and how long it took."""
+
+    parts: Mapping[str, float] = {}
+    discarded: int = 0
+    generators: Sequence[str] = ()
+    began: float | None = None
+    seconds: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its G samples: the unit of admission, readiness and training. `notes`: of `notes_of`, or empty."""
+    """A prompt and its G samples: the unit of admission, readiness and training. `row`: the row's fields, as
+    `row_text` has them, or empty. `notes`: one for each sample, or none at all."""
 
     id: str
     prompt_index: int
     trajectories: tuple[Trajectory, ...]
-    notes: str = ""
+    row: str = ""
+    notes: tuple[Note, ...] = ()
 
     @property
     def start_version(self) -> int:
         """The oldest version among all sampled tokens of the group."""
         return min(t.start_version for t in self.trajectories)
-
-    @property
-    def about(self) -> list[dict[str, Any]]:
-        """What is noted of each sample."""
-        return json.loads(self.notes or "{}").get("samples") or [{} for _ in self.trajectories]
 
     @property
     def has_signal(self) -> bool:
@@ -348,22 +287,16 @@ def differ(first: Any, second: Any) -> Any:
     return np.abs(first - second) > ROUNDING * np.maximum(np.abs(first), np.abs(second))
 
 
-def joined(parts: Sequence[Group]) -> Group:
+def of_parts(parts: Sequence[Group]) -> Group:
     """The group with the samples of these parts of it, in order."""
     samples = tuple(sample for part in parts for sample in part.trajectories)
-    about = {"samples": [about for part in parts for about in part.about]}
-    notes = parts[0].notes and json.dumps(json.loads(parts[0].notes) | about)
-    return replace(parts[0], trajectories=samples, notes=notes)
+    return replace(parts[0], trajectories=samples, notes=tuple(note for part in parts for note in part.notes))
 
 
-def notes_of(fields: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
-    """The `notes` of a group. fields: the row's; long ones are left out. samples: for each, `parts` of its reward,
-    `discarded`, the number of tokens that were sampled for it and are not in it, and for the rollouts that the run
-    keeps `generators`, `began` and `seconds`."""
-    row = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
-    return json.dumps(
-        {"row": "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in row.items()) + "}", "samples": samples}
-    )
+def row_text(fields: Mapping[str, Any]) -> str:
+    """The fields of a row as JSON, without long ones."""
+    texts = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
+    return "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in texts.items()) + "}"
 
 
 class TokenValues(NamedTuple):

@@ -56,7 +56,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -476,20 +476,18 @@ class TokenColumns(Message):
     """New tokens of several sequences: of sequence `jobs[i]` the next `counts[i]` tokens, which follow those of
     `jobs[i - 1]` in the columns. `finishes[i]`: the number in FINISHES of how the sequence ended with them.
 
-    jobs int64, counts and finishes int32, all [sequences]; tokens and versions int32, logprobs float32, all [tokens].
+    jobs int64, counts and finishes int32, all [sequences]; columns: of areal.sampled.COLUMNS, each [tokens, ...].
     """
 
     jobs: Int64s
     counts: Int32s
     finishes: Int32s
-    tokens: Int32s
-    logprobs: Float32s
-    versions: Int32s
+    columns: Columns
     failed: Several[JobFailed] = ()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for column in (self.tokens, self.logprobs, self.versions):
+        for column in self.columns.values():
             _check_rows(self.jobs, self.counts, column)
         if len(self.finishes) != len(self.jobs):
             raise ValueError(f"{len(self.finishes)} finishes and {len(self.jobs)} jobs")
@@ -600,16 +598,27 @@ def _check_rows(jobs: Vector, counts: Vector, values: Vector) -> None:
         raise ValueError("the columns are not as long as the counts say")
 
 
+class ScoredSample(Part):
+    """`place`: its number in its group, which may have no other sample there. `frame`: of
+    areal.trajectory.Trajectory.frame. The others: as in areal.trajectory.Note."""
+
+    place: Place
+    frame: Bytes
+    parts: dict[Name, Number] = {}
+    discarded: Count = 0
+    generators: Several[Name] = ()
+    began: Number | None = None
+    seconds: Number | None = None
+
+
 class StoreSamples(Message):
     """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
-    ready if it is complete. `places`: the number of each in the group, which may have no other sample there. `columns`:
-    as areal.trajectory.COLUMNS declares them. `notes`: of areal.trajectory.notes_of, for each."""
+    ready if it is complete. `row`: of areal.trajectory.row_text, or empty."""
 
     group: Name
     prompt_index: Index
-    places: Several[Place]
-    columns: Columns
-    notes: Several[str]
+    row: str
+    samples: Annotated[Several[ScoredSample], Field(min_length=1)]
 
 
 class AskSamples(Message):
@@ -632,12 +641,12 @@ class StoredSamples(Message):
 
 class StoreCalls(Message):
     """The calls so far of a sample that is not finished, for the spool; the answer says that they are on disk.
-    `columns`: of areal.storage.saved_calls.packed. The others as in StoreSamples."""
+    `frame`: of areal.storage.saved_calls.packed. The others as in StoreSamples."""
 
     group: Name
     prompt_index: Index
     place: Place
-    columns: Columns
+    frame: Bytes
 
 
 class AskCalls(Message):
@@ -650,7 +659,7 @@ class AskCalls(Message):
 class StoredCalls(Message):
     """As in StoreCalls; empty if there are none any more."""
 
-    columns: Columns
+    frame: Bytes
 
 
 # --- weights

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import zmq
 
-from areal.storage.spool import Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Branch, Group, Trajectory
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
@@ -56,8 +56,13 @@ def drawn(programs: dict[str, T], share: float) -> dict[str, T]:
     return {name: programs[name] for name in itertools.chain.from_iterable(names)}
 
 
-def put(spool: Spool, part: Group, place: int = 0, size: int = 1) -> Group | None:
-    return spool.put_all({place: part}, size)
+def put(spool: Spool, group: Group, place: int = 0, size: int = 0) -> Group | None:
+    """Store samples of a group from `place` on. size: that of the group; 0: it has just these."""
+    parts = {
+        place + n: SpoolPart(replace(group, trajectories=(sample,), notes=group.notes[n : n + 1]), sample.frame())
+        for n, sample in enumerate(group.trajectories)
+    }
+    return spool.put_all(parts, size or len(parts))
 
 
 def find_free_port() -> int:

@@ -8,8 +8,9 @@ import numpy as np
 import yaml
 from scripted_policy import byte_tokenizer
 
-from areal.storage.rollouts import FOLDER, RolloutWriter
-from areal.trajectory import Branch, Group, TokenValues, Trajectory, notes_of
+from areal.run_files import ROLLOUTS
+from areal.storage.rollouts import RolloutWriter
+from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory, row_text
 
 Said = list[tuple[str, bool]]
 """Texts, and whether the policy sampled them."""
@@ -25,17 +26,15 @@ def sample(said: Said, reward: float = 0.0, version: int = 0, branches: tuple[Br
 
 
 def group(index: int, *samples: Trajectory, question: str = "2+2") -> Group:
-    about = [
-        {"parts": {"exact": s.reward}, "generators": ["generator/0#1"], "began": 1e9, "seconds": 2.0} for s in samples
-    ]
-    return Group(f"g{index}.0", index, samples, notes_of({"prompt": question}, about))
+    notes = tuple(Note({"exact": s.reward}, 0, ("generator/0#1",), 1e9, 2.0) for s in samples)
+    return Group(f"g{index}.0", index, samples, row_text({"prompt": question}), notes)
 
 
 def writer(run: Path) -> RolloutWriter:
     def texts(sequences: list[np.ndarray]) -> list[str]:
         return [TOKENIZER.decode(tokens.tolist(), skip_special_tokens=False) for tokens in sequences]
 
-    return RolloutWriter(run / FOLDER, "all", 1 << 30, texts)
+    return RolloutWriter(run / ROLLOUTS, "all", 1 << 30, texts)
 
 
 def values(*groups: Group) -> TokenValues:

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.config import Credit, SamplingConfig
+from areal.sampled import Generation
 from areal.trajectory import Trajectory
-from areal.workflows.conversation import Generation
 from areal.workflows.forest import Forest
 from areal.workflows.parsers import Parsers
 

@@ -202,7 +202,7 @@ def _branched(trajectory, rng):
         branches.append(Branch(shared, own))
     arrays = {name: np.concatenate([getattr(c, name) for c in columns]) for name in ("tokens", "logprobs", "versions")}
     returns = rng.random(len(arrays["tokens"])) if rng.random() < 0.7 else None
-    return replace(trajectory, **arrays, branches=tuple(branches), returns=returns).checked()
+    return replace(trajectory, **arrays, branches=tuple(branches), returns=returns)
 
 
 def eager(folder, dtype=torch.float32):

@@ -16,8 +16,8 @@ from areal.config import RewardConfig
 from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction
 from areal.rewards.processes import RewardFailed
+from areal.sampled import Tokens
 from areal.text import error_text
-from areal.trajectory import Tokens
 
 
 class FunctionPool:

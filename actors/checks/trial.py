@@ -40,12 +40,13 @@ from areal.processes import ROOT
 from areal.result import Result
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
+from areal.sampled import Generation
 from areal.text import shown
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.agents import AgentFailed
 from areal.workflows.builtin import resolve_workflow
-from areal.workflows.conversation import Generation, check_shown, user
+from areal.workflows.conversation import check_shown, user
 from areal.workflows.parsers import Json, Parsed, Parsers
 
 # Without --config. A run has to set all but the workflow by itself.
@@ -160,12 +161,12 @@ class OneEngine:
 
     async def sample(self, call: Call) -> Generation:
         """Raises SampleFailed."""
-        chunks = self._engine.generate(f"{next(self._numbers)}", call.tokens.tolist(), call.sampling)
+        parts = self._engine.generate(f"{next(self._numbers)}", call.tokens.tolist(), call.sampling)
         try:
             with self._clock.timed("sampling"):
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
-                        completion = call.add(chunk.tokens, chunk.logprobs, chunk.versions, chunk.finish)
+                async with contextlib.aclosing(parts):
+                    async for part in parts:
+                        completion = call.add(part, part.finish)
                         if completion is not None:
                             return completion
         except ValueError as error:
@@ -254,7 +255,7 @@ class Trial:
         sample, failure = None, None
         with self._clock.timed("episode"):
             try:
-                sample = self._lowered((await self._workflow(session, self._row)).checked())
+                sample = self._lowered(await self._workflow(session, self._row))
             except UserError:
                 raise
             except (SampleFailed, AgentFailed) as error:

@@ -11,8 +11,8 @@ import numpy as np
 from actors.sampling.flows import Job
 from areal.config import SamplingConfig
 from areal.result import Result, RewardError
-from areal.trajectory import Finish
-from areal.workflows.conversation import Generation, Keep
+from areal.sampled import Finish, Generation, TokenTable, split
+from areal.workflows.conversation import Keep
 from protocols.errors import BusError
 from protocols.messages import (
     FINISHES,
@@ -24,7 +24,6 @@ from protocols.messages import (
     Message,
     NewSequence,
     TokenColumns,
-    slices,
 )
 
 
@@ -104,12 +103,11 @@ class Call(Job):
         self.target: Member | None = None
         self.generator: str | None = None
         self.since = 0.0
-        self.sampled = 0
         self.finish: Finish | None = None
         self._prompt = prompt
         self._limit = limit
         self._keep = keep
-        self._tokens, self._logprobs, self._versions = (np.empty(0, t) for t in (np.int32, np.float32, np.int32))
+        self._table = TokenTable()
 
     @staticmethod
     def request(flow: int, jobs: Sequence[Call]) -> Generate:
@@ -133,17 +131,26 @@ class Call(Job):
     def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:
         if not isinstance(part, TokenColumns):
             raise BusError(f"a generator sent {part.kind!r} instead of tokens")
-        for number, places, finish in zip(part.jobs.tolist(), slices(part.counts), part.finishes.tolist(), strict=True):
+        try:
+            tables = split(part.columns, part.counts.tolist())
+        except ValueError as error:
+            raise BusError(f"a generator sent wrong columns: {error}") from None
+        for number, table, finish in zip(part.jobs.tolist(), tables, part.finishes.tolist(), strict=True):
             if call := jobs.get(number):
-                call.receive(part.tokens[places], part.logprobs[places], part.versions[places], FINISHES[finish])
+                call.receive(table, FINISHES[finish])
                 if finish:
                     del jobs[number]
         return part.failed
 
     @property
+    def sampled(self) -> int:
+        """The number of tokens that have arrived."""
+        return len(self._table)
+
+    @property
     def tokens(self) -> np.ndarray:
         """int32 [prefix]: the prompt and what is sampled."""
-        return np.concatenate([self._prompt, self._tokens[: self.sampled]])
+        return np.concatenate([self._prompt, self._table.tokens])
 
     @property
     def prefix(self) -> int:
@@ -176,41 +183,38 @@ class Call(Job):
     def abort(self) -> None:
         self.fail(ended())
 
-    def receive(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, finish: Finish | None) -> None:
+    def receive(self, new: TokenTable, finish: Finish | None) -> None:
         """Add tokens that a flow has brought (see `add`), unless the call has ended meanwhile."""
         if not self.runs:
             return
         try:
-            if (completion := self.add(tokens, logprobs, versions, finish)) is not None:
+            if (completion := self.add(new, finish)) is not None:
                 self.succeed(completion)
         except Exception as error:  # of the workflow's `keep`, to which it belongs
             self.fail(error)
 
-    def add(
-        self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, finish: Finish | None
-    ) -> Generation | None:
+    def add(self, new: TokenTable, finish: Finish | None) -> Generation | None:
         """Add the next tokens. Returns the completion if it is finished with them, if `keep` ends it, or if the sample
         has no room for more, since its other calls sample too. Raises SampleFailed if the sample is closed."""
         if self.sample.closed:
             raise ended()
         room = self.sample.room
-        self._append(tokens, logprobs, versions)
+        self._table.append(new)
         self.finish = finish
-        self.sample.count(versions)
+        self.sample.count(new.versions)
         end = self._kept_length()
-        length = self.sampled - max(0, len(tokens) - room)
+        length = self.sampled - max(0, len(new) - room)
         if length < self.sampled and (end is None or end > length):
             return self.completion("length", length)
         if end is not None:
             return self.completion("stop", end)
         if finish:
             return self.completion(finish)
-        return None if room > len(tokens) else self.completion("length")
+        return None if room > len(new) else self.completion("length")
 
-    def completion(self, finish: Finish, length: int | None = None) -> Generation:
+    def completion(self, finish: Finish | None, length: int | None = None) -> Generation:
         """The first `length` of the tokens that have arrived."""
-        end = self.sampled if length is None else min(length, self.sampled)
-        return Generation(self._tokens[:end], self._logprobs[:end], self._versions[:end], finish)
+        return Generation.of(self._table.view(0, length), finish)
 
     def refused(self, error: Exception) -> Generation:
         """The completion after a generator has refused the tokens. Raises SampleFailed if the sample has none yet."""
@@ -218,20 +222,10 @@ class Call(Job):
             return self.completion("length")
         raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
 
-    def _append(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        begin, end = self.sampled, self.sampled + len(tokens)
-        if end > len(self._tokens):  # twice as long, so that each token is copied a few times at most
-            self._tokens, self._logprobs, self._versions = (
-                np.concatenate([column[:begin], np.empty(2 * end - begin, column.dtype)])
-                for column in (self._tokens, self._logprobs, self._versions)
-            )
-        self._tokens[begin:end], self._logprobs[begin:end], self._versions[begin:end] = tokens, logprobs, versions
-        self.sampled = end
-
     def _kept_length(self) -> int | None:
         if self._keep is None:
             return None
-        tokens = self._tokens[: self.sampled]
+        tokens = self._table.tokens
         tokens.flags.writeable = False  # they are the sample's
         return self._keep(tokens)
 

@@ -23,8 +23,8 @@ from areal.config import RewardConfig
 from areal.result import Result
 from areal.rewards.pool import Quarantine, digest
 from areal.rewards.processes import RewardFailed
+from areal.sampled import Generation
 from areal.trajectory import TokenScores
-from areal.workflows.conversation import Generation
 from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
     Cause,

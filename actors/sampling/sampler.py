@@ -108,7 +108,9 @@ class Sampler(Actor):
         the sample, not this actor."""
         try:
             async with session.in_workflow():
-                sample = (await self._workflow(session, row)).checked()
+                sample = await self._workflow(session, row)
+            if not isinstance(sample, Trajectory) or not sample.sampled.any():
+                raise ValueError("it has returned no Trajectory with sampled tokens")
         except SampleFailed as failure:
             if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
                 self.report_failure(failure.cause, f"{failure}")

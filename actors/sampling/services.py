@@ -17,9 +17,10 @@ from areal.config import Config, SandboxConfig, UserError
 from areal.data.rows import Row
 from areal.programs.outside import Sandbox, SandboxError, open_sandbox
 from areal.result import Result, overlong_penalty
+from areal.sampled import Generation
 from areal.staleness.standstills import UNKNOWN, Standstills
 from areal.trajectory import TokenScores, Trajectory
-from areal.workflows.conversation import Generation, begin
+from areal.workflows.conversation import begin
 from areal.workflows.openai_api import Access
 from areal.workflows.parsers import Parsers
 from areal.workflows.session import Session

@@ -10,7 +10,6 @@ import sysconfig
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
-from dataclasses import replace
 from operator import index
 from typing import NamedTuple
 
@@ -22,9 +21,10 @@ from actors.sampling.services import Generators, Services
 from areal.config import SamplingConfig
 from areal.data.rows import Row, prompt_text
 from areal.result import all_scored, combined
+from areal.sampled import Generation, Tokens
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
-from areal.trajectory import Tokens, Trajectory
-from areal.workflows.conversation import Generation, Keep, first_of, keep_until_text
+from areal.trajectory import Trajectory
+from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
 from protocols.messages import Member
@@ -106,11 +106,12 @@ class SampleSession(SampleState):
     def _begin(self, call: Call, key: _CallKey) -> Generation | None:
         """Have the call begin with what an earlier attempt has sampled of it. Returns the completion if that is all."""
         for number, saved in enumerate(self.saved_calls):
-            fits = len(saved.tokens) + (saved.finish is None) <= call.remaining
+            tokens, finish = len(saved.sampled), saved.sampled.finish
+            fits = tokens + (finish is None) <= call.remaining
             if fits and (saved.prompt, saved.limit) == (key.prompt, key.limit):
                 del self.saved_calls[number]
-                self.unsaved -= len(saved.tokens)  # they are counted now
-                return call.add(saved.tokens, saved.logprobs, saved.versions, saved.finish)
+                self.unsaved -= tokens  # they are counted now
+                return call.add(saved.sampled, finish)
         return None
 
     def count(self, versions: np.ndarray) -> None:
@@ -129,10 +130,13 @@ class SampleSession(SampleState):
 
     def calls_so_far(self) -> list[SavedCall]:
         """All calls that have tokens, in the order in which they began, and then those that are still `saved_calls`."""
-        calls = {key.number: key.saved(call) for key, call in zip(self._finished, self.calls, strict=True)}
+        calls = {
+            key.number: SavedCall(key.prompt, key.limit, call)
+            for key, call in zip(self._finished, self.calls, strict=True)
+        }
         for call, key in self.running.items():
             if call.sampled:
-                calls[key.number] = replace(key.saved(call.completion("length")), finish=call.finish)
+                calls[key.number] = SavedCall(key.prompt, key.limit, call.completion(call.finish))
         return [*(calls[number] for number in sorted(calls)), *self.saved_calls]
 
     def reward(self, call: Generation, value: float) -> None:
@@ -259,9 +263,6 @@ class _CallKey(NamedTuple):
     number: int
     prompt: bytes
     limit: int
-
-    def saved(self, call: Generation) -> SavedCall:
-        return SavedCall(self.prompt, self.limit, call.tokens, call.logprobs, call.versions, call.finish)
 
 
 def place_of(error: BaseException | None, libraries: tuple[str, ...] = LIBRARIES) -> str:

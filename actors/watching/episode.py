@@ -12,9 +12,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from areal.result import Result
+from areal.sampled import Generation
 from areal.text import shown
 from areal.trajectory import Branch, Trajectory, paths
-from areal.workflows.conversation import Generation
 from areal.workflows.parsers import Parsed
 
 # Longer texts are shown without their middle.

@@ -7,7 +7,7 @@ process directly, without the `AsyncLLM` front end, for two reasons:
   changes only while the engine is paused and idle. So a token and its version arrive in one message, and the version
   stays correct however long the message waits in a queue here. `AsyncLLM` reports versions only with a sequence's last
   token.
-* *Speed.* There is no tokenizer, no text and no object per token: only appends to lists remain.
+* *Speed.* There is no tokenizer, no text and no object per token: only rows of a table remain.
 
 Importing this module imports neither torch nor vLLM: `GenerationEngine.start` does.
 """
@@ -20,7 +20,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -37,8 +37,9 @@ from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
 from areal.models import shapes_in
 from areal.processes import importing
+from areal.sampled import Finish, Generation, TokenTable
 from areal.tokens import tokenizer_in
-from areal.trajectory import Finish, TokenScores
+from areal.trajectory import TokenScores
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 # vllm.v1.engine.EngineCoreEventType
 PREEMPTED = 3
 
+_NOTHING = np.empty(0, np.float32)
+
 # The number of the only adapter.
 ADAPTER = 1
 
@@ -79,25 +82,6 @@ class EngineError(Exception):
 
 class WeightLoadError(Exception):
     """The weights offered to `load` do not fit the model; the engine keeps its current weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next n >= 1 tokens of a sequence.
-
-    tokens: int32 [n], including a stop token, since it was sampled.
-    logprobs: float32 [n], log-prob of each token under the distribution it was drawn from (after temperature).
-    versions: int32 [n], the policy version that sampled each token.
-    finish: "stop" (a stop token ended the sequence) or "length" on the last chunk, else None.
-    scores: of the prompt, if they were asked for: those of its tokens but the first, or float32 [outputs] of a
-    classifier.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish: Finish | None
-    scores: TokenScores | np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +193,9 @@ class GenerationEngine:
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None,
         first_version: int | None = None,
-    ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
-        """Sample one continuation of `tokens`, streamed in chunks of about `stream_interval` tokens.
+    ) -> AsyncGenerator[Generation, None]:  # fmt: skip
+        """Sample one continuation of `tokens`, streamed in parts of about `stream_interval` tokens, at least one. The
+        last one has a `finish`.
 
         `max_new_tokens` replaces that of `sampling` (a sequence continued from another engine has fewer tokens left).
         first_version: of the first token of the sample that this call belongs to. With `kv_on_update: keep` the call
@@ -223,9 +208,9 @@ class GenerationEngine:
             tuple(self._model.stop_tokens), max_tokens=max_tokens, min_tokens=min(sampling.min_new_tokens, max_tokens),
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
         )  # fmt: skip
-        async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version)) as sequences:
+            async for sequence in sequences:
+                yield sequence.take()
 
     async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores:
         """The log-probs of these tokens, and the `top_k` likeliest ones, under the weights in place. No KV cache of
@@ -234,8 +219,9 @@ class GenerationEngine:
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
         """
         params = _sampling_params(max_tokens=1, prompt_logprobs=top_k)
-        scores, versions = await self._scores(request_id, tokens, params)
-        return scores._replace(version=int(versions[-1]))
+        sequence = await self._scored(request_id, tokens, params)
+        assert isinstance(sequence.scores, TokenScores)
+        return sequence.scores._replace(version=int(sequence.rows.versions[-1]))
 
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray:
         """The outputs of a sequence classifier for these tokens, float32 [outputs]; `activation`: after its sigmoid or
@@ -243,22 +229,24 @@ class GenerationEngine:
         from vllm import PoolingParams
 
         params = PoolingParams(task="classify", use_activation=activation)
-        outputs, _ = await self._scores(request_id, tokens, params)
+        outputs = (await self._scored(request_id, tokens, params)).scores
+        assert isinstance(outputs, np.ndarray)
         return outputs
 
-    async def _scores(
+    async def _scored(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams
-    ) -> tuple[Any, np.ndarray]:
-        """The scores of these tokens, and the versions that came with them (`Chunk`)."""
-        async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
-            async for chunk in chunks:
-                if chunk.scores is not None:
-                    return chunk.scores, chunk.versions
+    ) -> _Sequence:
+        """The sequence of these tokens once it has `scores`."""
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as sequences:
+            async for sequence in sequences:
+                if sequence.scores is not None:
+                    return sequence
         raise EngineError("The engine gave no scores of a prompt.")
 
     async def _stream(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams, first_version: int | None
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[_Sequence, None]:
+        """The sequence, each time that it has something new for its reader, who takes it."""
         self._check_tokens(tokens)
         self._raise_if_failed()
         if self._handed_over:
@@ -269,7 +257,8 @@ class GenerationEngine:
         try:
             await self._send(key, tokens, params, first_version)
             while not sequence.exhausted:
-                yield await sequence.next_chunk()
+                await sequence.grow()
+                yield sequence
         finally:
             self._sequences.pop(key, None)
             if not sequence.finished and self._error is None:
@@ -537,7 +526,7 @@ class GenerationEngine:
             self._queries += stats.prefix_cache_stats.queries
             self._hits += stats.prefix_cache_stats.hits
         first = outputs.outputs[0].new_logprobs if outputs.outputs else None
-        logprobs = [] if first is None else first.logprobs.tolist()  # of all outputs, one after another
+        logprobs = _NOTHING if first is None else first.logprobs  # of all outputs, one after another
         end = 0
         for output in outputs.outputs:
             begin, end = end, end + len(output.new_token_ids)
@@ -581,17 +570,16 @@ class _Model:
 
 
 class _Sequence:
-    """Buffers the tokens of one sequence between the engine and the reader of `generate`."""
+    """A sequence between the engine and the reader of `generate`. `rows`: the tokens that are not taken yet. `scores`:
+    of the prompt, if they were asked for: those of its tokens but the first, or float32 [outputs] of a classifier."""
 
     def __init__(self, prompt: int, interval: int) -> None:
         self.prompt = prompt
         self.sampled = 0
+        self.rows = TokenTable()
+        self.scores: TokenScores | np.ndarray | None = None
         self._interval = interval
         self._ready = asyncio.Event()
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._scores: TokenScores | np.ndarray | None = None
         self._finish: Finish | None = None
         self._error: EngineError | None = None
 
@@ -608,25 +596,24 @@ class _Sequence:
     @property
     def exhausted(self) -> bool:
         """True if the sequence is finished and the reader has received all of its tokens."""
-        return self.finished and not self._tokens and self._scores is None
+        return self.finished and not self.rows and self.scores is None
 
-    def add(self, output: EngineCoreOutput, logprobs: list[float], version: str | None) -> None:
-        if output.new_token_ids:
+    def add(self, output: EngineCoreOutput, logprobs: np.ndarray, version: str | None) -> None:
+        if count := len(output.new_token_ids):
             assert version is not None  # it is set before anything is sampled
-            self.sampled += len(output.new_token_ids)
-            self._tokens += output.new_token_ids
-            self._logprobs += logprobs
-            self._versions += [int(version)] * len(output.new_token_ids)
+            self.sampled += count
+            columns = {"tokens": output.new_token_ids, "logprobs": logprobs, "versions": int(version)}
+            self.rows.extend(count, columns)
         if output.new_prompt_logprobs_tensors is not None:
             # The token itself comes first, then the likeliest ones.
             tensors = output.new_prompt_logprobs_tensors
             tokens, scores = tensors.logprob_token_ids.numpy(), tensors.logprobs.numpy()
-            self._scores = TokenScores(scores[:, 0], tokens[:, 1:].astype(np.int32), scores[:, 1:])
+            self.scores = TokenScores(scores[:, 0], tokens[:, 1:].astype(np.int32), scores[:, 1:])
         if output.pooling_output is not None:
-            self._scores = output.pooling_output.float().numpy()
+            self.scores = output.pooling_output.float().numpy()
         if output.finish_reason is not None:
             self._end(str(output.finish_reason))
-        elif len(self._tokens) >= self._interval:
+        elif len(self.rows) >= self._interval:
             self._ready.set()
 
     def fail(self, error: EngineError) -> None:
@@ -634,21 +621,18 @@ class _Sequence:
             self._error = error
             self._ready.set()
 
-    async def next_chunk(self) -> Chunk:
+    async def grow(self) -> None:
+        """Wait for new rows or scores, or the end."""
         await self._ready.wait()
-        if self._error is not None and not self._tokens:  # tokens sampled before the error are valid and come first
+        if self._error is not None and not self.rows:  # tokens sampled before the error are valid and come first
             raise self._error
         if not self.ended:
             self._ready.clear()
-        chunk = Chunk(
-            np.array(self._tokens, np.int32),
-            np.array(self._logprobs, np.float32),
-            np.array(self._versions, np.int32),
-            self._finish,
-            self._scores,
-        )
-        self._tokens, self._logprobs, self._versions, self._scores = [], [], [], None
-        return chunk
+
+    def take(self) -> Generation:
+        """The rows, which are the reader's from now on."""
+        rows, self.rows = self.rows, TokenTable()
+        return Generation.of(rows, self._finish)
 
     def _end(self, reason: str) -> None:
         if finish := FINISHES.get(reason):
@@ -699,11 +683,9 @@ def _start_core(
     if on_cpu:
         cpu.set_environment(config)
         cpu.check_settings(config, transfer)
-    try:
-        vllm_config = _vllm_config(_engine_args(model, config, seed, lora, sleeps, on_cpu, transfer), config, on_cpu)
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
+    vllm_config = _checked_config(
+        model, config, lambda: _engine_args(model, config, seed, lora, sleeps, on_cpu, transfer), on_cpu
+    )
     try:
         with forked_engines() if on_cpu else contextlib.nullcontext():
             core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
@@ -717,6 +699,26 @@ def stop_tokens(model: Path, listed: int | Sequence[int] | None) -> list[int]:
     its tokenizer's end of sequence, which fine-tuning has trained."""
     own: Any = getattr(tokenizer_in(str(model)), "eos_token_id", None)
     return sorted({*([listed] if isinstance(listed, int) else listed or ()), own} - {None})
+
+
+def check_options(model: Path, config: GeneratorConfig) -> None:
+    """Raises UserError if vLLM does not take `config.engine_options` for the model in this folder. It is imported."""
+    set_environment(config)
+    with importing():
+        from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    _checked_config(model, config, lambda: _engine_args(model, config, 0, None, False, on_cpu), on_cpu)
+
+
+def _checked_config(
+    model: Path, config: GeneratorConfig, arguments: Callable[[], AsyncEngineArgs], on_cpu: bool
+) -> VllmConfig:
+    try:
+        return _vllm_config(arguments(), config, on_cpu)
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
 
 
 def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bool) -> VllmConfig:

@@ -29,7 +29,7 @@ from areal.result import Result
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
 from areal.rewards.functions import Traits, check_groups
 from areal.rewards.processes import RewardFailed, WorkerProcess
-from areal.trajectory import Tokens
+from areal.sampled import Tokens
 
 # Number of inputs for which lost workers are counted; far more than should ever cost a worker.
 SUSPECTS = 4096

@@ -17,7 +17,8 @@ import numpy as np
 
 from areal.config import Config
 from areal.devices import visible_devices
-from areal.generation.engine import Chunk, EngineError, GenerationEngine, LoadTimes, WeightLoadError
+from areal.generation.engine import EngineError, GenerationEngine, LoadTimes, WeightLoadError
+from areal.sampled import Generation, TokenTable, joined
 from areal.selftest.disk import size_of
 from areal.selftest.findings import REPORT, Finding
 from areal.selftest.reference_models import kept_logprobs, model_of, reference_logprobs
@@ -192,7 +193,7 @@ async def interrupt(
 ) -> tuple[list[Sampled], LoadTimes]:
     """Sequences that went on from the version before to the weights in `folder`, `version`, and what the load took."""
 
-    def enough(parts: Sequence[Chunk]) -> bool:
+    def enough(parts: Sequence[Generation]) -> bool:
         return sum(int((chunk.versions >= version).sum()) for chunk in parts) >= AFTER
 
     tasks = await begin(engine, config, LONGEST, enough)
@@ -202,14 +203,14 @@ async def interrupt(
 
 async def begin(
     engine: GenerationEngine, config: Config, tokens: int,
-    enough: Callable[[Sequence[Chunk]], bool] = lambda parts: False,
+    enough: Callable[[Sequence[Generation]], bool] = lambda parts: False,
 ) -> list[asyncio.Task[Sampled]]:  # fmt: skip
     """Begin to sample some sequences, each of at most `tokens` tokens, until its chunks are `enough`. Returns once all
     have tokens, or have ended."""
     prompts, begun = _prompts(config), [asyncio.Event() for _ in range(SEQUENCES)]
 
     async def sample_one(number: int) -> Sampled:
-        parts: list[Chunk] = []
+        parts: list[Generation] = []
         try:
             async with _continued(engine, config, prompts[number], tokens) as chunks:
                 async for chunk in chunks:
@@ -281,17 +282,15 @@ async def _recovery(
 
 def _continued(
     engine: GenerationEngine, config: Config, prompt: np.ndarray, tokens: float = math.inf
-) -> aclosing[AsyncGenerator[Chunk, None]]:
+) -> aclosing[AsyncGenerator[Generation, None]]:
     """A continuation of the prompt, of at most `tokens` tokens."""
     limit = int(min(tokens, engine.max_model_len - len(prompt)))
     return aclosing(engine.generate("selftest", prompt.tolist(), config.sampling, max_new_tokens=limit))
 
 
-def _joined(prompt: np.ndarray, chunks: Sequence[Chunk]) -> Sampled:
-    tokens, logprobs, versions = (
-        np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("tokens", "logprobs", "versions")
-    )
-    return Sampled(prompt, tokens, logprobs, versions)
+def _joined(prompt: np.ndarray, parts: Sequence[Generation]) -> Sampled:
+    table = TokenTable(joined(parts))
+    return Sampled(prompt, table.tokens, table.logprobs, table.versions)
 
 
 def _prompts(config: Config) -> list[np.ndarray]:

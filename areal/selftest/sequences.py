@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+from areal.sampled import NOT_SAMPLED
+from areal.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,14 +27,14 @@ import pyarrow.parquet as pq
 import structlog
 
 from areal.config import UserError
+from areal.sampled import COLUMNS, NOT_SAMPLED, Column
 from areal.storage.disk import rename, shortage
-from areal.trajectory import NOT_SAMPLED, TOKEN_COLUMNS, Branch, Column, Group, TokenValues, Trajectory
+from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory
 
 log = structlog.get_logger()
 
 Fate = Literal["trained", "filtered", "discarded"]
 
-FOLDER = "rollouts"
 FORMAT_VERSION = 1
 ONE_OF = 16
 """`sample` keeps one group of this many."""
@@ -70,7 +70,7 @@ SCHEMA = pa.schema(
         "began": pa.float64(),  # seconds since 1970
         "seconds": pa.float64(),
         "shared": pa.int32(),  # first tokens in common with the branch before
-        **{name: pa.list_(pa.from_numpy_dtype(column.dtype)) for name, column in TOKEN_COLUMNS.items()},
+        **{name: pa.list_(pa.from_numpy_dtype(column.dtype)) for name, column in COLUMNS.items()},
         **{name: pa.list_(pa.float32()) for name in TokenValues._fields},  # null if it was not trained
     },
     metadata={"areal_rollouts": str(FORMAT_VERSION)},
@@ -169,7 +169,7 @@ class RolloutWriter:
             self._newest_ids.append(rollout.group.id)
             if self._keep_every and crc32(rollout.group.id.encode()) % self._keep_every == 0:
                 self._pending.append(rollout)
-                self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.notes)
+                self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.row)
 
     def store(self, rollouts: Sequence[Rollout]) -> None:
         """Write the rollouts into a new file."""
@@ -206,17 +206,18 @@ class _Branch(NamedTuple):
     start_version: int
     sequence: Trajectory
     values: TokenValues | None
-    note: dict[str, Any]
+    note: Note
     row: str
 
 
 def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
     for rollout in rollouts:
-        row, about = json.loads(rollout.group.notes or "{}").get("row", "{}"), rollout.group.about
-        starts = [trajectory.start_version for trajectory in rollout.group.trajectories]
+        group = rollout.group
+        row, notes = group.row or "{}", group.notes or [Note()] * len(group.trajectories)
+        starts = [trajectory.start_version for trajectory in group.trajectories]
         staleness = rollout.step and rollout.step - 1 - min(starts)
         start = 0
-        for sample, (trajectory, note) in enumerate(zip(rollout.group.trajectories, about, strict=True)):
+        for sample, (trajectory, note) in enumerate(zip(group.trajectories, notes, strict=True)):
             for branch, sequence in enumerate(trajectory.sequences()):
                 end = start + len(sequence)
                 values = rollout.values and TokenValues(*(array[start:end] for array in rollout.values))
@@ -263,13 +264,13 @@ def _table(branches: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list
         "prompt_tokens": starts,
         "completion_tokens": counts,
         "reward": [t.reward for t in sequences],
-        "reward_parts": [json.dumps(branch.note.get("parts", {})) for branch in branches],
+        "reward_parts": [json.dumps(branch.note.parts) for branch in branches],
         "advantage": [advantage if branch.values else None for advantage, branch in zip(gain, branches, strict=True)],
         "finish": [t.finish for t in sequences],
-        "generators": [",".join(branch.note.get("generators", ())) for branch in branches],
-        "began": [branch.note.get("began") for branch in branches],
-        "seconds": [branch.note.get("seconds") for branch in branches],
-        **{name: _lists([getattr(t, name) for t in sequences], name) for name in TOKEN_COLUMNS},
+        "generators": [",".join(branch.note.generators) for branch in branches],
+        "began": [branch.note.began for branch in branches],
+        "seconds": [branch.note.seconds for branch in branches],
+        **{name: _lists([getattr(t, name) for t in sequences], name) for name in COLUMNS},
         **{
             name: _lists([branch.values and getattr(branch.values, name) for branch in branches], name)
             for name in TokenValues._fields
@@ -342,7 +343,7 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
 
     Raises UserError if a file cannot be read.
     """
-    names = ["step", "place", "group", "prompt_index", "sample", "branch", "shared", "finish", "reward", *TOKEN_COLUMNS]
+    names = ["step", "place", "group", "prompt_index", "sample", "branch", "shared", "finish", "reward", *COLUMNS]
     for path in files(folder):
         table = _read(path, names).filter(pc.field("step") >= first)
         ordered = table.sort_by([(name, "ascending") for name in ("step", "place", "sample", "branch")])
@@ -398,7 +399,7 @@ def _by_token(row: Mapping[str, Any], name: str, column: Column) -> np.ndarray:
 def _trajectory(rows: Sequence[dict[str, Any]]) -> Trajectory:
     arrays = {
         name: np.concatenate([_by_token(row, name, column)[row["shared"] :] for row in rows])
-        for name, column in TOKEN_COLUMNS.items()
+        for name, column in COLUMNS.items()
         if rows[0].get(name) is not None
     }
     branches = [Branch(row["shared"], len(row["tokens"]) - row["shared"]) for row in rows]

@@ -1,10 +1,11 @@
 """The spool keeps scored samples on the trainer's disk, from their arrival until a checkpoint covers the step of their
 group, and what is sampled of those that are not finished.
 
-A group is in it as parts, of one sample each."""
+A group is in it as parts, of one sample each, whose frames are stored as they came."""
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -12,42 +13,40 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from zlib import crc32
-
-import numpy as np
-import safetensors.numpy
 
 from areal.config import UserError
 from areal.storage.database import fact, note, note_program, open_store, prepare
 from areal.storage.run_folder import ways_on
-from areal.trajectory import Group, Trajectory, columns, joined, trajectories
+from areal.storage.saved_calls import unpacked
+from areal.trajectory import Group, Note, Trajectory, of_parts
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _PARTS = """
     CREATE TABLE parts (
         seq INTEGER PRIMARY KEY, id TEXT NOT NULL, place INTEGER NOT NULL, prompt_index INTEGER NOT NULL,
-        arrays BLOB NOT NULL, notes TEXT NOT NULL, crc INTEGER NOT NULL, UNIQUE (id, place)
+        crc INTEGER NOT NULL, note TEXT NOT NULL, row TEXT NOT NULL, frame BLOB NOT NULL, UNIQUE (id, place)
     );
     CREATE INDEX parts_of_prompts ON parts (prompt_index);
 """
 _UNFINISHED = """
     CREATE TABLE unfinished (
         id TEXT NOT NULL, place INTEGER NOT NULL, prompt_index INTEGER NOT NULL, oldest INTEGER NOT NULL,
-        arrays BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (id, place)
+        crc INTEGER NOT NULL, frame BLOB NOT NULL, PRIMARY KEY (id, place)
     );
     CREATE INDEX unfinished_of_prompts ON unfinished (prompt_index);
 """
-_PART = "place, prompt_index, arrays, notes, crc"
+_PART = "place, prompt_index, crc, note, row, frame"
 _IF_ROOM = "WHERE (SELECT count(*) FROM parts WHERE id = ?) < ?"
-_PUT = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ? {_IF_ROOM}"
+_PUT = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ?, ? {_IF_ROOM}"
 _FINISHED = "DELETE FROM unfinished WHERE id = ? AND place = ?"
 # What arrives late replaces nothing newer, which has more tokens.
 _PUT_CALLS = """
     INSERT INTO unfinished SELECT ?, ?, ?, ?, ?, ? WHERE NOT EXISTS (SELECT 1 FROM parts WHERE id = ? AND place = ?)
-    ON CONFLICT DO UPDATE SET oldest = excluded.oldest, arrays = excluded.arrays, crc = excluded.crc
-    WHERE length(excluded.arrays) > length(arrays)
+    ON CONFLICT DO UPDATE SET oldest = excluded.oldest, crc = excluded.crc, frame = excluded.frame
+    WHERE length(excluded.frame) > length(frame)
 """
 _MOVE_CALLS = """
     UPDATE OR IGNORE unfinished SET id = ?1 WHERE id = ?2 AND place = ?3
@@ -56,6 +55,13 @@ _MOVE_CALLS = """
 
 Changes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Statements, each with its values, that belong together."""
+
+
+class SpoolPart(NamedTuple):
+    """A group with one sample alone, and the frame of the sample (`Trajectory.frame`)."""
+
+    group: Group
+    frame: bytes | memoryview
 
 
 class SpoolError(Exception):
@@ -81,6 +87,7 @@ class Spool:
         self._file_lock = lock
         self._lock = threading.RLock()
         self._waiting: dict[object, Changes] = {}  # those that threads are about to make
+        self._recent: dict[str, dict[int, tuple[int, Group]]] = {}  # checksums and parts of groups, until they complete
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -103,24 +110,30 @@ class Spool:
                 )
             note(connection, "run", run)
 
-    def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
+    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
         """Store parts of a group, all of them or none, by the place that each has in it, unless that is taken, or the
         group has `size` parts. Returns the group once it has. If it raises SpoolError, no part is stored. Raises
         SpoolDamage as `get` does."""
         changes: Changes = ()
-        for place, part in parts.items():
-            fields = (part.id, place, part.prompt_index, safetensors.numpy.save(columns(part.trajectories)), part.notes)
-            row = (*fields, _checksum(*fields), part.id, size)
+        recent = {}
+        for place, (part, frame) in parts.items():
+            note = json.dumps(part.notes[0]._asdict() if part.notes else {})
+            crc = _checksum(part.id, place, part.prompt_index, note, part.row, frame)
+            row = (part.id, place, part.prompt_index, crc, note, part.row, frame, part.id, size)
             changes += ((_PUT, row), (_FINISHED, (part.id, place)))
+            recent[place] = crc, part
         self._store(changes)
+        with self._lock:
+            self._recent[part.id] = recent | self._recent.get(part.id, {})
         return self.complete(part.id, size)
 
-    def put_calls(self, group_id: str, place: int, prompt_index: int, table: Mapping[str, np.ndarray]) -> None:
+    def put_calls(self, group_id: str, place: int, prompt_index: int, frame: bytes | memoryview) -> None:
         """Store the calls so far (areal.storage.saved_calls) of the sample that is to have this place, in place of
-        fewer of its tokens that are stored, and unless the sample itself is. If it raises SpoolError, they are not."""
-        arrays, oldest = safetensors.numpy.save(dict(table)), int(table["versions"].min())
-        crc = _checksum("", place, prompt_index, arrays, f"{oldest}")
-        row = (group_id, place, prompt_index, oldest, arrays, crc, group_id, place)
+        fewer of its tokens that are stored, and unless the sample itself is. If it raises SpoolError, they are not.
+        Raises ValueError if the frame is not of calls."""
+        oldest = min(int(call.sampled.versions.min()) for call in unpacked(frame))
+        crc = _checksum("", place, prompt_index, f"{oldest}", "", frame)
+        row = (group_id, place, prompt_index, oldest, crc, frame, group_id, place)
         self._store(((_PUT_CALLS, row),))
 
     def _store(self, changes: Changes) -> None:
@@ -143,9 +156,14 @@ class Spool:
                 del self._waiting[stored]
 
     def complete(self, group_id: str, size: int) -> Group | None:
-        """The group, if it has `size` parts."""
-        ((parts,),) = self._select("SELECT count(*) FROM parts WHERE id = ?", group_id)
-        return self._group(group_id) if parts >= size else None
+        """The group, if it has `size` parts. Those that are stored as they came are not read."""
+        with self._lock:
+            stored = self._select("SELECT place, crc FROM parts WHERE id = ? ORDER BY place", group_id)
+            if len(stored) < size:
+                return None
+            recent = self._recent.pop(group_id, {})
+        parts = [recent[place][1] for place, crc in stored if place in recent and recent[place][0] == crc]
+        return of_parts(parts) if len(parts) == len(stored) else self._group(group_id)
 
     def samples(self, prompt_index: int) -> dict[tuple[str, int], Trajectory]:
         """The stored samples of a prompt, by the id of their group and their place in it."""
@@ -160,8 +178,8 @@ class Spool:
                 key = (earlier, place)
                 row = connection.execute(f"SELECT {_PART} FROM parts WHERE id = ? AND place = ?", key).fetchone()
                 if row is not None:
-                    _, prompt_index, arrays, notes, _ = row
-                    crc = _checksum(group_id, place, prompt_index, arrays, notes)
+                    _, prompt_index, _, *stored = row
+                    crc = _checksum(group_id, place, prompt_index, *stored)
                     connection.execute(
                         f"UPDATE OR IGNORE parts SET id = ?, crc = ? {_IF_ROOM} AND id = ? AND place = ?",
                         (group_id, crc, group_id, size, *key),
@@ -179,13 +197,13 @@ class Spool:
         with self._transaction() as connection:
             connection.executemany(_MOVE_CALLS, [(group_id, *key) for key in samples])
 
-    def calls(self, group_id: str, place: int) -> dict[str, np.ndarray]:
+    def calls(self, group_id: str, place: int) -> bytes:
         """What `put_calls` has stored of a sample; empty if that is nothing, or damaged: it can be sampled again."""
-        statement = "SELECT prompt_index, arrays, oldest, crc FROM unfinished WHERE id = ? AND place = ?"
-        for prompt_index, arrays, oldest, crc in self._select(statement, group_id, place):
-            if crc == _checksum("", place, prompt_index, arrays, f"{oldest}"):
-                return safetensors.numpy.load(arrays)
-        return {}
+        statement = "SELECT prompt_index, oldest, crc, frame FROM unfinished WHERE id = ? AND place = ?"
+        for prompt_index, oldest, crc, frame in self._select(statement, group_id, place):
+            if crc == _checksum("", place, prompt_index, f"{oldest}", "", frame):
+                return bytes(frame)
+        return b""
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Return the groups with these ids, in this order. Raises SpoolDamage if some are missing, or one is not as it
@@ -207,10 +225,13 @@ class Spool:
 
     def forget(self, ids: Iterable[str]) -> None:
         """Remove groups. Ids that are not there are ignored."""
+        ids = list(ids)
         rows = [(group_id,) for group_id in ids]
         with self._transaction() as connection:
             connection.executemany("DELETE FROM parts WHERE id = ?", rows)
             connection.executemany("DELETE FROM unfinished WHERE id = ?", rows)
+            for group_id in ids:
+                self._recent.pop(group_id, None)
 
     def close(self) -> None:
         """Close the file, after the call that is running in another thread, if any."""
@@ -223,7 +244,7 @@ class Spool:
     def _group(self, group_id: str) -> Group | None:
         """The parts that are there of a group, as a group; None: there is none."""
         rows = self._select(f"SELECT {_PART} FROM parts WHERE id = ? ORDER BY place", group_id)
-        return joined([self._unpacked(group_id, *row) for row in rows]) if rows else None
+        return of_parts([self._unpacked(group_id, *row) for row in rows]) if rows else None
 
     def _select(self, statement: str, *values: Any) -> list[Any]:
         """The rows that a statement selects."""
@@ -239,14 +260,20 @@ class Spool:
             except sqlite3.Error as error:
                 raise SpoolError(f"the spool cannot be used: {error}") from error
 
-    def _unpacked(self, group_id: str, place: int, prompt_index: int, arrays: bytes, notes: str, crc: int) -> Group:
-        if crc != _checksum(group_id, place, prompt_index, arrays, notes):
+    def _unpacked(
+        self, group_id: str, place: int, prompt_index: int, crc: int, note: str, row: str, frame: bytes
+    ) -> Group:  # fmt: skip
+        if crc != _checksum(group_id, place, prompt_index, note, row, frame):
             raise SpoolDamage(
                 f"The spool {self._file} is damaged (group {group_id} does not have the checksum that it was stored "
                 f"with): {ways_on(self._file.parent)}"
             )
-        return Group(group_id, prompt_index, tuple(trajectories(safetensors.numpy.load(arrays))), notes)
+        fields = json.loads(note)
+        notes = (Note(**fields | {"generators": tuple(fields.get("generators", ()))}),)
+        return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 
 
-def _checksum(group_id: str, place: int, prompt_index: int, arrays: bytes, notes: str) -> int:
-    return crc32(f"{group_id} {prompt_index} {notes}".encode(), crc32(arrays, place))
+def _checksum(
+    group_id: str, place: int, prompt_index: int, note: str, row: str, frame: bytes | memoryview
+) -> int:  # fmt: skip
+    return crc32(f"{group_id} {prompt_index} {note} {row}".encode(), crc32(frame, place))

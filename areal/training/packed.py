@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from areal.trajectory import COLUMNS, NOT_SAMPLED, SCORED, TOP, Group, Trajectory, common, paths
+from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP
+from areal.trajectory import Group, Trajectory, common, paths
 
 log = structlog.get_logger()
 
@@ -82,16 +83,14 @@ class FlatBatch:
 
         prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
         has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
-        Raises ValueError if there are no groups, a reward is not finite, a sequence's first token is a sampled one (no
-        token predicts it), or only some samples have what a scorer gives.
+        Raises ValueError if there are no groups, a sequence's first token is a sampled one (no token predicts it), or
+        only some samples have what a scorer gives.
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
         trajectories = [t for group in groups for t in group.trajectories]
         numbers = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.trajectories) for group in groups])
         rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-        for n in np.flatnonzero(~np.isfinite(rewards)):
-            raise ValueError(f"group {groups[numbers[n]].id} has a reward that is not finite: {rewards[n]}")
         members = [
             _Member(int(numbers[sample]), sample, branch, sequence)
             for sample, trajectory in enumerate(trajectories)

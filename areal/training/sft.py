@@ -27,10 +27,11 @@ from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.devices import set_allocator
 from areal.models import context_of, find_model
+from areal.sampled import NOT_SAMPLED
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
 from areal.tokens import load_tokenizer, reads_as_kept, special_tokens, stop_tokens
 from areal.training.guard import not_finite
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import begin
 
 if TYPE_CHECKING:

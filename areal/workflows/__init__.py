@@ -3,10 +3,11 @@
 The names in `__all__` are public, for use in custom workflows and environments.
 """
 
+from areal.sampled import Generation
 from areal.trajectory import Trajectory
 from areal.workflows.builtin import turns
 from areal.workflows.chat_templates import Message
-from areal.workflows.conversation import Conversation, Generation, Keep, begin, keep_until, user
+from areal.workflows.conversation import Conversation, Keep, begin, keep_until, user
 from areal.workflows.environments import Environment
 from areal.workflows.session import Session
 

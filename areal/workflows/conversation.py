@@ -11,14 +11,15 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from areal.data.rows import Prompt, prompt_text
-from areal.trajectory import NOT_SAMPLED, Finish, Tokens, Trajectory
+from areal.sampled import Generation, joined, unsampled
+from areal.trajectory import Trajectory
 from areal.workflows.chat_templates import ChatTemplate, Message, encoded_first
 
 # Keys of a message that some agents send back as they got them, and others leave out.
@@ -29,19 +30,6 @@ OVERLAP_TOKENS = 8
 CHARACTER_TOKENS = 4
 # What a decoder writes for a character of which it has not all bytes yet.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n].
-
-    finish: "stop" (the policy ended the turn; the stop token is included) or "length" (there was no room left).
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish: Finish
 
 
 Keep = Callable[[np.ndarray], int | None]
@@ -65,20 +53,20 @@ class Conversation:
         self._tools = tools
         self._template = None if plain or not tokenizer.chat_template else ChatTemplate(tokenizer, tools)
         self._last_prompt: tuple[list[Message], list[int]] | None = None
-        self._parts: list[Generation] = []
+        self._openings: list[list[int]] = []  # the tokens before each of `generations` that were not sampled
         self.messages: list[Message] = []
         self.generations: list[Generation] = []
 
     def copy(self) -> Conversation:
         """A conversation that goes on from here by itself."""
         branch = Conversation(self._tokenizer, self._tools, plain=self._template is None)
-        branch._parts, branch.messages = self._parts.copy(), self.messages.copy()
+        branch._openings, branch.messages = self._openings.copy(), self.messages.copy()
         branch.generations = self.generations.copy()
         return branch
 
     def __len__(self) -> int:
         """The number of tokens so far."""
-        return sum(len(part.tokens) for part in self._parts)
+        return sum(map(len, self._openings)) + sum(map(len, self.generations))
 
     def continues(self, messages: Sequence[Message]) -> bool:
         """True if `messages` begin with all messages so far, sampled turns included. Keys whose value is None are
@@ -96,7 +84,8 @@ class Conversation:
             raise ValueError("the messages do not begin with those of this conversation")
         new = self._between(messages[len(self.messages) :]) if self.messages else self._first(messages)
         self._last_prompt = list(messages), new
-        return [*(token for part in self._parts for token in part.tokens.tolist()), *new]
+        turns = zip(self._openings, self.generations, strict=True)
+        return [*chain.from_iterable([*opening, *turn.tokens.tolist()] for opening, turn in turns), *new]
 
     def add(self, sampled: Generation, message: Message | None = None) -> Message:
         """Add what was sampled from the last `prompt`. Returns the assistant's message with its text.
@@ -109,7 +98,7 @@ class Conversation:
         messages, new = self._last_prompt
         self._last_prompt = None
         message = message or {"role": "assistant", "content": self.text(sampled)}
-        self._parts += [not_sampled(new), sampled]
+        self._openings.append(new)
         self.generations.append(sampled)
         self.messages = [*messages, message]
         return message
@@ -125,16 +114,11 @@ class Conversation:
     def trajectory(self, reward: float) -> Trajectory:
         """All turns as one sample to train on. Raises ValueError if nothing was sampled, or the reward is not a valid
         score."""
-        if not self.generations:
+        if not any(map(len, self.generations)):
             raise ValueError("nothing was sampled")
-        trajectory = Trajectory(
-            tokens=np.concatenate([part.tokens for part in self._parts]),
-            logprobs=np.concatenate([part.logprobs for part in self._parts]),
-            versions=np.concatenate([part.versions for part in self._parts]),
-            reward=reward,
-            finish=self.generations[-1].finish,
-        )
-        return trajectory.checked()
+        turns = zip(map(unsampled, self._openings), self.generations, strict=True)
+        finish = self.generations[-1].finish or "length"
+        return Trajectory(**joined(chain.from_iterable(turns)), reward=reward, finish=finish, branches=())
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
         if self._template is None:
@@ -243,14 +227,6 @@ class GrownText:
 def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
     text: str = tokenizer.decode(tokens, skip_special_tokens=True)  # transformers looks at each item of a list
     return text
-
-
-def not_sampled(tokens: Tokens) -> Generation:
-    """Tokens that are not the policy's, in the form of those that are."""
-    n = len(tokens)
-    return Generation(
-        np.asarray(tokens, np.int32), np.zeros(n, np.float32), np.full(n, NOT_SAMPLED, np.int32), finish="stop"
-    )
 
 
 def _plain_text(messages: Sequence[Message]) -> str:

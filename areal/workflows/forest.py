@@ -13,19 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areal.config import Credit
+from areal.sampled import Generation, TokenTable, joined, unsampled
 from areal.trajectory import Branch, Trajectory, common
-from areal.workflows.conversation import Generation, not_sampled
 
 
 @dataclass(slots=True, eq=False)
 class _Path:
-    """A branch under construction. tokens: all of its path, of which the first `shared` are those of `parent`. pieces:
-    its own tokens. calls: the numbers of the calls that it continues with, and where in it their answers begin."""
+    """A branch under construction. table: all of its path, of which the first `shared` tokens are those of `parent`.
+    calls: the numbers of the calls that it continues with, and where in it their answers begin."""
 
-    tokens: np.ndarray
+    table: TokenTable
     shared: int
     parent: _Path | None
-    pieces: list[Generation] = field(default_factory=list)
     calls: list[tuple[int, int]] = field(default_factory=list)
     children: list[_Path] = field(default_factory=list)
 
@@ -43,12 +42,11 @@ class Forest:
         if not len(sampled.tokens):
             return
         path, shared = self._longest(prompt)
-        if path is None or shared < len(path.tokens):
-            path = self._branch(path, prompt[:shared])
-        new = prompt[shared:]
-        path.pieces += [not_sampled(new), sampled]
+        if path is None or shared < len(path.table):
+            path = self._branch(path, shared)
+        path.table.append(unsampled(prompt[shared:]))
+        path.table.append(sampled)
         path.calls.append((len(self.calls), len(prompt)))
-        path.tokens = np.concatenate([path.tokens, new, sampled.tokens])
         self.calls.append(sampled)
 
     def reward(self, call: Generation, value: float) -> None:
@@ -71,19 +69,14 @@ class Forest:
         if reward is None and not self.rewards:
             raise ValueError("neither the sample nor a call has a reward")
         order = list(self._order())
-        pieces = [piece for path in order for piece in path.pieces]
+        columns = joined(path.table.view(path.shared) for path in order)
         total = (reward or 0.0) + sum(self.rewards.values())
         credits = self._credits(reward or 0.0, total, credit, discount)
-        branches = tuple(Branch(path.shared, len(path.tokens) - path.shared) for path in order)
-        return Trajectory(
-            tokens=np.concatenate([piece.tokens for piece in pieces]),
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            versions=np.concatenate([piece.versions for piece in pieces]),
-            reward=total,
-            finish=self.calls[-1].finish,
-            branches=branches if len(branches) > 1 else (),
-            returns=None if all(value == total for value in credits) else self._returns(order, credits),
-        ).checked()
+        branches = tuple(Branch(path.shared, len(path.table) - path.shared) for path in order)
+        if any(value != total for value in credits):
+            columns["returns"] = self._returns(order, credits)
+        finish = self.calls[-1].finish or "length"
+        return Trajectory(**columns, reward=total, finish=finish, branches=branches if len(branches) > 1 else ())
 
     def places(self) -> list[int]:
         """The numbers of the calls in the order in which `trajectory` has their tokens."""
@@ -93,14 +86,14 @@ class Forest:
         """The path with most tokens at the beginning of the prompt, and how many they are."""
         best, shared = None, 0
         for path in reversed(self._paths):
-            if len(path.tokens) > shared and (same := common(path.tokens, prompt)) > shared:
+            if len(path.table) > shared and (same := common(path.table.tokens, prompt)) > shared:
                 best, shared = path, same
         return best, shared
 
-    def _branch(self, beside: _Path | None, shared: np.ndarray) -> _Path:
-        while beside is not None and len(shared) <= beside.shared:  # these tokens are not its own
+    def _branch(self, beside: _Path | None, shared: int) -> _Path:
+        while beside is not None and shared <= beside.shared:  # these tokens are not its own
             beside = beside.parent
-        path = _Path(shared, len(shared), beside)
+        path = _Path(beside.table.view(0, shared) if beside else TokenTable(), shared, beside)
         if beside is not None:
             beside.children.append(path)
         self._paths.append(path)
@@ -129,10 +122,10 @@ class Forest:
         return rewards
 
     def _returns(self, order: Sequence[_Path], credits: Sequence[float]) -> np.ndarray:
-        returns, start = np.zeros(sum(len(path.tokens) - path.shared for path in order)), 0
+        returns, start = np.zeros(sum(len(path.table) - path.shared for path in order)), 0
         for path in order:
             for number, place in path.calls:
                 begin = start + place - path.shared
                 returns[begin : begin + len(self.calls[number].tokens)] = credits[number]
-            start += len(path.tokens) - path.shared
+            start += len(path.table) - path.shared
         return returns

@@ -22,17 +22,8 @@ from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
 from areal.config import SamplingConfig
-from areal.trajectory import Tokens
-from areal.workflows.conversation import (
-    THINKING,
-    Conversation,
-    Generation,
-    GrownText,
-    Keep,
-    compared,
-    first_of,
-    keep_until_text,
-)
+from areal.sampled import Generation, Tokens
+from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text
 from areal.workflows.parsers import Parsed, Parsers, cut
 
 Json = dict[str, Any]
@@ -212,7 +203,7 @@ class ChatSession:
         self._conversations[_digest(digests[-1], talk.add(sampled, _message(message)))] = talk
         self._answers[name] = sampled
         self.last_text = message["content"] or ""
-        finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish
+        finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish or "length"
         return Answer(message, finish, sampled, len(prompt))
 
     def give_reward(self, value: float, answer: str | None) -> None:

@@ -22,7 +22,7 @@ import structlog
 from pydantic import ValidationError
 
 from areal.config import TOOL_CALL_PARSER, UserError
-from areal.workflows.conversation import Generation
+from areal.sampled import Generation
 
 log = structlog.get_logger()
 

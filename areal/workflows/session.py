@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from areal.trajectory import Tokens, Trajectory
-from areal.workflows.conversation import Generation
+from areal.sampled import Generation, Tokens
+from areal.trajectory import Trajectory
 from areal.workflows.openai_api import Access, CallsPolicy
 
 

@@ -23,8 +23,8 @@ from areal.storage.journal import Journal
 from areal.storage.rollouts import batches
 from areal.storage.run_folder import RunFolder, checkpoint_of
 from areal.training.engine import TrainingEngine
-from areal.trajectory import Trajectory, columns, trajectories
-from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreSamples
+from areal.trajectory import Trajectory
+from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, ScoredSample, StoreSamples
 from protocols.transport import Bus
 
 STEPS = 4
@@ -56,10 +56,9 @@ def samples_of(permit: Permit, poison: float = 0.0) -> Iterator[StoreSamples]:
         tokens = rng.integers(1, 16, 10, dtype=np.int32)
         versions = np.where(np.arange(10) < 4, -1, permit.min_version).astype(np.int32)
         logprobs = np.where(versions < 0, 0, poison - rng.random(10)).astype(np.float32)
-        table = columns([Trajectory(tokens, logprobs, versions, float(place), "stop")])
-        yield StoreSamples(
-            group=permit.group, prompt_index=permit.prompt_index, places=(place,), columns=table, notes=("",)
-        )
+        frame = Trajectory(tokens, logprobs, versions, float(place), "stop").frame()
+        sample = ScoredSample(place=place, frame=np.frombuffer(frame, np.uint8))
+        yield StoreSamples(group=permit.group, prompt_index=permit.prompt_index, row="", samples=(sample,))
 
 
 class Manager:
@@ -164,7 +163,7 @@ async def test_a_trainer_that_is_killed_learns_from_the_samples_that_it_was_fed_
     trained = [
         sample for _, groups in batches(killed / "rollouts") for group in groups for sample in group.trajectories
     ]
-    given = [sample for message in fed for sample in trajectories(message.columns)]
+    given = [Trajectory.of_frame(sample.frame.data) for message in fed for sample in message.samples]
     assert len(trained) == len(given) == 2 * 2 * STEPS
     for one, other in zip(trained, given, strict=True):  # each once, in their order
         np.testing.assert_array_equal(one.tokens, other.tokens)

@@ -17,7 +17,7 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
 from areal.config import Config
 from areal.data.rows import Row
-from areal.trajectory import TokenScores, Trajectory
+from areal.trajectory import Note, TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
 from protocols.messages import Member, Permit, Policy
@@ -119,8 +119,17 @@ def test_a_sample_to_train_loses_reward_by_the_tokens_it_sampled(overlong_tokens
 
 @pytest.mark.parametrize("role", [RolloutManager, Evaluator])
 def test_a_sample_that_could_not_travel_has_failed_and_ends_no_actor(role):
+    async def unsampled(session, row):
+        return replace(await workflow(session, row), versions=np.full(PROMPT + SAMPLED, -1))
+
+    async def forgetful(session, row):
+        await workflow(session, row)
+
     with pytest.raises(SampleFailed, match="a reward of nan is no score"):
         run(role, 0, strange)
+    for returned in (unsampled, forgetful):
+        with pytest.raises(SampleFailed, match="it has returned no Trajectory with sampled tokens"):
+            run(role, 0, returned)
 
 
 def test_evaluation_scores_the_same_sample_as_it_is():
@@ -219,7 +228,7 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
         actor.member.ask = ask
         return await actor._store(permit, Row(0, "", "", None, {}), [scored])
 
-    scored = _Scored(0, asyncio.run(workflow(None, None)), {"discarded": 4})
+    scored = _Scored(0, asyncio.run(workflow(None, None)), Note(discarded=4))
     permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
     refusal = asyncio.run(store())
     assert str(refusal) == "a token is outside the model's vocabulary" and not answers

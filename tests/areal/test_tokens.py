@@ -7,8 +7,9 @@ import pytest
 from scripted_policy import byte_tokenizer
 
 from areal.config import RowsConfig, UserError, load_config
+from areal.sampled import Generation
 from areal.tokens import load_tokenizer
-from areal.workflows.conversation import Conversation, Generation, begin, user
+from areal.workflows.conversation import Conversation, begin, user
 
 THINKS = (
     "{% for m in messages %}<start>{{ m.role }} {{ m.content }}<end>{% endfor %}"

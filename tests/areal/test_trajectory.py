@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 from helpers import BRANCHED
 
-from areal.trajectory import Branch, Group, Trajectory, columns, trajectories
+from areal.sampled import pack, unpack
+from areal.trajectory import Branch, Group, Trajectory
 
 SAMPLE = Trajectory(np.arange(3), np.array([0, -0.5, -1]), np.array([-1, 4, 5]), 1, "stop")
 
 
-def test_a_checked_sample_has_the_types_that_travel():
+def test_a_sample_has_the_types_that_travel():
     lists = replace(SAMPLE, tokens=[0, 1, 2], reward=np.float32(1))
-    for sample in (SAMPLE.checked(), lists.checked()):
+    for sample in (SAMPLE, lists):
+        sample.validate()
         assert (sample.tokens.dtype, sample.logprobs.dtype, sample.versions.dtype) == (np.int32, np.float32, np.int32)
         assert sample.tokens.tolist() == [0, 1, 2] and sample.start_version == 4
         assert type(sample.reward) is float
@@ -36,11 +38,11 @@ def test_a_checked_sample_has_the_types_that_travel():
 )
 def test_what_cannot_be_learned_from_is_no_sample(change, said):
     with pytest.raises(ValueError, match=said):
-        replace(SAMPLE, **change).checked()
+        replace(SAMPLE, **change).validate()
 
 
 def test_each_branch_is_a_sequence_and_each_sampled_token_is_in_one_of_them():
-    sequences = list(BRANCHED.checked().sequences())
+    sequences = list(BRANCHED.sequences())
     assert [one.tokens.tolist() for one in sequences] == [[0, 1, 2, 3], [0, 1, 2, 7, 8], [9, 5]]
     assert [one.versions.tolist() for one in sequences] == [[-1, -1, 4, 4], [-1, -1, -1, -1, 5], [-1, 3]]
     assert [one.logprobs.tolist() for one in sequences] == [[0, 0, -2, -3], [0, 0, 0, 0, -8], [0, -5]]
@@ -61,7 +63,7 @@ def test_each_branch_is_a_sequence_and_each_sampled_token_is_in_one_of_them():
 )
 def test_branches_that_do_not_fit_are_refused(branches, said):
     with pytest.raises(ValueError, match=said):
-        replace(BRANCHED, branches=branches).checked()
+        replace(BRANCHED, branches=branches).validate()
 
 
 @pytest.mark.parametrize(
@@ -85,17 +87,17 @@ def test_log_probs_of_a_scorer_are_those_of_each_branchs_own_tokens():
     sequences = list(BRANCHED.sequences())
     lengths = [len(sequence) for sequence in sequences]
     branches = [np.arange(1, length, dtype=np.float32) + 10 * b for b, length in enumerate(lengths)]
-    scored = replace(BRANCHED, teacher_logprobs=None).with_scores("teacher_logprobs", branches).checked()
+    scored = replace(BRANCHED, teacher_logprobs=None).with_scores("teacher_logprobs", branches)
     assert scored.teacher_logprobs.tolist() == [0, 0, 2, 3, 0, 14, 0, 21]
     likely = [np.stack([branch, -branch], 1) for branch in branches]
-    scored = scored.with_scores("teacher_top_logprobs", likely).checked()
+    scored = scored.with_scores("teacher_top_logprobs", likely)
     assert scored.teacher_top_logprobs.tolist() == [[x, -x] for x in scored.teacher_logprobs.tolist()]
     with pytest.raises(ValueError, match="the column teacher_top_tokens of a sample has 1 dimensions"):
-        scored.with_scores("teacher_top_tokens", branches).checked()
+        scored.with_scores("teacher_top_tokens", branches)
     with pytest.raises(ValueError, match="one of the teacher_top_tokens is below 0"):
-        scored.with_scores("teacher_top_tokens", [row.astype(np.int32) for row in likely]).checked()
+        scored.with_scores("teacher_top_tokens", [row.astype(np.int32) for row in likely])
     with pytest.raises(ValueError, match="one of the teacher_logprobs is not finite"):
-        scored.with_scores("teacher_logprobs", [branch * np.inf for branch in branches]).checked()
+        scored.with_scores("teacher_logprobs", [branch * np.inf for branch in branches])
 
 
 def test_a_penalty_lowers_the_reward_and_every_return():
@@ -104,43 +106,39 @@ def test_a_penalty_lowers_the_reward_and_every_return():
     assert SAMPLE.lowered(0.5).returns is None
 
 
-def test_every_field_of_a_sample_comes_back_from_columns():
-    (again,) = trajectories(columns([BRANCHED]))
+def test_every_field_of_a_sample_comes_back_from_its_frame():
+    again = Trajectory.of_frame(BRANCHED.frame())
     for name in (field.name for field in fields(Trajectory)):
         assert getattr(BRANCHED, name) is not None, f"helpers.BRANCHED has no {name}: add one"
         np.testing.assert_array_equal(getattr(again, name), getattr(BRANCHED, name))
 
 
-@pytest.mark.parametrize("samples", [(SAMPLE,), (BRANCHED, SAMPLE), (SAMPLE, replace(BRANCHED, returns=None))])
-def test_samples_come_back_from_columns(samples):
-    found = list(trajectories(columns(samples)))
-    for one, other in zip(found, samples, strict=True):
-        assert (one.reward, one.finish, one.branches) == (other.reward, other.finish, other.branches)
-        for name in ("tokens", "logprobs", "versions"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-        if other.returns is not None:
-            np.testing.assert_array_equal(one.returns, other.returns)
-        elif one.returns is not None:  # another sample of the group has returns
-            np.testing.assert_array_equal(one.returns, np.full(len(other), other.reward))
+def test_a_sample_without_branches_comes_back_with_the_columns_that_it_has():
+    again = Trajectory.of_frame(memoryview(SAMPLE.frame()))
+    assert (again.reward, again.finish, again.branches, again.columns.keys()) == (
+        1.0, "stop", (), {"tokens", "logprobs", "versions"},
+    )  # fmt: skip
+    for name, array in SAMPLE.columns.items():
+        np.testing.assert_array_equal(again.columns[name], array)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"branch_counts": np.array([2, 0], np.int32)}, "branch_shared is int32 .3,., but should have 2"),
-        ({"branch_counts": np.array([4, -1], np.int32)}, "negative"),
-        ({"branch_own": None}, "not complete"),
-        ({"lengths": np.array([len(BRANCHED) + len(SAMPLE) + 1, -1], np.int32)}, "negative"),
-        ({"lengths": np.array([len(BRANCHED), len(SAMPLE) + 1], np.int32)}, "one for each token"),
-        ({"cut": np.zeros(1, np.uint8)}, "cut is uint8 .1,., but should have 2"),
-        ({"returns": np.zeros(1)}, "returns is float64 .1,."),
-        ({"versions": np.zeros(len(BRANCHED) + len(SAMPLE), np.int64)}, "versions is int64"),
-        ({"logprobs": None}, "other columns than it should: logprobs"),
-        ({"mine": np.zeros(2)}, "other columns than it should: mine"),
-        ({"rewards": np.array([1, np.inf])}, "inf is no score"),
+        ({"own": np.array([4], np.int32)}, "argument 2 is shorter"),
+        ({"own": None}, "lacks own"),
+        ({"shared": np.zeros(3)}, "shared of a sample is float64"),
+        ({"finish": np.array([2], np.uint8)}, "unknown finish"),
+        ({"finish": np.zeros(0, np.uint8)}, "not enough values"),
+        ({"returns": np.zeros(1)}, r"returns is float64 \(1,\)"),
+        ({"versions": np.zeros(len(BRANCHED), np.int64)}, "versions is int64"),
+        ({"tokens": np.zeros(2, np.int32)}, "should have 2"),
+        ({"logprobs": None}, "other columns than they should: logprobs"),
+        ({"mine": np.zeros(2)}, "other columns than they should: mine"),
+        ({"reward": np.array([np.inf])}, "inf is no score"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(wrong, said):
-    table = {name: array for name, array in (columns((BRANCHED, SAMPLE)) | wrong).items() if array is not None}
+def test_a_frame_of_no_sample_is_refused(wrong, said):
+    arrays = {name: array for name, array in (unpack(BRANCHED.frame()) | wrong).items() if array is not None}
     with pytest.raises(ValueError, match=said):
-        [sample.checked() for sample in trajectories(table)]
+        Trajectory.of_frame(pack(arrays))

@@ -101,12 +101,12 @@ async def store_all(config: Config, finished: Finished) -> None:
     from actors.runtime.addresses import new_bus, open_network
     from actors.runtime.membership import Membership
     from actors.trainer import Trainer
-    from areal.storage.spool import Spool
+    from areal.storage.spool import Spool, SpoolPart
     from areal.trajectory import Group
 
     class NotingSpool(Spool):
-        def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
-            for part in parts.values():
+        def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
+            for part, _ in parts.values():
                 for trajectory in part.trajectories:
                     finished(part.prompt_index, int(trajectory.sampled.sum()))
             return super().put_all(parts, size)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -34,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from actors.training.ranks import Ranks
-from areal.storage.spool import Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group, Trajectory
 
@@ -116,7 +117,9 @@ async def shares(model: Path, batches: Sequence[list[Group]], rounds: int, folde
     spool = Spool.open(folder / "spool.db")
     for batch in batches:
         for group in batch:
-            spool.put_all({0: group}, 1)
+            samples = enumerate(group.trajectories)
+            parts = {n: SpoolPart(replace(group, trajectories=(sample,)), sample.frame()) for n, sample in samples}
+            spool.put_all(parts, len(parts))
     engine = TrainingEngine(model, settings(), seed=0)
     ranks = Ranks(engine, ThreadPoolExecutor(max_workers=1))
     found = []

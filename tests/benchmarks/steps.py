@@ -21,8 +21,9 @@ from runs import QUICKSTART
 
 from areal.config import TrainerConfig, load_config
 from areal.data import addition, quickstart
+from areal.sampled import NOT_SAMPLED
 from areal.training.engine import TrainingEngine
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+from areal.trajectory import Group, Trajectory
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 210
 VERSION = 3

@@ -11,9 +11,12 @@ from zlib import crc32
 import msgpack
 import numpy as np
 import pytest
+from helpers import BRANCHED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from areal.trajectory import Trajectory
 from protocols import codec, messages
 from protocols.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, Header, decode_body, decode_header, encode
 from protocols.errors import MalformedError, ProtocolVersionError
@@ -30,6 +33,7 @@ from protocols.messages import (
     RowScores,
     RowsScored,
     Score,
+    ScoredSample,
     Snapshot,
     StoreSamples,
     TokenColumns,
@@ -71,13 +75,13 @@ def columns(*lengths):
 
 def tokens(*counts):
     numbers, finishes = np.arange(len(counts)), np.ones(len(counts), np.int32)
-    return TokenColumns(jobs=numbers, counts=np.array(counts, np.int32), finishes=finishes, **columns(*counts))
+    return TokenColumns(jobs=numbers, counts=np.array(counts, np.int32), finishes=finishes, columns=columns(*counts))
 
 
 def group(*lengths, **more):
-    rewards, cut = np.full(len(lengths), 0.5), np.zeros(len(lengths), np.uint8)
-    table = {"lengths": np.array(lengths, np.int32), "rewards": rewards, "cut": cut, **columns(*lengths)}
-    return StoreSamples(group="g", prompt_index=3, places=(0,), columns=table | more, notes=("",))
+    frames = (np.concatenate([array.view(np.uint8) for array in columns(n).values()]) for n in lengths)
+    samples = tuple(ScoredSample(place=place, frame=frame) for place, frame in enumerate(frames))
+    return StoreSamples(**{"group": "g", "prompt_index": 3, "row": "", "samples": samples} | more)
 
 
 def score(row=None, prompt="p"):
@@ -107,9 +111,10 @@ def test_an_array_arrives_as_a_view_on_its_frame():
     message = tokens(600, 400)
     frames = frames_of(message)
     got = decode(frames)
-    for name, frame in zip(("jobs", "counts", "finishes", "tokens", "logprobs", "versions"), frames[2:], strict=True):
-        assert np.shares_memory(getattr(got, name), np.frombuffer(frame, np.uint8))
-        np.testing.assert_array_equal(getattr(got, name), getattr(message, name))
+    arrived, sent = ({"jobs": m.jobs, "counts": m.counts, "finishes": m.finishes} | m.columns for m in (got, message))
+    for (name, array), frame in zip(arrived.items(), frames[2:], strict=True):
+        assert np.shares_memory(array, np.frombuffer(frame, np.uint8))
+        np.testing.assert_array_equal(array, sent[name])
 
 
 def test_an_array_leaves_as_a_view_on_itself():
@@ -119,8 +124,8 @@ def test_an_array_leaves_as_a_view_on_itself():
 
 
 def test_an_empty_array_keeps_its_type():
-    got = there_and_back(tokens())
-    assert (got.tokens.shape, got.tokens.dtype, got.logprobs.dtype) == ((0,), np.int32, np.float32)
+    got = there_and_back(tokens()).columns
+    assert (got["tokens"].shape, got["tokens"].dtype, got["logprobs"].dtype) == ((0,), np.int32, np.float32)
 
 
 @pytest.mark.parametrize("dtype", sorted(codec.DTYPES))
@@ -539,7 +544,7 @@ def test_messages_with_other_fields_have_another_version():
     here."""
     classes = [cls for _, cls in inspect.getmembers(messages, inspect.isclass) if issubclass(cls, messages.Part)]
     declared = {cls.__name__: inspect.get_annotations(cls) for cls in classes} | {"Header": Header._fields}
-    assert (PROTOCOL_VERSION, crc32(json.dumps(declared, sort_keys=True).encode())) == (27, 887158011)
+    assert (PROTOCOL_VERSION, crc32(json.dumps(declared, sort_keys=True).encode())) == (28, 2753251380)
 
 
 def test_every_message_is_known_by_its_kind():
@@ -554,10 +559,10 @@ def test_columns_that_do_not_fit_together_are_refused():
     frames = frames_of(tokens(3, 2))
     body = msgpack.unpackb(frames[1], strict_map_key=False)
     for field in ("jobs", "counts", "finishes", "tokens", "logprobs", "versions"):
+        wrong = body["columns"]["tokens"] if field == "jobs" else body["jobs"]
+        changed = {field: wrong} if field in body else {"columns": body["columns"] | {field: wrong}}
         with pytest.raises(MalformedError):
-            decode(
-                [frames[0], msgpack.packb({**body, field: body["jobs" if field != "jobs" else "tokens"]}), *frames[2:]]
-            )
+            decode([frames[0], msgpack.packb(body | changed), *frames[2:]])
 
 
 @pytest.mark.parametrize(
@@ -573,13 +578,15 @@ def test_columns_out_of_range_are_refused(message, wrong, said):
         there_and_back(message.model_copy(update=wrong))
 
 
-def test_a_group_arrives_with_its_branches_and_returns():
-    branches = zip(("branch_counts", "branch_shared", "branch_own"), ([2, 0], [0, 1], [2, 1]), strict=True)
-    sent = group(3, 2, returns=np.arange(5.0), **{name: np.array(values, np.int32) for name, values in branches})
-    assert {*there_and_back(sent).columns} == {*sent.columns}
-    for name, column in there_and_back(sent).columns.items():
-        np.testing.assert_array_equal(column, sent.columns[name])
-    assert set(there_and_back(group(3)).columns) == {"lengths", "rewards", "cut", "tokens", "logprobs", "versions"}
+def test_a_sample_arrives_with_its_branches_and_returns():
+    frame = np.frombuffer(BRANCHED.frame(), np.uint8)
+    arrived = there_and_back(group(3, samples=(ScoredSample(place=2, frame=frame, parts={"exact": 0.5}),)))
+    (sample,) = arrived.samples
+    assert (sample.place, sample.parts) == (2, {"exact": 0.5}) and bytes(sample.frame) == BRANCHED.frame()
+    again = Trajectory.of_frame(sample.frame.data)
+    assert again.branches == BRANCHED.branches and again.returns.tolist() == BRANCHED.returns.tolist()
+    with pytest.raises(ValidationError):
+        group(3, samples=())
 
 
 def test_scores_of_rows_arrive_as_they_were_sent():

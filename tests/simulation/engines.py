@@ -23,11 +23,11 @@ import numpy as np
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import PromptSource
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
+from areal.generation.engine import EngineError, EngineStats, LoadTimes, WeightLoadError
 from areal.result import Result
 from areal.rewards.processes import RewardFailed
-from areal.trajectory import Finish, Group, Tokens, TokenScores, Trajectory
-from areal.workflows.conversation import Generation
+from areal.sampled import Finish, Generation, Tokens
+from areal.trajectory import Group, TokenScores, Trajectory
 from areal.workflows.session import Session
 from simulation.cluster.engines import ModelTokenizer
 
@@ -219,7 +219,7 @@ class SimEngine:
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None,
         first_version: int | None = None,
-    ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
+    ) -> AsyncGenerator[Generation, None]:  # fmt: skip
         await self._admits.wait()
         if self._error is not None:
             raise self._error
@@ -418,7 +418,7 @@ class _Stream:
             self._error = error
         self.notify()
 
-    async def next_chunk(self) -> Chunk:
+    async def next_chunk(self) -> Generation:
         """The tokens since the last chunk. Raises EngineError if there are none and none will follow."""
         while not self._has_chunk:
             self._waiter = self._engine._loop.create_future()
@@ -439,7 +439,7 @@ class _Stream:
             counts = [part[0] for part in parts]
             logprobs = logprobs_of(tokens, np.repeat([part[1].serial for part in parts], counts))
             versions = np.repeat(np.array([part[2] for part in parts], np.int32), counts)
-        return Chunk(tokens, logprobs, versions, finish)
+        return Generation(tokens, logprobs, versions, finish)
 
     def _wake(self) -> None:
         self.stop()
@@ -633,11 +633,11 @@ class SimScorer:
 
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[Generation, None]:
         """What a judge writes; wrong columns are no verdict."""
         column = await self._give(np.array([LIKED_MOST * liked(bytes(tokens))]))
         text = np.frombuffer("".join(f"{verdict:g}" for verdict in column).encode(), np.uint8).astype(np.int32)
-        yield Chunk(text, np.zeros(len(text), np.float32), np.zeros(len(text), np.int32), "stop")
+        yield Generation(text, np.zeros(len(text), np.float32), np.zeros(len(text), np.int32), "stop")
 
     async def _give(self, column: np.ndarray) -> np.ndarray:
         await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from actors import generator, rollout_manager, trainer
+from actors import generator, trainer
 from actors.generator import Generator, SharedDevices
 from actors.master import Master
 from actors.mastering import run_state
@@ -50,10 +50,10 @@ from areal.staleness.ledger import (
 )
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.rollouts import RolloutWriter
-from areal.storage.saved_calls import DIGEST_BYTES, SavedCall
+from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
-from areal.trajectory import Branch, Group, TokenScores, Trajectory, columns, paths
+from areal.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from protocols.codec import Frame, decode_header, encode_header
 from protocols.errors import RefusedError
 from protocols.messages import (
@@ -252,8 +252,7 @@ def tokens_twice_after_a_break() -> AbstractContextManager[None]:
     leave = RoutedGenerators._leave
 
     async def leave_with_more(generators: RoutedGenerators, call: Call, *more: Any) -> Any:
-        last = slice(max(0, call.sampled - 1), call.sampled)
-        call._append(call._tokens[last], call._logprobs[last], call._versions[last])
+        call._table.append(call._table.view(max(0, call.sampled - 1)))
         return await leave(generators, call, *more)
 
     return patch.multiple(RoutedGenerators, _leave=leave_with_more)
@@ -275,10 +274,8 @@ def shared_tokens_trained_twice() -> AbstractContextManager[None]:
 def branches_lost_on_the_way() -> AbstractContextManager[None]:
     """A group arrives at the trainer as if each of its samples were one conversation."""
 
-    def flat(samples: Sequence[Trajectory]) -> dict[str, Any]:
-        return {name: column for name, column in columns(samples).items() if not name.startswith("branch")}
-
-    return patch.multiple(rollout_manager, columns=flat)
+    frame = Trajectory.frame
+    return patch.multiple(Trajectory, frame=lambda sample: frame(replace(sample, branches=())))
 
 
 def hold_ignored() -> AbstractContextManager[None]:
@@ -440,11 +437,11 @@ def columns_mixed_up() -> AbstractContextManager[None]:
     """Where a message has tokens of several sequences, the first two are exchanged."""
     columns = generator._columns
 
-    def exchanged(tokens: Sequence[Any], failed: Sequence[JobFailed]) -> TokenColumns:
-        if len(tokens) > 1 and not tokens[0].chunk.finish and not tokens[1].chunk.finish:
-            first, second, *rest = tokens
-            tokens = [first._replace(job=second.job), second._replace(job=first.job), *rest]
-        return columns(tokens, failed)
+    def exchanged(new: Sequence[Any], failed: Sequence[JobFailed]) -> TokenColumns:
+        if len(new) > 1 and not new[0].tokens.finish and not new[1].tokens.finish:
+            first, second, *rest = new
+            new = [first._replace(job=second.job), second._replace(job=first.job), *rest]
+        return columns(new, failed)
 
     return patch.multiple(generator, _columns=exchanged)
 
@@ -464,12 +461,8 @@ def keep_alives_count_nothing() -> AbstractContextManager[None]:
 
 def rewards_negated() -> AbstractContextManager[None]:
     """A group arrives at the trainer with the opposites of its rewards."""
-
-    def negated(samples: Sequence[Trajectory]) -> dict[str, Any]:
-        table = columns(samples)
-        return table | {"rewards": -table["rewards"]}
-
-    return patch.multiple(rollout_manager, columns=negated)
+    frame = Trajectory.frame
+    return patch.multiple(Trajectory, frame=lambda sample: frame(replace(sample, reward=-sample.reward)))
 
 
 def scores_exchanged() -> AbstractContextManager[None]:
@@ -565,7 +558,7 @@ def saved_calls_of_another_sample() -> AbstractContextManager[None]:
     """A sample goes on with the calls of the sample beside it in the group, if there are any."""
     calls = Spool.calls
 
-    def calls_beside(spool: Spool, group_id: str, place: int) -> dict[str, np.ndarray]:
+    def calls_beside(spool: Spool, group_id: str, place: int) -> bytes:
         return calls(spool, group_id, place ^ 1) or calls(spool, group_id, place)
 
     return patch.multiple(Spool, calls=calls_beside)
@@ -581,7 +574,8 @@ def newest_version_of_saved_calls() -> AbstractContextManager[None]:
     unfinished = Spool.unfinished
 
     def newest(spool: Spool, prompt_index: int) -> dict[tuple[str, int], int]:
-        return {key: int(spool.calls(*key)["versions"].max()) for key in unfinished(spool, prompt_index)}
+        calls = {key: unpacked(spool.calls(*key)) for key in unfinished(spool, prompt_index)}
+        return {key: max(int(call.sampled.versions.max()) for call in of_sample) for key, of_sample in calls.items()}
 
     return patch.multiple(Spool, unfinished=newest)
 
@@ -591,7 +585,7 @@ def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
     leave = RoutedGenerators._leave
 
     async def leave_reversed(generators: RoutedGenerators, call: Call, *more: Any) -> Any:
-        call._logprobs[: call.sampled] = call._logprobs[: call.sampled][::-1].copy()
+        call._table.logprobs[:] = call._table.logprobs[::-1].copy()
         return await leave(generators, call, *more)
 
     return patch.multiple(RoutedGenerators, _leave=leave_reversed)

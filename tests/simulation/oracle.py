@@ -17,6 +17,7 @@ import numpy as np
 
 from areal.config import Config
 from areal.data.rows import Row as DataRow
+from areal.sampled import SCORED, TOP, Generation
 from areal.staleness.ledger import (
     LEASE_EXPIRED,
     RELEASED,
@@ -28,8 +29,7 @@ from areal.staleness.ledger import (
 )
 from areal.storage.rollouts import Rollout
 from areal.storage.saved_calls import SavedCall
-from areal.trajectory import SCORED, TOP, Group, Trajectory
-from areal.workflows.conversation import Generation
+from areal.trajectory import Group, Trajectory
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message, Permits
 from simulation.book import HOPELESS, RETRIED, Book, Row, Violation
@@ -315,7 +315,7 @@ class Oracle:
         self._guard(self._check_goes_on, group, prompt, place, calls)
 
     def _check_goes_on(self, group: str, prompt: int, place: int, calls: Sequence[SavedCall]) -> None:
-        self.reused_tokens += sum(len(call.tokens) for call in calls)
+        self.reused_tokens += sum(len(call.sampled) for call in calls)
         if wrong := [call for call in calls if _digest_of_call(prompt, place, call) not in self._saved]:
             raise Violation(f"place {place} of {group} goes on with calls that it has not saved: {wrong}", group)
         if not calls and self.has_calls(group, place):
@@ -702,8 +702,8 @@ def _sampled(tokens: np.ndarray, logprobs: np.ndarray, which: Any = slice(None))
 
 
 def _digest_of_call(prompt: int, place: int, call: SavedCall) -> bytes:
-    found = blake2b(f"{prompt} {place} {call.limit} {call.finish}".encode() + call.prompt, digest_size=16)
-    for column in (call.tokens, call.logprobs, call.versions):
+    found = blake2b(f"{prompt} {place} {call.limit} {call.sampled.finish}".encode() + call.prompt, digest_size=16)
+    for column in call.sampled.columns.values():
         found.update(column.tobytes())
     return found.digest()
 

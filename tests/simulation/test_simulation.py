@@ -25,8 +25,9 @@ from actors import trainer
 from actors.runtime.membership import Membership
 from actors.weights.weight_service import WeightFetcher
 from areal.config import UserError
-from areal.generation.engine import Chunk, LoadTimes
+from areal.generation.engine import LoadTimes
 from areal.roles import ROLES
+from areal.sampled import Generation
 from areal.storage.run_folder import version_of
 from areal.storage.spool import Spool
 from protocols.codec import MAX_BODY_BYTES
@@ -784,7 +785,9 @@ def test_no_sequence_is_asked_for_again_because_of_new_weights(monkeypatch: pyte
     interrupted = []
     generate, load = SimEngine.generate, SimEngine.load
 
-    def count(self: SimEngine, request_id: str, tokens: list[int], *rest: Any, **options: Any) -> AsyncIterator[Chunk]:
+    def count(
+        self: SimEngine, request_id: str, tokens: list[int], *rest: Any, **options: Any
+    ) -> AsyncIterator[Generation]:
         asked[tuple(tokens)] += 1
         return generate(self, request_id, tokens, *rest, **options)
 

@@ -19,7 +19,7 @@ from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
-from areal.storage.spool import Spool
+from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Group, Trajectory
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
@@ -121,10 +121,10 @@ class WatchedSpool(Spool):
     on_move: Callable[[str, int, str], None]
     on_calls: Callable[[str], None]
 
-    def put_all(self, parts: Mapping[int, Group], size: int) -> Group | None:
+    def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
         group = super().put_all(parts, size)
         for place, part in parts.items():
-            self.on_put(part.id, place)
+            self.on_put(part.group.id, place)
         return group
 
     def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
@@ -200,7 +200,7 @@ class WatchedManager(_Watched, RolloutManager):
 
     async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
         if isinstance(request, StoreCalls):
-            self.oracle.saves(request.prompt_index, request.place, unpacked(request.columns))
+            self.oracle.saves(request.prompt_index, request.place, unpacked(request.frame.data))
         return await super()._ask_trainer(request, answer)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:

@@ -23,8 +23,6 @@ from random import Random
 from typing import Any, assert_never
 from zlib import crc32
 
-import safetensors.numpy
-
 from actors.generator import Generator
 from actors.master import Master
 from actors.mastering.run_state import RunState
@@ -39,7 +37,7 @@ from areal.config import UserError
 from areal.generation.engine import EngineError
 from areal.storage.run_folder import checkpoint_of
 from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import Trajectory, trajectories
+from areal.trajectory import Trajectory
 from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
 from protocols.transport import mark_of, token_for
@@ -532,8 +530,8 @@ class World:
     def _spooled_samples(self, group: str) -> Sequence[Trajectory] | None:
         """The samples of a group on the trainer's disk; None if the group is not there."""
         disk = self.processes["trainer-0"].disk
-        rows = disk.execute("SELECT arrays FROM parts WHERE id = ?", (group,)).fetchall() if disk else []
-        samples = [sample for (arrays,) in rows for sample in trajectories(safetensors.numpy.load(arrays))]
+        rows = disk.execute("SELECT frame FROM parts WHERE id = ?", (group,)).fetchall() if disk else []
+        samples = [Trajectory.of_frame(frame) for (frame,) in rows]
         return samples if len(samples) == self.config.group_size else None
 
     def _samples_of(self, prompt: int) -> dict[tuple[str, int], float]:

@@ -16,9 +16,9 @@ from scripted_policy import Session, byte_tokenizer
 from actors.sampling import openai_endpoint
 from actors.sampling.openai_endpoint import OpenAIEndpoint
 from areal.data.rows import Row
+from areal.sampled import Generation
 from areal.workflows.agents import agent
 from areal.workflows.anthropic_api import MessageReply, MessagesRequest
-from areal.workflows.conversation import Generation
 from areal.workflows.openai_api import Answer, ApiError, ChatReply, ChatRequest, ChatSession
 from areal.workflows.responses_api import ResponseReply, ResponsesRequest
 

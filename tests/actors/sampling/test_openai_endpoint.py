@@ -31,9 +31,9 @@ from areal.config import DataConfig, UserError
 from areal.data import verifiers_tasks
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.sampled import Generation
 from areal.workflows.agents import AgentFailed, agent
 from areal.workflows.builtin import resolve_workflow
-from areal.workflows.conversation import Generation
 from areal.workflows.parsers import Parsers
 
 WEATHER = {

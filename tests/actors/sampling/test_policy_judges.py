@@ -10,7 +10,7 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.jobs import RoutedRewards
 from actors.sampling.policy_judges import PolicyJudges
 from areal.config import Config, UserError
-from areal.workflows.conversation import Generation
+from areal.sampled import Generation
 
 ROW = {"answer": "4"}
 

@@ -21,10 +21,10 @@ from actors.sampling.services import Endpoint, Programs, Services
 from actors.sampling.sessions import SampleSession
 from areal.config import Config, UserError
 from areal.data.rows import Row
-from areal.generation.engine import Chunk
 from areal.generation.routing import GeneratorLoad
 from areal.programs.outside import Outcome, open_sandbox
 from areal.result import Result
+from areal.sampled import Generation
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import Conversation
@@ -109,14 +109,14 @@ class Streams:
             if isinstance(part, Exception):
                 raise part
             part = part() if callable(part) else part
-            if done := call.add(part.tokens, part.logprobs, part.versions, part.finish):
+            if (done := call.add(part, part.finish)) is not None:
                 return done
         raise AssertionError("the test wrote too little")
 
 
-def chunk(*tokens: int, version: int, finish: str | None = None) -> Chunk:
+def chunk(*tokens: int, version: int, finish: str | None = None) -> Generation:
     n = len(tokens)
-    return Chunk(np.array(tokens, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
+    return Generation(np.array(tokens, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
 
 
 class Characters:
@@ -132,10 +132,10 @@ def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, Samp
     return router, SampleSession(cluster.services, None, sampling, 3, home=home, place=router.place_at(home))
 
 
-def moved(session: SampleSession, target: Member, then: Chunk):
+def moved(session: SampleSession, target: Member, then: Generation):
     """What a stream sends after the sequence was told to move."""
 
-    def part() -> Chunk:
+    def part() -> Generation:
         next(iter(session.running)).move(target)
         return then
 
@@ -252,7 +252,7 @@ async def test_a_call_that_is_saved_at_its_last_token_has_ended():
     session.save, session.save_every = lambda: saved.extend(session.calls_so_far()) or asyncio.create_task(nothing()), 1
     cluster.servers = Streams(at0=[[chunk(5, 6, version=3, finish="stop")]])
     await session.generate([1, 2])
-    assert [(call.tokens.tolist(), call.finish) for call in saved] == [([5, 6], "stop")]
+    assert [(call.sampled.tokens.tolist(), call.sampled.finish) for call in saved] == [([5, 6], "stop")]
 
 
 async def nothing() -> None:

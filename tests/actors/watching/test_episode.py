@@ -9,7 +9,7 @@ from rich.console import Console
 
 from actors.watching.episode import LONGEST, CompletionScore, Episode, Turn, show
 from areal.result import Result
-from areal.workflows.conversation import Generation
+from areal.sampled import Generation
 from areal.workflows.forest import Forest
 from areal.workflows.parsers import Parsed
 

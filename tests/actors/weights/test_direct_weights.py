@@ -37,11 +37,12 @@ from actors.weights.direct_weights import DirectReceiver, DirectSender, load_tra
 from areal.config import GeneratorConfig, SamplingConfig, UserError, WeightsConfig
 from areal.cpu.fork_server import IMPORTED
 from areal.generation import engine as engines
-from areal.generation.engine import Chunk, EngineError, GenerationEngine, WeightLoadError
+from areal.generation.engine import EngineError, GenerationEngine, WeightLoadError
+from areal.sampled import Generation
 from areal.storage.disk import Patience
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError, StreamBrokenError
-from protocols.messages import Member, Policy, SendWeights, TransferDone
+from protocols.messages import Member, Policy, SendWeights
 from protocols.transport import Bus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,12 +73,8 @@ async def _serve_weights(pipe) -> None:
     sender = DirectSender(WEIGHTS.backend, directory, "127.0.0.1", 2)
     await load_transport(SimpleNamespace(weights=WEIGHTS))
     crashes = []
-
-    def handle(request):
-        return sender.serve(request) if isinstance(request.message, SendWeights) else _done(sender, request)
-
     bus = Bus("trainer/0#x", network())
-    pipe.send(bus.serve(LOOPBACK, handle, crashes.append))
+    pipe.send(bus.serve(LOOPBACK, sender.dispatch, crashes.append))
     while (order := await asyncio.to_thread(pipe.recv)) is not None:
         if isinstance(order, Policy):
             sender.offer(order)
@@ -92,11 +89,6 @@ async def _serve_weights(pipe) -> None:
         )
     sender.close()
     await bus.close()
-
-
-async def _done(sender, request):
-    assert isinstance(request.message, TransferDone)
-    return sender.done(request)
 
 
 class TrainerProcess:
@@ -234,13 +226,13 @@ async def started_cluster(folder, models, context, config):
         await made.engine.close()
 
 
-async def collect(stream, progress=None) -> Chunk:
+async def collect(stream, progress=None) -> Generation:
     parts = [] if progress is None else progress
     async with asyncio.timeout(PATIENCE):
         async for chunk in stream:
             parts.append(chunk)
     fields = (np.concatenate([getattr(c, name) for c in parts]) for name in ("tokens", "logprobs", "versions"))
-    return Chunk(*fields, parts[-1].finish)
+    return Generation(*fields, parts[-1].finish)
 
 
 def reference(model, tokens: np.ndarray) -> np.ndarray:

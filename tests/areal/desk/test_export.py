@@ -14,7 +14,7 @@ from areal.__main__ import main
 from areal.config import dump_config, load_config
 from areal.processes import ROOT
 from areal.storage.rollouts import RolloutWriter
-from areal.trajectory import Branch, Group, Trajectory, notes_of
+from areal.trajectory import Branch, Group, Trajectory, row_text
 
 CHAT = (
     "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>{% endfor %}"
@@ -51,8 +51,7 @@ class Run:
 
     def add(self, row: dict, *samples: tuple[list[str], float, str]) -> None:
         trajectories = tuple(self.sample(*sample) for sample in samples)
-        notes = notes_of(row, [{}] * len(samples))
-        self.groups.append(Group(f"g{len(self.groups)}.0", len(self.groups), trajectories, notes))
+        self.groups.append(Group(f"g{len(self.groups)}.0", len(self.groups), trajectories, row_text(row)))
 
     def sample(self, texts: list[str], reward: float, finish: str, branches: tuple[Branch, ...] = ()) -> Trajectory:
         """texts: what was sampled is in every second one."""

@@ -38,7 +38,8 @@ import areal.generation.engine
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.cpu.generation import BLOCK_SIZE
 from areal.devices import SHARES
-from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError, stop_tokens
+from areal.generation.engine import EngineError, EngineStats, GenerationEngine, WeightLoadError, stop_tokens
+from areal.sampled import Generation
 from areal.selftest.transport import Receiving, Sending
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores
@@ -154,13 +155,13 @@ async def keeping(shared_keeping: GenerationEngine, models: Models) -> Generatio
     return shared_keeping
 
 
-async def collect(stream: AsyncGenerator[Chunk, None], progress: list[Chunk] | None = None) -> Chunk:
+async def collect(stream: AsyncGenerator[Generation, None], progress: list[Generation] | None = None) -> Generation:
     """The whole sequence as one chunk; `progress` sees its parts while they come."""
     parts = [] if progress is None else progress
     async for chunk in stream:
         parts.append(chunk)
     fields = (np.concatenate([getattr(c, name) for c in parts]) for name in ("tokens", "logprobs", "versions"))
-    return Chunk(*fields, parts[-1].finish)
+    return Generation(*fields, parts[-1].finish)
 
 
 @cache
@@ -245,11 +246,11 @@ def check_likely(model: Path, scores: TokenScores) -> None:
     assert (scores.top_tokens == tokens.numpy()).mean() > 0.95  # but for ties
 
 
-async def check_interruption(engine: GenerationEngine, models: Models) -> tuple[Chunk, list[int]]:
+async def check_interruption(engine: GenerationEngine, models: Models) -> tuple[Generation, list[int]]:
     """Load two versions while sequences run. Each token has to have the log-prob of the version that it names. Returns
     a sequence that went through all versions, with its prompt. The engine is at version 0 before."""
     prompts = [PROMPT[: 5 + 7 * i] for i in range(8)]
-    progress: list[list[Chunk]] = [[] for _ in prompts]
+    progress: list[list[Generation]] = [[] for _ in prompts]
     tasks = [
         asyncio.create_task(collect(engine.generate(f"r{i}", prompt, SAMPLING), progress[i]))
         for i, prompt in enumerate(prompts)
@@ -336,7 +337,7 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
 
 
 async def test_nothing_is_sampled_or_loaded_while_the_engine_sleeps(engine: GenerationEngine, models: Models) -> None:
-    progress: list[list[Chunk]] = [[] for _ in range(4)]
+    progress: list[list[Generation]] = [[] for _ in range(4)]
     tasks = [
         asyncio.create_task(collect(engine.generate(f"r{i}", PROMPT[: 9 + 7 * i], SAMPLING), progress[i]))
         for i in range(4)
@@ -411,7 +412,7 @@ async def test_no_stop_token_comes_before_the_minimum_whatever_is_loaded_meanwhi
 ) -> None:
     few, prompt = 80, [5]
     sampling = SamplingConfig(max_new_tokens=MAX_LEN - 2, min_new_tokens=few)
-    progress: list[list[Chunk]] = [[] for _ in range(8)]
+    progress: list[list[Generation]] = [[] for _ in range(8)]
     tasks = [asyncio.create_task(collect(engine.generate("r", prompt, sampling), parts)) for parts in progress]
     await until(lambda: all(len(parts) >= 2 for parts in progress))
     await engine.load(models[1], 1)
@@ -538,7 +539,7 @@ async def test_a_prompt_is_scored_with_the_adapter_while_sequences_run(
 ) -> None:
     adapter = write_adapter_of(models[0], tmp_path / "adapter")
     await adapting.load(adapter, 1)
-    progress: list[list[Chunk]] = [[], []]
+    progress: list[list[Generation]] = [[], []]
     running = [asyncio.create_task(collect(adapting.generate("r", PROMPT, SAMPLING), parts)) for parts in progress]
     await until(lambda: all(progress))
     scores = await adapting.score("scored", PROMPT)
@@ -554,7 +555,7 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_adap
 ) -> None:
     adapters = [write_adapter_of(models[0], tmp_path / f"{seed}", seed=seed) for seed in (7, 8)]
     policies = [models[0], *(merge(models[0], adapter, adapter / "merged") for adapter in adapters)]
-    progress: list[Chunk] = []
+    progress: list[Generation] = []
     running = asyncio.create_task(collect(adapting.generate("r", PROMPT, SAMPLING), progress))
     for version, adapter in enumerate(adapters, 1):
         seen = len(progress)
@@ -625,7 +626,7 @@ async def test_weights_that_do_not_fit_are_refused_and_generation_goes_on(
     engine: GenerationEngine, models: Models, tmp_path: Path, write: Callable[[Path, dict[str, torch.Tensor]], None]
 ) -> None:
     write(tmp_path, load_file(models[1] / "model.safetensors"))
-    progress: list[Chunk] = []
+    progress: list[Generation] = []
     running = asyncio.create_task(collect(engine.generate("r", PROMPT, SAMPLING), progress))
     await until(lambda: bool(progress))
     with pytest.raises(WeightLoadError, match=r"model\.safetensors|does not fit the model: 1 tensors differ"):
@@ -657,7 +658,7 @@ async def test_weights_that_are_removed_once_checked_are_refused_and_once_open_a
 
     check, pause = areal.generation.engine._check_offer, engine._core.pause_scheduler_async
     write(tmp_path / "whole")
-    progress: list[Chunk] = []
+    progress: list[Generation] = []
     running = asyncio.create_task(collect(engine.generate("r", PROMPT, SAMPLING), progress))
     await until(lambda: bool(progress))
     with monkeypatch.context() as removing:
@@ -797,9 +798,9 @@ async def test_a_missing_library_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert b"UserError: vLLM needs libnuma on the CPU" in said.splitlines()[-1]
 
 
-async def queue_up(engine: GenerationEngine, count: int) -> list[asyncio.Task[Chunk]]:
+async def queue_up(engine: GenerationEngine, count: int) -> list[asyncio.Task[Generation]]:
     """`count` samples of the same prompt, once those that find room in the engine are running."""
-    progress: list[list[Chunk]] = [[] for _ in range(count)]
+    progress: list[list[Generation]] = [[] for _ in range(count)]
     tasks = [asyncio.create_task(collect(engine.generate("r", PROMPT, SAMPLING), parts)) for parts in progress]
     await until(lambda: sum(map(bool, progress)) >= CONFIG.max_concurrent_rollouts)
     return tasks
@@ -880,7 +881,7 @@ async def test_guessed_tokens_have_the_logprobs_and_versions_of_what_accepts_the
     engine._deliver = count_and_deliver  # type: ignore[method-assign]
     sampling = SamplingConfig(temperature=0.3, max_new_tokens=400, min_new_tokens=400)
     prompts = [PROMPT[: 5 + 7 * i] for i in range(6)]
-    progress: list[list[Chunk]] = [[] for _ in prompts]
+    progress: list[list[Generation]] = [[] for _ in prompts]
     tasks = [
         asyncio.create_task(collect(engine.generate("r", prompt, sampling), parts))
         for prompt, parts in zip(prompts, progress, strict=True)
@@ -959,7 +960,7 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
 ) -> None:
     monkeypatch.setattr(engine, "_handed_over", False)  # afterwards too: the module's engine is to go on
     begun = engine.stats()
-    progress: list[list[Chunk]] = [[] for _ in range(8)]
+    progress: list[list[Generation]] = [[] for _ in range(8)]
     readers = [asyncio.create_task(collect(engine.generate("r", PROMPT, ENDLESS), parts)) for parts in progress]
 
     async def all_have(chunks: list[int]) -> None:
@@ -1050,7 +1051,7 @@ async def test_one_sequence_can_be_handed_over_while_the_others_go_on(engine: Ge
 async def test_the_death_of_the_engine_is_told_and_what_was_sampled_before_is_kept(
     engine: GenerationEngine, models: Models
 ) -> None:
-    progress: list[Chunk] = []
+    progress: list[Generation] = []
     running = asyncio.create_task(collect(engine.generate("r", PROMPT, ENDLESS), progress))
     await until(lambda: bool(progress))
     for child in psutil.Process().children(recursive=True):

@@ -13,12 +13,10 @@ from helpers import BRANCHED
 
 from areal.config import UserError
 from areal.storage.rollouts import ONE_OF, RolloutWriter, batches, files
-from areal.trajectory import Group, TokenValues, Trajectory, notes_of
+from areal.trajectory import Group, Note, TokenValues, Trajectory, row_text
 
-NOTES = notes_of(
-    {"prompt": "0 1", "answer": "2", "tests": "x" * 20_000},
-    [{"parts": {"form": 0.5}, "generators": ["generator/0", "generator/1"], "began": 1e9, "seconds": 2.5}] * 2,
-)
+ROW = row_text({"prompt": "0 1", "answer": "2", "tests": "x" * 20_000})
+NOTES = (Note({"form": 0.5}, 0, ("generator/0", "generator/1"), 1e9, 2.5),) * 2
 
 
 def group(number: int, version: int = 4) -> Group:
@@ -26,7 +24,7 @@ def group(number: int, version: int = 4) -> Group:
         np.array([0, number, 2], np.int32), np.array([0, -0.1, -0.7], np.float32),
         np.array([-1, version, version + 1], np.int32), 0.1 + number, "length",
     )  # fmt: skip
-    return Group(f"g{number}.0", number, (plain, BRANCHED), NOTES)
+    return Group(f"g{number}.0", number, (plain, BRANCHED), ROW, NOTES)
 
 
 def writer(folder: Path, kept: str = "all", limit: int = 1 << 30) -> RolloutWriter:
@@ -48,8 +46,8 @@ def test_the_trained_groups_come_back_as_they_were(tmp_path):
         for one, other in zip(found, [group(2 * step), group(2 * step + 1)], strict=True):
             assert (one.id, one.prompt_index) == (other.id, other.prompt_index)
             for a, b in zip(one.trajectories, other.trajectories, strict=True):
-                assert a.token_columns.keys() == b.token_columns.keys()
-                for name, array in b.token_columns.items():
+                assert a.columns.keys() == b.columns.keys()
+                for name, array in b.columns.items():
                     assert getattr(a, name).dtype == array.dtype
                 for name in (field.name for field in fields(Trajectory)):
                     np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
@@ -151,7 +149,7 @@ def test_a_file_that_cannot_be_read_is_named_and_stops_no_trainer(tmp_path):
     with pytest.raises(UserError, match="000002.parquet"):
         list(batches(tmp_path))
     own = writer(tmp_path)
-    own.add_trained(2, [replace(group(2), notes="")], None)
+    own.add_trained(2, [replace(group(2), row="", notes=())], None)
     own.write()
     assert [path.stem for path in files(tmp_path)] == ["000001", "000002", "000003"]
 

@@ -17,9 +17,10 @@ from helpers import put
 
 import areal.storage.database
 from areal.config import UserError
-from areal.storage.saved_calls import NO_LIMIT, SavedCall, packed
-from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import Branch, Group, Trajectory, notes_of
+from areal.sampled import Generation
+from areal.storage.saved_calls import NO_LIMIT, SavedCall, packed, unpacked
+from areal.storage.spool import Spool, SpoolError, SpoolPart
+from areal.trajectory import Branch, Group, Note, Trajectory
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_a_group_comes_back_bit_by_bit_after_a_restart(path: Path):
         tokens=np.array([1, 2], np.int32),
         logprobs=np.array([np.nan, -0.0], np.float32),
         versions=np.array([-1, 0], np.int32),
-        reward=float("nan"),
+        reward=-0.0,
         finish="stop",
     )
     groups = [make_group(0), make_group(1, (0, 1, 0)), make_group(2, (7,)), Group("g3.1", 3, (odd, odd))]
@@ -111,7 +112,7 @@ def test_a_repeated_group_changes_nothing():
 
 def parts_of(group: Group) -> list[Group]:
     return [
-        replace(group, trajectories=(sample,), notes=notes_of({"answer": "7"}, [{"discarded": number}]))
+        replace(group, trajectories=(sample,), row='{"answer": "7"}', notes=(Note({"exact": 0.5}, number, ("g",)),))
         for number, sample in enumerate(group.trajectories)
     ]
 
@@ -124,8 +125,25 @@ def test_a_group_of_parts_is_there_once_it_is_complete_in_the_order_of_their_pla
     assert bits(put(spool, second, 1, 3)) == bits(spool.complete("g1.0", 3)) == bits(group)
     assert bits(put(spool, second, 7, 3)) == bits(group), "it has three"
     again = [replace(part, id="g1.1") for part in (first, second, third)]
-    assert bits(spool.put_all(dict(zip((0, 2, 5), again, strict=True)), 3)) == bits(replace(group, id="g1.1"))
-    assert spool.get(["g1.0"])[0].notes == notes_of({"answer": "7"}, [{"discarded": number} for number in range(3)])
+    whole = {place: SpoolPart(part, part.trajectories[0].frame()) for place, part in zip((0, 2, 5), again, strict=True)}
+    assert bits(spool.put_all(whole, 3)) == bits(replace(group, id="g1.1"))
+    (stored,) = spool.get(["g1.0"])
+    assert stored.row == '{"answer": "7"}' and stored.notes == tuple(Note({"exact": 0.5}, n, ("g",)) for n in range(3))
+
+
+def test_a_group_that_was_just_written_is_not_read_again_and_one_of_before_a_restart_is(path: Path):
+    spool, (first, second, third) = Spool.open(path), parts_of(make_group(1))
+    statements: list[str] = []
+    spool._connection.set_trace_callback(statements.append)
+    for part, place in ((first, 0), (third, 2)):
+        put(spool, part, place, 3)
+        put(spool, replace(part, id="g1.1"), place, 3)
+    assert bits(put(spool, second, 1, 3)) == bits(make_group(1))
+    assert statements and not any("frame" in text for text in statements if text.startswith("SELECT"))
+    spool.close()
+    spool = Spool.open(path)
+    assert bits(put(spool, replace(second, id="g1.1"), 1, 3)) == bits(replace(make_group(1), id="g1.1"))
+    spool.close()
 
 
 def test_samples_of_an_earlier_attempt_become_those_of_the_next_one(path: Path):
@@ -149,16 +167,16 @@ def test_samples_of_an_earlier_attempt_become_those_of_the_next_one(path: Path):
     again.close()
 
 
-def calls_of(*versions: int) -> dict[str, np.ndarray]:
+def calls_of(*versions: int) -> bytes:
     n = len(versions)
     tokens = np.arange(n, dtype=np.int32)
-    call = SavedCall(b"p" * 16, NO_LIMIT, tokens, np.zeros(n, np.float32), np.array(versions, np.int32), None)
-    return packed([call])
+    sampled = Generation(tokens, np.zeros(n, np.float32), np.array(versions, np.int32))
+    return packed([SavedCall(b"p" * 16, NO_LIMIT, sampled)])
 
 
 def versions_of(spool: Spool, *key: Any) -> list[int]:
     found = spool.calls(*key)
-    return found["versions"].tolist() if found else []
+    return unpacked(found)[0].sampled.versions.tolist() if found else []
 
 
 def test_the_calls_of_a_sample_are_kept_until_it_is_stored_and_the_longest_ones_count(path: Path):
@@ -190,7 +208,7 @@ def test_the_calls_of_an_earlier_attempt_become_those_of_the_next_one_at_places_
     assert versions_of(spool, "g1.1", 2) == [2]
 
 
-@pytest.mark.parametrize("change", ["arrays = zeroblob(length(arrays))", "oldest = 1", "place = 1"])
+@pytest.mark.parametrize("change", ["frame = zeroblob(length(frame))", "oldest = 1", "place = 1"])
 def test_damaged_calls_are_none(change):
     spool = in_memory()
     spool.put_calls("g1.0", 0, 1, calls_of(5, 6))
@@ -264,14 +282,15 @@ PUTTING = """
 import sys
 from pathlib import Path
 import numpy as np
-from areal.storage.spool import Spool
+from areal.storage.spool import SpoolPart, Spool
 from areal.trajectory import Branch, Group, Trajectory
 
 spool = Spool.open(Path(sys.argv[1]))
 for number in range(10**9):
     column = np.full(3000, number, np.int32)
     sample = Trajectory(column, column.astype(np.float32), column, 1.0, "stop")
-    spool.put_all({0: Group(f"g{number}.0", number, (sample, sample))}, 1)
+    part = SpoolPart(Group(f"g{number}.0", number, (sample,)), sample.frame())
+    spool.put_all({0: part, 1: part}, 2)
     print(number, flush=True)
 """
 
@@ -391,10 +410,10 @@ def test_a_flipped_bit_in_a_group_is_found_and_named(path: Path, place: int):
     spool = Spool.open(path)
     for number in range(3):
         put(spool, make_group(number, (100,)))
-    (blob,) = spool._connection.execute("SELECT arrays FROM parts WHERE id = 'g1.0'").fetchone()
+    (blob,) = spool._connection.execute("SELECT frame FROM parts WHERE id = 'g1.0'").fetchone()
     flipped = bytearray(blob)
     flipped[place] ^= 0x40
-    spool._connection.execute("UPDATE parts SET arrays = ? WHERE id = 'g1.0'", (bytes(flipped),))
+    spool._connection.execute("UPDATE parts SET frame = ? WHERE id = 'g1.0'", (bytes(flipped),))
     assert [group.id for group in spool.get(["g0.0", "g2.0"])] == ["g0.0", "g2.0"]
     with pytest.raises(UserError, match=f"The spool {path} is damaged .group g1.0 does not have the checksum"):
         spool.get(["g0.0", "g1.0"])

@@ -9,9 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.config import LoraConfig
+from areal.sampled import NOT_SAMPLED
 from areal.training.flops import Operations, peak_tflops
 from areal.training.packed import FlatBatch, pack
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+from areal.trajectory import Group, Trajectory
 from areal.weights.lora import add_adapters
 
 LAYERS, HEADS, WIDTH = 3, 4, 16

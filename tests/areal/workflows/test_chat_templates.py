@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.workflows.conversation import Conversation, Generation, user
+from areal.sampled import Generation
+from areal.workflows.conversation import Conversation, user
 
 SPECIAL = ["<bos>", "<start>", "<end>", "<close>", "<call>", "<after>", "<result>", "<tools>"]
 TEXT = "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"

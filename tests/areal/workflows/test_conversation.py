@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from areal.sampled import Generation
 from areal.text import python_call
-from areal.workflows.conversation import Conversation, Generation, begin, keep_until, user
+from areal.workflows.conversation import Conversation, begin, keep_until, user
 
 START, END, EOS = "<start>", "<end>", "<eos>"
 

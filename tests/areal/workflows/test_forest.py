@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.workflows.conversation import Generation
+from areal.sampled import Generation
 from areal.workflows.forest import Forest
 
 PROMPT = [1, 2]

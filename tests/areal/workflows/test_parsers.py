@@ -7,15 +7,14 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from scripted_policy import END, byte_tokenizer
 
 from areal.config import RolloutManagerConfig, UserError, load_config
+from areal.sampled import Generation
 from areal.workflows import parsers
-from areal.workflows.conversation import Generation
 from areal.workflows.parsers import Parsed, Parsers
 
 WEATHER = {
@@ -175,7 +174,7 @@ def test_turns_of_gpt_oss_are_read_from_their_tokens(tokenizer, reasoning, think
     def parse(text: str, tools) -> Parsed:
         text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>{text}"
         tokens = np.array(harmony.encode(text, allowed_special="all"), np.int32)
-        return gpt_oss.parse(replace(turn(tokenizer, ""), tokens=tokens), tools)
+        return gpt_oss.parse(Generation(tokens, *np.zeros((2, len(tokens))), "stop"), tools)
 
     for tools in ([WEATHER], None):
         assert parse("final<|message|>four<|return|>", tools) == Parsed("four", thinking, [], False)

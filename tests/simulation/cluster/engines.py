@@ -18,9 +18,10 @@ import numpy as np
 
 from areal.config import SamplingConfig
 from areal.data.rows import Row
-from areal.generation.engine import Chunk, EngineStats, LoadTimes
+from areal.generation.engine import EngineStats, LoadTimes
 from areal.result import Result
-from areal.trajectory import Finish, Group, TokenScores
+from areal.sampled import Finish, Generation
+from areal.trajectory import Group, TokenScores
 from simulation.cluster.costs import Costs
 from simulation.cluster.lengths import Lengths
 from simulation.cluster.setups import GRAIN
@@ -49,7 +50,7 @@ class ModelSequence:
         self.due = 0
         self.labelled = 0
         self.parts: list[tuple[int, int]] = []
-        self.chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        self.chunks: asyncio.Queue[Generation] = asyncio.Queue()
 
     def go_on(self, begin: float, limit: int) -> float:
         """Sample the next chunk from engine step `begin` on. Returns the step at which it is complete."""
@@ -72,7 +73,7 @@ class ModelSequence:
         self.parts.clear()
         n = len(versions)
         finish: Finish | None = None if self.left else ("length" if self.cut else "stop")
-        self.chunks.put_nowait(Chunk(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
+        self.chunks.put_nowait(Generation(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
 
 
 class ModelEngine:
@@ -101,7 +102,7 @@ class ModelEngine:
 
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncIterator[Generation]:
         prompt = tokens[1]  # ModelTokenizer encodes a prompt as its number between two special tokens
         stream = ModelSequence(self._setup.prompt_tokens, *self._lengths.next(prompt))
         self._waiting[stream] = None
