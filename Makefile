@@ -51,6 +51,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tests/size.py
 	$(BIN)/mypy
 
 # Fails on a link that leads nowhere.

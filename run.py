@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,17 @@ import structlog
 import uvloop
 
 from areal.config import Config, ScorerConfig, UserError, dump_config, from_message, load_config, overridden
-from areal.processes import KEYS, SUPERVISED, LenientOutput, die_with_parent, importing, raise_open_files, torchrun
+from areal.processes import (
+    KEYS,
+    ROOT,
+    SUPERVISED,
+    LenientOutput,
+    die_with_parent,
+    importing,
+    raise_open_files,
+    tied,
+    torchrun,
+)
 from areal.roles import ROLES
 from areal.storage.run_folder import config_of_run, configuration_to_resume, end_of, steps_trained
 from areal.text import shown
@@ -37,6 +48,8 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 300.0
 # torchrun kills ranks that have not left so long after `master.drain_seconds`.
 DRAIN_MARGIN_SECONDS = 10.0
+# What the report of a run may take.
+REPORT_SECONDS = 300.0
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 HELP = """\
@@ -430,13 +443,13 @@ async def serve(
 
 
 def keep_report(folder: Path) -> None:
-    """Write the report of a run that has ended. A disk that refuses it does not make the run a failure."""
-    from areal.desk.report import write_report
-
+    """Have `areal report` write the report of a run that has ended. If it cannot, the run is no failure."""
+    command = tied(sys.executable, "-m", "areal", "report", str(folder.absolute()))
     try:
-        write_report(folder)
-    except OSError as error:
-        print_lines([f"The report was not written ({error}): `python -m areal report {folder}` writes it."])
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=REPORT_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+        print_lines([f"The report was not written ({why}): `python -m areal report {folder}` writes it."])
 
 
 async def prepare(config: Config) -> tuple[Config, PromptSource]:

@@ -8,7 +8,8 @@ import numpy as np
 import yaml
 from scripted_policy import byte_tokenizer
 
-from areal.storage.rollouts import FOLDER, RolloutWriter
+from areal.run_files import ROLLOUTS
+from areal.storage.rollouts import RolloutWriter
 from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory, row_text
 
 Said = list[tuple[str, bool]]
@@ -33,7 +34,7 @@ def writer(run: Path) -> RolloutWriter:
     def texts(sequences: list[np.ndarray]) -> list[str]:
         return [TOKENIZER.decode(tokens.tolist(), skip_special_tokens=False) for tokens in sequences]
 
-    return RolloutWriter(run / FOLDER, "all", 1 << 30, texts)
+    return RolloutWriter(run / ROLLOUTS, "all", 1 << 30, texts)
 
 
 def values(*groups: Group) -> TokenValues:

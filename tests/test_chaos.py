@@ -43,12 +43,13 @@ from areal.tokens import load_tokenizer
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
-STEPS = 20
-# Small steps take a third of a second: late enough for everything to happen, early enough for the run to be there.
 HANGS_AT = 3
-KILLED_AT = range(HANGS_AT + 1, STEPS - 6)
+# While a role is started again, others take further steps.
+KILLED_AT = range(HANGS_AT + 1, HANGS_AT + 6)
 # Long enough for a kill to find any moment of a step.
 PHASE_SECONDS = 0.5
+# To look at all processes takes tens of milliseconds.
+POLL_SECONDS = 0.25
 # Between two steps there may be several starts of everything.
 RESTART_SECONDS = 300
 SECONDS_OF_A_SMALL_RUN = 600
@@ -70,7 +71,7 @@ def small(tiny_model: Path, free_port: int) -> list[str]:
     """Overrides that make the quickstart small, and impatient with who is silent."""
     return [
         f"model={tiny_model}", f"master.address=tcp://127.0.0.1:{free_port}", "master.lease_seconds=10", "name=test",
-        f"steps={STEPS}", "batch_size=4", "group_size=4", "max_staleness=2", "sampling.max_new_tokens=32",
+        "steps=100000", "batch_size=4", "group_size=4", "max_staleness=2", "sampling.max_new_tokens=32",
         "data.eval_size=16", "generator.count=2", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
         "trainer.checkpoint_every=3", "observe.tensorboard=false",
     ]  # fmt: skip
@@ -86,7 +87,7 @@ def wait_for(run: Run, condition: Callable[[], object]) -> object:
     while not (value := condition()):
         assert run.code is None, f"the run has ended with {run.code}:\n{run.output[-4000:]}"
         assert time.monotonic() < deadline, f"nothing for {RESTART_SECONDS} s:\n{run.output[-4000:]}"
-        time.sleep(0.05)
+        time.sleep(POLL_SECONDS)
     return value
 
 
@@ -100,9 +101,10 @@ def after_steps(run: Run, folder: Path, steps: int) -> None:
     wait_for(run, lambda: steps_done(folder) >= done + steps)
 
 
-def of_role(run: Run, role: str) -> list[Process]:
-    """The processes that the run's supervisor has started for a role."""
-    return [p for p in processes() if p.parent == run.process.pid and f"--role {role} " in f"{p.command} "]
+def of_role(run: Run, role: str, everything: list[Process] | None = None) -> list[Process]:
+    """The processes that the run's supervisor has started for a role, of all that run now."""
+    everything = processes() if everything is None else everything
+    return [p for p in everything if p.parent == run.process.pid and f"--role {role} " in f"{p.command} "]
 
 
 def kill(run: Run, role: str, chaos: random.Random) -> None:
@@ -135,7 +137,8 @@ def engine_keeps_its_core(run: Run) -> bool:
     cores = os.sched_getaffinity(0)
     if len(cores) != 2:
         return True
-    roles = {role: of_role(run, role) for role in ROLES}
+    everything = processes()
+    roles = {role: of_role(run, role, everything) for role in ROLES}
     engines = [p for role in roles["generator"] for p in descendants(role.pid) if "EngineCore" in p.command]
     try:
         kept = [os.sched_getaffinity(p.pid) for p in engines]
@@ -162,7 +165,7 @@ def test_an_engine_may_hang_then_roles_be_killed_then_the_machine_and_the_run_go
 ):
     """A generator that is spared is lost with its engine before, and with the machine: its start takes longest."""
     folder, copy = tmp_path / "runs" / "test", tmp_path / "copy"
-    started = run("--config", CONFIG, *small, "steps=100000", "generator.count=1", "master.hang_seconds=10")
+    started = run("--config", CONFIG, *small, "generator.count=1", "master.hang_seconds=10")
     wait_for(started, lambda: engine_keeps_its_core(started))
     hang_engine(started, folder)
     roles = [role for role in chaos.sample(ROLES, len(ROLES)) if role != spared]
@@ -216,7 +219,7 @@ def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_mac
     run, small, free_port, chaos, tmp_path
 ):
     folder = tmp_path / "runs" / "test"
-    started = run("--config", CONFIG, *small, "steps=100000", "data.eval_size=0")
+    started = run("--config", CONFIG, *small, "data.eval_size=0")
     lose_generators(started, folder)
     for end, more in zip(chaos.sample([stop, lose_machine], 2), (100_000, 5), strict=True):
         after_steps(started, folder, chaos.randint(1, 3))
@@ -243,7 +246,7 @@ def test_columns_of_scorers_that_are_killed_and_join_are_those_of_scorers_that_n
     with judging() as url:
         judge = json.dumps({"url": url, "model": "m", "template": "{{ prompt }}|{{ completion }}"})
         started = run(
-            "--config", CONFIG, *small, "steps=100000", "generator.count=1", "data.eval_size=0", "trainer.teacher=wise",
+            "--config", CONFIG, *small, "generator.count=1", "data.eval_size=0", "trainer.teacher=wise",
             "trainer.kl_coef=0.01", "trainer.reference=scorer:first", f"scorers={scorers}", "trainer.teacher_coef=0.1",
             "trainer.teacher_top_k=3",
             "reward.functions={addition: 1, judge: 0.1, liked: 0.1}", f"reward.options.judge={judge}",

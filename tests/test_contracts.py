@@ -43,6 +43,8 @@ BREAKS: dict[str, tuple[dict[str, str], str]] = {
         "- areal.attic",  # a room without a place on the map
     ),
     "Rooms of the actors": ({"actors.watching.health": "actors.master", "actors.generator": "actors.trainer"}, ""),
+    "A run never imports the desk": ({"actors.watching.monitor": "areal.desk.report"}, ""),
+    "The desk opens a run by": ({"areal.desk.trace": "areal.storage.run_folder"}, ""),
     "No circles": ({"areal.workflows.conversation": "areal.workflows.session"}, "- .openai_api -> .conversation"),
     "vLLM is known": ({"actors.evaluator": "vllm"}, ""),
     "DeepSpeed is known": ({"areal.training.step_metrics": "deepspeed"}, ""),

@@ -25,11 +25,10 @@ from actors.runtime.actor import Actor
 from actors.runtime.addresses import locate
 from actors.watching.monitor import render
 from areal.config import Config, UserError
-from areal.desk.rollouts import Rollouts
 from areal.processes import ROOT
+from areal.record import Record, new_steps
 from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
-from areal.storage.records import NewRecords, read_records
 from areal.storage.run_folder import config_of_run, last_checkpoint, read_summary
 from areal.text import all_shown
 from areal.workflows.builtin import bound_workflow
@@ -110,7 +109,7 @@ class LiveRun:
         self._show = show
         self._shown = 0  # bytes of its console
         self._view: Any = None  # of a notebook
-        self._records = NewRecords(folder / "metrics.jsonl")
+        self._new_steps = new_steps(folder)
         self._version = 0
         self._member: LocalActors | None = None
         self._functions: dict[str, RewardFunction] = {}
@@ -132,18 +131,18 @@ class LiveRun:
     @property
     def version(self) -> int:
         """The number of steps that are trained."""
-        for record in self._records.read():
+        for record in self._new_steps():
             self._version = record["step"]
         return self._version
 
     @property
     def metrics(self) -> Any:
         """The numbers of each step (docs/observe.md): a pandas DataFrame, or a list of dicts without pandas."""
-        return _table(list(read_records(self.folder / "metrics.jsonl")))
+        return _table(Record(self.folder).records)
 
     @property
     def rollouts(self) -> RolloutTable:
-        return RolloutTable(self.folder)
+        return RolloutTable(Record(self.folder))
 
     @property
     def checkpoint(self) -> Path | None:
@@ -169,9 +168,9 @@ class LiveRun:
 
     def figure(self) -> Any:
         """The curves of the run as a figure of matplotlib."""
-        from areal.desk.report import figure_of, panels, read_run
+        from areal.desk.report import figure_of, panels
 
-        return figure_of(*(panel for panel in panels(read_run(self.folder)) if not panel.empty))
+        return figure_of(*(panel for panel in panels(Record(self.folder)) if not panel.empty))
 
     # --- its progress
 
@@ -329,15 +328,17 @@ class LiveRun:
 
 
 class RolloutTable:
-    """The rollouts of the run in `folder`: all samples that it keeps (docs/observe.md)."""
+    """The rollouts of a run: all samples that it keeps (docs/observe.md)."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, record: Record) -> None:
+        self._record = record
 
     def sql(self, query: str) -> Any:
         """The rows of a query on the table `rollouts`: "SELECT step, avg(reward) FROM rollouts GROUP BY step ORDER BY
         step". A DataFrame, or a list of dicts without pandas. Raises UserError."""
-        return _table(Rollouts(self._folder).sql(query))
+        from areal.desk.rollouts import Rollouts
+
+        return _table(Rollouts(self._record).sql(query))
 
 
 def _launch(settings: Settings) -> subprocess.Popen[bytes]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
+from areal.config import UserError
+
+if TYPE_CHECKING:
+    from areal.desk.sweep import SweptRun
+
+# The sections and keys by which rows are read and checked.
+_OF_ROWS = {"data", "reward", "sandbox", "evaluator", "max_failed_share"}
 
 PARTS = {
     "trainer": "areal.selftest.training:TrainingChecks",
@@ -78,10 +88,26 @@ def sweep(options: Namespace) -> int:
         return 0
     if not options.dry_run:
         return Sweep(runs).run()
-    from actors.checks.start_checks import check_sweep
-
     check_sweep(runs, lambda run: print(f"{run.state:8} {run.config.folder}", flush=True))
     return 0
+
+
+def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> None:
+    """Check each run of a sweep that is not finished as its start would, and `tell` of it. Rows are checked once for
+    all runs that have them in common. Raises UserError, which names the run."""
+    from actors.checks.start_checks import on_this_machine, own_port, rehearse_start
+
+    checked = set()
+    for run in runs:
+        if not run.finished:
+            rows = json.dumps(run.config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
+            try:
+                with own_port(on_this_machine(run.config), False) as config:
+                    rehearse_start(config, resume=run.begun, rows=rows not in checked)
+            except UserError as error:
+                raise UserError(f"{run.name}: {error}") from None
+            checked.add(rows)
+        tell(run)
 
 
 def selftest(options: Namespace) -> int:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from actors.checks.preflight import check, free_port
+from actors.checks.preflight import check, check_options, free_port
 from actors.runtime.addresses import check_keys
 from actors.weights.direct_weights import check_transport
 from areal.config import Config, UserError
 from areal.cpu.op_folder import BUILDS, is_built
-from areal.desk.sweep import SweptRun
 from areal.devices import deal_out, visible_devices
 from areal.models import lacks_quickstart
 from areal.roles import ROLES
 from areal.storage.claim import check_free, check_room
 from protocols.addresses import host_of, is_loopback
 from protocols.messages import MAX_SERVED
-
-# The sections and keys by which rows are read and checked.
-_OF_ROWS = {"data", "reward", "sandbox", "evaluator", "max_failed_share"}
 
 
 def on_this_machine(config: Config) -> Config:
@@ -69,25 +64,10 @@ def rehearse_start(config: Config, *, resume: bool, rows: bool = True, alone: bo
         check(config, weights=False, rows=rows, machine=False)
     else:
         check_start(config, rows=rows, weights=False)
+    check_options(config)
     check_keys(config)
     check_room(config.folder, resume)
     check_free(config.folder, resume)
-
-
-def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> None:
-    """Check each run of a sweep that is not finished as its start would, and `tell` of it. Rows are checked once for
-    all runs that have them in common. Raises UserError, which names the run."""
-    checked = set()
-    for run in runs:
-        if not run.finished:
-            rows = json.dumps(run.config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
-            try:
-                with own_port(on_this_machine(run.config), False) as config:
-                    rehearse_start(config, resume=run.begun, rows=rows not in checked)
-            except UserError as error:
-                raise UserError(f"{run.name}: {error}") from None
-            checked.add(rows)
-        tell(run)
 
 
 def first_waits(config: Config) -> list[str]:

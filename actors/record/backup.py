@@ -14,13 +14,13 @@ from pathlib import Path
 
 from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
+from areal.run_files import JOURNAL, METRICS, SPOOL
 from areal.storage.database import copy_store
 from areal.storage.journal import journal_copy
 from areal.storage.records import metrics_up_to
 from areal.storage.run_folder import config_of_run
 from areal.weights.folders import atomic_folder, link
 
-JOURNAL, SPOOL, METRICS = "journal.db", "spool.db", "metrics.jsonl"
 # What belongs to the processes of a run, is made again when it is resumed, or is copied in another way.
 ELSEWHERE = ("address", "keys", "reserve", "weights", "*.lock", "*.tmp", ".*", f"{JOURNAL}*", f"{SPOOL}*", METRICS)
 # Files in these folders are never written again, so links to them are copies.

@@ -15,24 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from actors.mastering.run_state import RunState
-from actors.record.rollback import EVALUATIONS, METRICS, versions_kept
+from actors.record.rollback import versions_kept
 from areal.config import Config, UserError, parsed
 from areal.hiding import hidden_in
+from areal.run_files import EVALUATIONS, FORK, JOURNAL, METRICS
+from areal.settings import differences, within
 from areal.storage.disk import replace
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.records import line_of, read_records
 from areal.storage.run_folder import (
-    FORK,
     STATE_FILE,
     Origin,
     checkpoint_of,
     config_of_run,
     config_with,
-    differences,
     facts_of,
     is_elsewhere,
     origins_of,
-    within,
 )
 from areal.weights.folders import link
 
@@ -73,7 +72,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
     parent, past = _state_at(run, step)
     changed = _changed(parent.config, config)
     is_comparable = not any(within(key, OF_EVALUATIONS) for key in changed)
-    journal = Journal.open(config.folder / "journal.db")
+    journal = Journal.open(config.folder / JOURNAL)
     try:
         for name, key in [(METRICS, "step"), *[(EVALUATIONS, "version")] * is_comparable]:
             records = (record | {"run": journal.run} for record in read_records(run / name) if record[key] <= step)
@@ -100,7 +99,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
 
 def _state_at(run: Path, step: int) -> tuple[RunState, dict[str, Any]]:
     """The newest state of a run, and that of a step that has a checkpoint. Raises UserError."""
-    original = run / "journal.db"
+    original = run / JOURNAL
     config = config_of_run(run, secrets=True)
     if not original.is_file():
         raise UserError(f"There is no run in {run} that could be forked, it has no journal.db: give its folder.")

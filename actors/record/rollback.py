@@ -21,24 +21,24 @@ from typing import Any
 from actors.mastering.changes import Abandoned
 from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
+from areal.run_files import EVALUATIONS, JOURNAL, METRICS, REPORT, ROLLOUTS, SPOOL, SUMMARY
 from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal
 from areal.storage.records import move_records
-from areal.storage.rollouts import FOLDER as ROLLOUTS
 from areal.storage.rollouts import move_rollouts
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, version_of
 from areal.storage.spool import Spool, SpoolError
 
-ABANDONED, SPOOL, METRICS, EVALUATIONS = "abandoned", "spool.db", "metrics.jsonl", "evaluations.jsonl"
+ABANDONED = "abandoned"
 # What the trackers have got is sent again, to new ones.
-MOVED_WHOLE = ("summary.json", "report.html", "tracked.json", "tensorboard")
+MOVED_WHOLE = (SUMMARY, REPORT, "tracked.json", "tensorboard")
 
 
 def go_back(config: Config, version: int | None) -> list[str]:
     """Go back to the checkpoint of `version`, or only finish what was begun (None). Returns what was done, in words.
     Raises UserError, before anything is changed, if that checkpoint is not kept, or if another process uses the journal
     or the spool."""
-    journal = Journal.open(config.folder / "journal.db")
+    journal = Journal.open(config.folder / JOURNAL)
     try:
         state = RunState(config, journal)
         _move_files(config, state)

@@ -15,7 +15,6 @@ import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -25,14 +24,12 @@ from aiohttp.typedefs import Handler
 
 from actors.watching.answers import answer, finite, page
 from actors.watching.rollouts import RolloutPages
-from areal.config import UserError, read_yaml
+from areal.config import UserError
 from areal.desk import timeline
 from areal.desk.comparison import differing_settings, end_figures, value_of
-from areal.desk.report import FILES_OF_A_RUN, Run
 from areal.observe.alert_inputs import Digests
-from areal.storage.events import FILE, GONE
-from areal.storage.records import NewRecords
-from areal.storage.run_folder import read_summary
+from areal.record import Record
+from areal.storage.events import GONE
 from protocols.addresses import is_loopback
 
 # Length of the timeline, which ends at the newest event.
@@ -62,14 +59,7 @@ class RunView:
     count = 1
 
     def __init__(self, folder: Path) -> None:
-        if not any((folder / name).is_file() for name in FILES_OF_A_RUN):
-            raise UserError(f"{folder} is not the folder of a run: give a folder such as runs/NAME.")
-        self.folder = folder
-        self._metrics = NewRecords(folder / "metrics.jsonl")
-        self._evaluations = NewRecords(folder / "evaluations.jsonl")
-        self._new_events = NewRecords(folder / FILE)
-        self._steps: list[dict[str, Any]] = []
-        self._evaluated: list[dict[str, Any]] = []
+        self.record = Record(folder, without=LEFT_OUT)
         self._events: deque[dict[str, Any]] = deque()
         self._actors: dict[str, dict[str, Any]] = {}
         self._digests = Digests(folder)
@@ -77,13 +67,13 @@ class RunView:
     def since(self, step: int) -> dict[str, Any]:
         """The steps after `step`, and the current state of everything else."""
         self._read()
-        config = self.config()
+        config = self.record.settings
         return {
-            "run": config.get("name", self.folder.name),
+            "run": config.get("name", self.record.folder.name),
             "total": config.get("steps"),
             "max_staleness": config.get("max_staleness"),
-            "steps": [record for record in self._steps if record["step"] > step],
-            "evaluations": self._evaluated,
+            "steps": finite([record for record in self.record.records if record["step"] > step]),
+            "evaluations": finite(self.record.evaluations),
             "alerts": self._alerts(config),
             "lanes": self._lanes(),
         } | self._ending()
@@ -91,22 +81,20 @@ class RunView:
     def _ending(self) -> dict[str, Any]:
         """How the run ended, or for how long it has been silent, as a sentence; None where that is not so. The actors
         of an ended run are in the state that it ended in."""
-        ended = ending_of(read_summary(self.folder))
+        ended = ending_of(self.record.ending)
         actors = [self._actors[actor] for actor in sorted(self._actors)]
         if ended:
             actors = [actor | {"state": ended.partition(":")[0], "activity": ""} for actor in actors]
-        file = self.folder / FILE
-        silent = time.time() - file.stat().st_mtime if file.is_file() and not ended else 0.0
+        written = self.record.last_written
+        silent = time.time() - written if written and not ended else 0.0
         sentence = (
             f"silent for {silent:.0f} s: the master was killed, or cannot write" if silent > SILENT_SECONDS else None
         )
         return {"ended": ended, "silent": sentence, "actors": actors}
 
     def _read(self) -> None:
-        for record in self._metrics.read():
-            self._steps.append(finite({k: v for k, v in record.items() if k not in LEFT_OUT}))
-        self._evaluated += finite(self._evaluations.read())
-        for event in finite(self._new_events.read()):
+        self.record.update()
+        for event in finite(self.record.new_events()):
             self._events.append(event)
             if event.get("state") == GONE:
                 self._actors.pop(event["actor"], None)
@@ -116,14 +104,9 @@ class RunView:
         while self._events and self._events[0]["time"] < self._events[-1]["time"] - WINDOW_SECONDS:
             self._events.popleft()
 
-    def run(self) -> Run:
-        """The run as it is now, without its configuration and its events."""
-        self._read()
-        return Run(self.folder.name, self._steps, read_summary(self.folder) or {}, "", self._evaluated)
-
     def _alerts(self, config: dict[str, Any]) -> list[dict[str, Any]]:
         """For each alert its name, its sentence and the query of the page of its rollouts, None if none are kept."""
-        alerts = self._digests.alerts(self._steps, self._evaluated, config, ROLLOUTS_SECONDS)
+        alerts = self._digests.alerts(self.record.records, self.record.evaluations, config, ROLLOUTS_SECONDS)
         rollouts = self._digests.has_rollouts
         return [
             {"name": a.name, "text": a.sentence, "query": urlencode(a.filters) if rollouts else None} for a in alerts
@@ -146,11 +129,6 @@ class RunView:
                 lanes.setdefault(span.actor, []).append(bar)
         return [{"actor": actor, "spans": lanes[actor]} for actor in sorted(lanes)]
 
-    def config(self) -> dict[str, Any]:
-        """The values of config.yaml; empty if there is none."""
-        file = self.folder / "config.yaml"
-        return _values(file, file.stat().st_mtime_ns) if file.is_file() else {}
-
 
 class RunsView:
     """The data of the page that compares the runs in several folders. Raises UserError if one of them holds no run."""
@@ -158,14 +136,16 @@ class RunsView:
     page = "overlay.html"
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self._views = [RunView(folder) for folder in folders]
+        self._runs = [Record(folder, without=LEFT_OUT) for folder in folders]
         self.count = len(folders)
 
     def since(self, *steps: int) -> dict[str, Any]:
         """For each run its steps after the one of `steps` in its place, its settings that other runs do not share, and
         its figures."""
-        runs = [view.run() for view in self._views]
-        configs = [view.config() for view in self._views]
+        runs = self._runs
+        for run in runs:
+            run.update()
+        configs = [run.settings for run in runs]
         settings = differing_settings(configs)
         figures = end_figures(runs)
         return {
@@ -173,20 +153,14 @@ class RunsView:
             "runs": [
                 {
                     "run": run.name,
-                    "steps": [record for record in run.records if record["step"] > step],
-                    "evaluations": run.evaluations,
-                    "ended": ending_of(run.summary),
+                    "steps": finite([record for record in run.records if record["step"] > step]),
+                    "evaluations": finite(run.evaluations),
+                    "ended": ending_of(run.ending),
                     "cells": [json.dumps(value_of(config, key)) for key in settings] + [f.shown(n) for f in figures],
                 }
                 for n, (run, config, step) in enumerate(zip(runs, configs, steps, strict=True))
             ],
         }
-
-
-@lru_cache(maxsize=64)
-def _values(file: Path, changed: int) -> Any:
-    """The values of a YAML file. They are cached until the file changes, because every viewer asks once a second."""
-    return read_yaml(file.read_text()) or {}
 
 
 # The Host of a request: a name or an address, and a port. `localhost/.evil.example` is neither.
@@ -222,7 +196,7 @@ def application(view: RunView | RunsView, token: str | None) -> web.Application:
     app = web.Application(middlewares=[guarded])
     app.add_routes([web.get("/", page(view.page)), web.get("/data", data)])
     if isinstance(view, RunView):
-        app.add_routes(RolloutPages(view.folder).routes())
+        app.add_routes(RolloutPages(view.record).routes())
     return app
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from rich.text import Text
 
 from actors.watching.health import status_of
 from areal.config import Config
-from areal.desk.report import alerts_of, read_run
-from areal.storage.records import NewRecords
+from areal.observe.alert_inputs import alerts_of
+from areal.record import Record, new_steps
 from areal.text import shown
 from protocols.errors import BusError
 from protocols.messages import Message, Shutdown, actor_name
@@ -48,13 +47,13 @@ async def watch_live(feed: Feed, console: Console) -> None:
 
 async def print_steps(config: Config, console: Console, skipped: int = 0) -> None:
     """Print a line for every step of the run in `config.folder` but the first `skipped`, until cancelled."""
-    records = NewRecords(config.folder / "metrics.jsonl")
+    read = new_steps(config.folder)
     try:
         while True:
-            _print_steps(records, config, console, skipped)
+            _print_steps(read, config, console, skipped)
             await asyncio.sleep(REFRESH_SECONDS)
     finally:
-        _print_steps(records, config, console, skipped)
+        _print_steps(read, config, console, skipped)
 
 
 async def print_progress(bus: Bus, master: str, console: Console) -> None:
@@ -70,8 +69,8 @@ async def print_progress(bus: Bus, master: str, console: Console) -> None:
         await asyncio.sleep(PROGRESS_SECONDS)
 
 
-def _print_steps(records: NewRecords, config: Config, console: Console, skipped: int) -> None:
-    for metrics in records.read():
+def _print_steps(read: Callable[[], list[dict[str, Any]]], config: Config, console: Console, skipped: int) -> None:
+    for metrics in read():
         if metrics["step"] > skipped:
             line = step_line(metrics, config.steps, config.max_staleness)
             console.print(line, highlight=False, soft_wrap=True)
@@ -220,13 +219,14 @@ def _reload_seconds(metrics: dict[str, Any]) -> float:
 
 def print_summary(folder: Path, console: Console) -> None:
     """Print the results of a run, from its summary.json."""
-    summary = json.loads((folder / "summary.json").read_text())
+    record = Record(folder)
+    summary = record.summary
     if summary["steps"] or summary["accuracy_after"] is not None:
         table = Table(title="Summary", title_justify="left", show_header=False)
         for name, value in _summary_rows(summary):
             table.add_row(name, value)
         console.print(table)
-    for alert, command in alerts_of(folder, read_run(folder)):
+    for alert, command in alerts_of(record):
         console.print(Text.assemble((alert.name, "bold red"), f": {alert.sentence}"))
         if command:
             console.print(Text(f"  {command}"), soft_wrap=True)

@@ -10,14 +10,14 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
 from areal.config import UserError
-from areal.desk.rollouts import Rollouts, condition, tokenizer_of
+from areal.desk.rollouts import Rollouts, condition
+from areal.record import Record
 from areal.text import all_shown, shown
 from areal.tokens import token_texts
 from areal.trajectory import pieces
@@ -32,12 +32,12 @@ DIGITS = 5
 
 
 class RolloutPages:
-    """The page at /rollouts, and what it asks for, for the run in `folder`."""
+    """The page at /rollouts, and what it asks for, of a run."""
 
-    def __init__(self, folder: Path) -> None:
-        self._rollouts = Rollouts(folder)
+    def __init__(self, record: Record) -> None:
+        self._rollouts = Rollouts(record)
         self._threads = ThreadPoolExecutor(QUERIES, "rollouts")
-        self._tokenizer = functools.cache(lambda: tokenizer_of(folder))
+        self._tokenizer = functools.cache(record.tokenizer)
         self._loading = threading.Lock()  # two threads cannot import transformers at the same time
 
     def routes(self) -> list[web.RouteDef]:

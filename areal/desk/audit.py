@@ -27,6 +27,7 @@ from areal.command_line import output as terminal
 from areal.config import Config, UserError
 from areal.desk.replay import Replay, plan, run_variant
 from areal.devices import set_allocator
+from areal.record import Record
 from areal.staleness.ledger import (
     BatchLogged,
     Committed,
@@ -36,23 +37,8 @@ from areal.staleness.ledger import (
     LedgerSettings,
     event_of,
 )
-from areal.storage import rollouts
 from areal.storage.disk import replace
-from areal.storage.journal import journal_copy
-from areal.storage.records import read_records
-from areal.storage.run_folder import (
-    CHANGES,
-    checkpoints_in,
-    compare_record,
-    config_of_run,
-    facts_of,
-    first_version,
-    known_versions,
-    origins_of,
-    read_summary,
-)
-from areal.storage.selection import read_rows
-from areal.tokens import reads_as_kept, tokenizer_in
+from areal.tokens import reads_as_kept
 from areal.trajectory import Group
 
 if TYPE_CHECKING:
@@ -116,16 +102,14 @@ class Audit:
     not only those of one interval between checkpoints that is drawn. Raises UserError if there is no finished run."""
 
     def __init__(self, folder: Path, full: bool = False) -> None:
-        self.folder, self.full = folder, full
-        self.config: Config = config_of_run(folder)
-        self.summary = read_summary(folder) or {}
+        self.record, self.full = Record(folder), full
+        self.config, self.summary = self.record.config, self.record.ending or {}
         if not self.summary:
             raise UserError(f"The run in {folder} is not over, it has no summary.json: audit it once it is.")
-        self.first = first_version(folder)
-        records = list(read_records(folder / "metrics.jsonl"))
+        self.first, records = self.record.first_version, self.record.records
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
-        self.changes = [change for change in read_records(folder / CHANGES) if change["key"] == "max_staleness"]
+        self.changes = [change for change in self.record.changes if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []
 
@@ -141,8 +125,9 @@ class Audit:
             self.findings[_WEIGHTS].faults.append(str(error).splitlines()[0])
         findings = self.findings.values()
         return {
-            "run": journal.run if journal else None, "folder": str(self.folder), "steps": max(self.records, default=0),
-            "fork_of": [origin._asdict() for origin in origins_of(self.folder)],
+            "run": journal.run if journal else None, "folder": str(self.record.folder),
+            "steps": max(self.records, default=0),
+            "fork_of": [origin._asdict() for origin in self.record.origins],
             "weights": self.summary.get("weights"), "replayed": self.replayed, "full": self.full,
             "ok": all(finding.result == "holds" for finding in findings),
             "findings": [{"result": finding.result, **asdict(finding)} for finding in findings],
@@ -154,9 +139,9 @@ class Audit:
     def _check_journal(self) -> JournalFacts | None:
         finding, facts = self.findings[_JOURNAL], None
         try:
-            facts = read_journal(self.folder, self.config)
+            facts = read_journal(self.record)
             facts.ledger.validate()
-            compare_record(self.folder, facts.run, facts.ledger.version)
+            self.record.compare(facts.run, facts.ledger.version)
         except (LedgerError, UserError) as error:
             finding.faults.append(str(error).splitlines()[0])
         if facts is None:
@@ -179,7 +164,7 @@ class Audit:
         finding.about = f"{ledger.version} steps, {counters.admitted} groups admitted, events since step " + str(
             min(facts.logged, default=ledger.version)
         )
-        for origin in origins_of(self.folder)[-1:]:
+        for origin in self.record.origins[-1:]:
             finding.about += f"; the steps up to {self.first} are those of {origin.name}, run {origin.run}: audit that"
         return facts
 
@@ -189,7 +174,7 @@ class Audit:
         trained: Counter[int] = Counter()
         once, bound, rewarded = (self.findings[check] for check in (_ONCE, _BOUND, _REWARDS))
         seen: dict[int, int] = {}
-        for step, batch in rollouts.batches(self.folder / rollouts.FOLDER):
+        for step, batch in self.record.batches():
             trained.update(group.prompt_index for group in batch)
             seen[step] = seen.get(step, 0) + 1
             self._check_batch(step, batch, journal, once)
@@ -266,12 +251,12 @@ class Audit:
 
     def _check_texts(self) -> None:
         finding, number = self.findings[_TEXTS], 0
-        tokenizer = tokenizer_in(self.config.model)
+        tokenizer = self.record.tokenizer()
         if tokenizer is None:
             finding.unknown.append(f"the tokenizer of {self.config.model} is not here")
             return
         names = ["step", "group", "sample", "prompt", "completion", "tokens", "prompt_tokens"]
-        for row in read_rows(self.folder / rollouts.FOLDER, names):
+        for row in self.record.rows(names):
             number += 1
             if not reads_as_kept(tokenizer, row):
                 finding.faults.append(f"sample {row['sample']} of group {row['group']} of step {row['step']}")
@@ -281,15 +266,15 @@ class Audit:
 
     def _check_training(self, run: str) -> None:
         weights, versions = self.findings[_WEIGHTS], self.findings[_VERSIONS]
-        for checkpoint in checkpoints_in(self.folder):
-            facts = facts_of(checkpoint)
+        for checkpoint in self.record.checkpoints:
+            facts = self.record.facts(checkpoint)
             if facts is None or facts["run"] != run:
                 weights.faults.append(f"{checkpoint} is damaged, or of another run")
         possible = list(self._intervals(weights))
         drawn = possible if self.full else [random.SystemRandom().choice(possible)] if possible else []
         tokens = 0
         for first, last in drawn:
-            (variant,) = plan(self.folder, [], steps=f"{first}:{last}")
+            (variant,) = plan(self.record, [], steps=f"{first}:{last}")
             sampling = _TokenVersions(variant, self._limit(), versions)
             summary = run_variant(variant, Console(quiet=True), check=sampling.check, run=run)
             self.replayed.append((first, last))
@@ -307,10 +292,10 @@ class Audit:
 
     def _intervals(self, weights: AuditFinding) -> Iterator[tuple[int, int]]:
         """The steps between two known weights, as far as their rollouts are there."""
-        versions = sorted({*known_versions(self.folder), max(self.records, default=0)})
+        versions = sorted({*self.record.versions, max(self.records, default=0)})
         for interval in pairwise(versions):
             try:
-                plan(self.folder, [], steps="{}:{}".format(*interval))
+                plan(self.record, [], steps="{}:{}".format(*interval))
             except UserError as error:
                 weights.unknown.append(str(error))
             else:
@@ -322,7 +307,7 @@ class Audit:
 
     def _since(self, variant: Replay) -> str:
         """From which step on the replay's loss is not the run's, for the end of a sentence."""
-        for record in read_records(variant.folder / "metrics.jsonl"):
+        for record in Record(variant.folder).records:
             loss = self.records.get(record["step"], {}).get("loss")
             if loss is not None and not math.isclose(loss, record["loss"], rel_tol=TOLERANCE, abs_tol=1e-9):
                 return f", and another loss from step {record['step']} on"
@@ -335,7 +320,7 @@ class _TokenVersions:
 
     def __init__(self, variant: Replay, limit: float, finding: AuditFinding) -> None:
         self._limit, self._finding = limit, finding
-        self._coming = rollouts.batches(variant.run / rollouts.FOLDER, variant.first + 1)  # also after its last
+        self._coming = variant.run.batches(variant.first + 1)  # also after its last
         self._window: list[tuple[int, list[Group]]] = []
         self.tokens = 0
 
@@ -368,14 +353,11 @@ class _TokenVersions:
                         )
 
 
-def read_journal(folder: Path, config: Config) -> JournalFacts:
-    """Read a copy of the journal. Raises UserError if it is damaged, LedgerError if an event does not follow."""
-    original = folder / "journal.db"
-    if not original.is_file():
-        raise UserError(f"{original} is missing: put it back.")
-    with journal_copy(original) as journal:
+def read_journal(record: Record) -> JournalFacts:
+    """Read a copy of a run's journal. Raises UserError if it is damaged, LedgerError if an event does not follow."""
+    with record.journal() as journal:
         snapshot, events = journal.read()
-    ledger = Ledger.load(snapshot["ledger"]) if snapshot else Ledger(LedgerSettings.of(config))
+    ledger = Ledger.load(snapshot["ledger"]) if snapshot else Ledger(LedgerSettings.of(record.config))
     facts = JournalFacts(journal.run, ledger, {}, {}, set())
     for kind, body in events:
         if kind == "rewarded":

@@ -1,20 +1,15 @@
-"""`areal bisect`: the first step of a run at which a condition on a metric holds, and the groups that bring it.
+"""`areal replay RUN --bisect CONDITION`: the first step at which a condition on a metric holds, and its causes.
 
-From a checkpoint before that step, replays train the same batches without some groups. Halving finds few groups without
-which the condition does not hold. Further replays verify them: with them alone, and without as many others.
+From a version before that step, replays train the same batches without some groups. Halving finds few groups without
+which the condition does not hold; it has to hold with them alone, too.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from dataclasses import replace as altered
-from pathlib import Path
-from random import Random
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -25,50 +20,44 @@ from areal.desk.metric_condition import Condition
 from areal.desk.replay import FOLDER, Training, condition_of, plan, start_ranks
 from areal.desk.rollouts import Rollouts
 from areal.devices import set_allocator
-from areal.storage.disk import replace
-from areal.storage.records import read_records
-from areal.storage.run_folder import config_of_run, first_version, known_versions
-from areal.text import shown
+from areal.record import Record
 
 if TYPE_CHECKING:
     from areal.trajectory import Group
 
 WINDOW = 8
-"""Replays begin so many steps before the one in question; if the cause is earlier, WIDER times as many, and so on."""
-WIDER = 4
-CONTROLS = 2
-LEAST_REPLAYS = 8
-NAMED = 10
-"""So many groups are printed, and of a text the first EXCERPT characters."""
+"""Replays begin so many steps before the one in question."""
+MOST = 8
+"""If it takes more groups than these together, they are not named: a slow change has no few causes."""
 EXCERPT = 300
+"""So many characters of a text are printed."""
 
 Suspect = tuple[int, str]
 """Step and id of a trained group."""
 
 
 def run(options: Namespace) -> int:
-    """`areal bisect`."""
+    """`areal replay --bisect`."""
+    if options.overrides or any((options.sweep, options.without, options.until, options.output)):
+        raise UserError("--bisect searches in a run as it was trained: leave out the other options.")
     set_allocator()
-    console = terminal(160)
-    start_ranks(config_of_run(options.run), console)
-    result = search(options.run, condition_of(options.metric), options.replays)
-    report = result.report()
-    _print(result, report, console)
-    if options.json and not console.quiet:
-        replace(options.json, json.dumps(report, indent=2) + "\n")
+    record, console = Record(options.run), terminal(160)
+    start_ranks(record.config, console)
+    result = search(record, condition_of(options.bisect))
+    _print(record, result, console)
     return 0 if result.groups else 1
 
 
 def smallest(suspects: Sequence[Suspect], goes: Callable[[frozenset[Suspect]], bool]) -> list[Suspect]:
-    """A part of the suspects, of which none can be spared, without which the effect goes. suspects: the likely ones
-    first. goes: whether it goes without a set; it does without all of them and, if any part of a set suffices, without
-    the set.
+    """A part of the suspects, of which none can be spared, without which the effect goes; more than MOST are not told
+    apart any further. goes: whether it goes without a set; it does without all of them and, if any part of a set
+    suffices, without the set.
 
     Halving finds how many of the first ones it takes. The last of those is needed. With it left out, this is repeated.
     """
     needed: list[Suspect] = []
     remaining = list(suspects)
-    while remaining and not goes(frozenset(needed)):
+    while remaining and len(needed) <= MOST and not goes(frozenset(needed)):
         low, high = 1, len(remaining)
         while low < high:
             middle = (low + high) // 2
@@ -83,97 +72,55 @@ def smallest(suspects: Sequence[Suspect], goes: Callable[[frozenset[Suspect]], b
 
 @dataclass
 class BisectionResult:
-    """What was found. groups: those that bring it, none if none was found, and then `reason` says why. The values are
-    those of the metric at `step`: recorded, and by replays from `start` on without the groups, with them alone of all
-    since then, and without as many others."""
+    """What was found. groups: those that bring it, none if none were found, and then `reason` says why. The values are
+    those of the metric at `step`: recorded, and by replays from `start` on without the groups, and with them alone."""
 
-    run: Path
     condition: Condition
     step: int
     recorded: float
     start: int
     groups: list[Suspect] = field(default_factory=list)
     reason: str = ""
-    suspects: int = 0
     without: float | None = None
     alone: float | None = None
-    controls: list[float | None] = field(default_factory=list)
+    suspects: int = 0
     replays: int = 0
-    steps_replayed: int = 0
-    is_smallest: bool = True
-    seconds: float = 0.0
-
-    @property
-    def verdict(self) -> str:
-        """How sure it is."""
-        if not self.groups:
-            return f"Not found: {self.reason}."
-        comes = self.condition.met_by(self.alone)
-        stays = bool(self.controls) and all(map(self.condition.met_by, self.controls))
-        control = f"without as many others it {'stays' if stays else 'does not always stay'}" if self.controls else ""
-        facts = f"it goes without them, and {'comes' if comes else 'does not come'} with them alone"
-        sure = "Sure" if comes and stays else "Likely" if stays or (comes and not self.controls) else "Unsure"
-        few = "" if self.is_smallest else "; the replays were used up, so not all of them may matter"
-        return f"{sure}: {facts}{'; ' * bool(control)}{control}{few}."
-
-    def report(self) -> dict[str, Any]:
-        """What the JSON file has: the above, and of each group its prompt, row and samples."""
-        rows = _samples(self.run, self.groups)
-        groups = []
-        for step, group in self.groups:
-            samples = [row for row in rows if (row["step"], row["group"]) == (step, group)]
-            of_sample = ("sample", "reward", "reward_parts", "advantage", "finish", "completion")
-            groups.append(
-                {name: samples[0][name] for name in ("step", "group", "prompt_index", "row", "prompt")}
-                | {"samples": [{name: row[name] for name in of_sample} for row in samples]}
-            )
-        about = asdict(altered(self, groups=[])) | {"run": str(self.run), "condition": str(self.condition)}
-        return about | {"verdict": self.verdict, "groups": groups}
 
 
 class Trials:
-    """Replays of the steps after `start` up to `step` of a run, each without some groups. budget: how many may be
-    done."""
+    """Replays of the steps after `start` up to `step` of a run, each without some groups. `replays`: how many."""
 
-    def __init__(self, run: Path, condition: Condition, start: int, step: int, budget: int) -> None:
-        first = max(version for version in known_versions(run) if version <= start)
-        (variant,) = plan(run, [], steps=f"{first}:{step}")
-        self.condition, self.budget = condition, budget
-        self.start, self.step, self.replays, self.steps = start, step, 0, 0
+    def __init__(self, record: Record, condition: Condition, start: int, step: int) -> None:
+        first = max(version for version in record.versions if version <= start)
+        (variant,) = plan(record, [], steps=f"{first}:{step}")
+        self.condition, self.start, self.step, self.replays = condition, start, step, 0
         self._values: dict[frozenset[Suspect], float | None] = {}
         self._training = Training(variant)
         batches = list(variant.batches())
         for number, batch in batches[: start - first]:
             self._training.step(number, batch)
-            self.steps += 1
-        self._place = run / FOLDER / "bisect"
+        self._place = record.folder / FOLDER / "bisect"
         self._training.engine.save(self._place)
         self._batches = batches[start - first :]
         self.groups = frozenset((number, group.id) for number, batch in self._batches for group in batch)
-        self.own = frozenset(suspect for suspect in self.groups if suspect[0] == step)
-        self.before = self.groups - self.own
+        self.last_batch = frozenset(suspect for suspect in self.groups if suspect[0] == step)
+        self.earlier = self.groups - self.last_batch
 
     def goes(self, left_out: frozenset[Suspect]) -> bool:
-        """Whether the condition does not hold without these groups; False if no replay is left."""
-        return not self.is_used_up(left_out) and not self.condition.met_by(self.value(left_out))
-
-    def is_used_up(self, left_out: frozenset[Suspect] = frozenset()) -> bool:
-        return self.replays >= self.budget and self._measurable(left_out) not in self._values
+        """Whether the condition does not hold without these groups."""
+        return not self.condition.met_by(self.value(left_out))
 
     def value(self, left_out: frozenset[Suspect]) -> float | None:
-        """The metric at the last step without these groups, by a replay."""
-        left_out = self._measurable(left_out)
+        """The metric at the last step without these groups, by a replay. A last batch of which no group would remain is
+        whole: the metric is measured on it."""
+        left_out = left_out - self.last_batch if left_out >= self.last_batch else left_out
         if left_out not in self._values:
             batches = [(step, [g for g in batch if (step, g.id) not in left_out]) for step, batch in self._batches]
             self._values[left_out] = self._replay([(step, batch) for step, batch in batches if batch])
         return self._values[left_out]
 
-    def _measurable(self, left_out: frozenset[Suspect]) -> frozenset[Suspect]:
-        """A last batch of which no group would remain is whole: the metric is measured on it."""
-        return left_out - self.own if left_out >= self.own else left_out
-
     def _replay(self, batches: Sequence[tuple[int, list[Group]]]) -> float | None:
-        self.replays, self.steps = self.replays + 1, self.steps + len(batches)
+        self.replays += 1
         self._training.prepare(self.start + 1)
         self._training.engine.load(self._place)
         record: dict[str, Any] = {}
@@ -187,108 +134,84 @@ class Trials:
         self._training.engine.close()
 
 
-def search(run: Path, condition: Condition, replays: int) -> BisectionResult:
-    """Find the first step at which the condition holds, and the groups that bring it, with at most so many replays
-    (all ranks). Raises UserError if it holds at no step, or if the steps before cannot be replayed."""
-    began, first = time.monotonic(), first_version(run)
-    records = [record for record in read_records(run / "metrics.jsonl") if record["step"] > first]
-    measured = [(value, record["step"]) for record in records if (value := condition.value(record)) is not None]
+def search(record: Record, condition: Condition) -> BisectionResult:
+    """Find the first step at which the condition holds, and the groups that bring it (all ranks). Raises UserError if
+    it holds at no step, or if the steps before cannot be replayed."""
+    first = record.first_version
+    steps = [metrics for metrics in record.records if metrics["step"] > first]
+    measured = [(value, step["step"]) for step in steps if (value := condition.value(step)) is not None]
     value, step = next(((value, step) for value, step in measured if condition.met_by(value)), (None, 0))
     if value is None:
         seen = f"which is from {min(measured)[0]:.4g} to {max(measured)[0]:.4g}" if measured else "which it has not"
-        raise UserError(f"{condition} holds at no step of {run}, {seen}: choose another limit.")
-    if replays < LEAST_REPLAYS:
-        raise UserError(f"--replays {replays} is too few to find and to verify anything: give {LEAST_REPLAYS} or more.")
-    result = BisectionResult(run, condition, step, value, step)
-    window, budget = WINDOW, replays
-    while not result.groups and not result.reason:
-        start = max(first, step - 1 - window)
-        trials = Trials(run, condition, start, step, budget - CONTROLS - 1)
-        try:
-            _search_from(trials, result)
-        finally:
-            trials.close()
-        result.start, budget = start, budget - trials.replays
-        result.replays, result.steps_replayed = replays - budget, result.steps_replayed + trials.steps
-        if not result.groups and not result.reason and (start == first or budget < LEAST_REPLAYS):
-            result.reason = f"the weights after step {start} give it with each half of the groups of step {step}"
-        window *= WIDER
-    result.seconds = time.monotonic() - began
+        raise UserError(f"{condition} holds at no step of {record.folder}, {seen}: choose another limit.")
+    result = BisectionResult(condition, step, value, max(first, step - 1 - WINDOW))
+    trials = Trials(record, condition, result.start, step)
+    try:
+        _search(trials, result)
+    finally:
+        trials.close()
+    result.suspects, result.replays = len(trials.groups), trials.replays
     return result
 
 
-def _search_from(trials: Trials, result: BisectionResult) -> None:
-    """Search in the steps after the first version of `trials`, and verify what is found."""
-    again = trials.value(frozenset())
-    if not trials.condition.met_by(again):
-        result.reason = f"a replay does not repeat it ({_text(again)}), so the training is not the same here"
+def _search(trials: Trials, result: BisectionResult) -> None:
+    if trials.goes(frozenset()):
+        again = _text(trials.value(frozenset()))
+        result.reason = f"a replay does not repeat it ({again}), so the training is not the same here"
         return
-    weights = _influence(result.run, trials.start + 1, trials.step)
-    earlier, last = (sorted(s, key=lambda suspect: (-weights[suspect], suspect)) for s in (trials.before, trials.own))
-    if earlier and trials.goes(trials.before):
-        groups, always = smallest(earlier, trials.goes), frozenset[Suspect]()
+    earlier, batch, always = sorted(trials.earlier), sorted(trials.last_batch), frozenset[Suspect]()
+    if earlier and trials.goes(trials.earlier):
+        groups = smallest(earlier, trials.goes)
     else:  # the weights before all these steps give it as well, at least with this batch
-        always = trials.before
-        halves = [last[: len(last) // 2], last[len(last) // 2 :]]
-        half = next((half for half in halves if half and trials.goes(always | frozenset(half))), None)
-        groups = smallest(half, lambda left_out: trials.goes(always | left_out)) if half else []
-    result.suspects, result.is_smallest = len(trials.groups), not trials.is_used_up()
-    if groups:
-        trials.budget += CONTROLS + 1
-        _verify(trials, result, sorted(groups))
+        always, halves = trials.earlier, [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+        half = next((half for half in halves if half and trials.goes(always | frozenset(half))), [])
+        groups = smallest(half, lambda left_out: trials.goes(always | left_out))
+    if not groups:
+        result.reason = (
+            f"the weights after step {trials.start} give it with each half of the groups of step {trials.step}"
+        )
+    elif len(groups) > MOST:
+        result.reason = f"it takes more than {MOST} groups together, as a slow change does"
+    else:
+        # All others are left out; a last batch that has none of those found remains, to measure on.
+        result.without, result.alone = trials.value(frozenset(groups)), trials.value(trials.groups - frozenset(groups))
+        if trials.condition.met_by(result.alone):
+            result.groups = sorted(groups)
+        else:
+            result.reason = f"it goes without {len(groups)} groups, but does not come with them alone"
 
 
-def _verify(trials: Trials, result: BisectionResult, groups: list[Suspect]) -> None:
-    cause = frozenset(groups)
-    candidates = sorted((trials.own if cause <= trials.own else trials.before) - cause)
-    result.groups, result.without = groups, trials.value(cause)
-    # All others are left out; a last batch that has none of those found remains, to measure on.
-    result.alone = trials.value(trials.groups - cause)
-    random = Random(0)
-    for _ in range(CONTROLS if len(candidates) >= len(cause) else 0):
-        result.controls.append(trials.value(frozenset(random.sample(candidates, len(cause)))))
-
-
-def _influence(run: Path, first: int, last: int) -> dict[Suspect, float]:
-    """The sum of the sizes of the advantages of all tokens of each group."""
-    rows = Rollouts(run).sql(
-        'SELECT step, "group", coalesce(sum(abs(advantage) * completion_tokens), 0) AS influence FROM rollouts '
-        f'WHERE step BETWEEN {first} AND {last} GROUP BY step, "group"'
-    )
-    return {(row["step"], row["group"]): row["influence"] for row in rows}
-
-
-def _samples(run: Path, groups: Sequence[Suspect]) -> list[dict[str, Any]]:
+def _samples(record: Record, groups: Sequence[Suspect]) -> list[dict[str, Any]]:
     """The rows of these groups, in order. Of a sample with several branches, that of the first one."""
-    names = ", ".join("'" + group.replace("'", "''") + "'" for _, group in groups)
-    columns = 'step, "group", prompt_index, "row", prompt, sample, reward, reward_parts, advantage, finish, completion'
-    return Rollouts(run).sql(
-        f'SELECT {columns} FROM rollouts WHERE branch = 0 AND step IS NOT NULL AND "group" IN ({names}) '
-        'ORDER BY step, "group", sample'
-    ) if groups else []  # fmt: skip
+    return Rollouts(record).sql(
+        'SELECT step, "group", prompt_index, "row", prompt, sample, reward, completion FROM rollouts '
+        f'WHERE branch = 0 AND step IS NOT NULL AND "group" IN ({_names(groups)}) ORDER BY step, "group", sample'
+    )
+
+
+def _names(groups: Sequence[Suspect]) -> str:
+    return ", ".join("'" + group.replace("'", "''") + "'" for _, group in groups)
 
 
 def _text(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.4g}"
 
 
-def _print(result: BisectionResult, report: dict[str, Any], console: Console) -> None:
+def _print(record: Record, result: BisectionResult, console: Console) -> None:
     def line(text: str) -> None:
-        console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
 
-    line(f"{result.condition} first at step {result.step} of {result.run}: {result.recorded:.4g}")
-    if result.groups:
-        values = {"without these groups": result.without, "with them alone": result.alone}
-        values |= {f"without as many others, {n}": value for n, value in enumerate(result.controls, 1)}
-        for name, value in values.items():
-            line(f"    {name}, from step {result.start} on: {_text(value)}")
-    line(result.verdict)
-    line(f"{result.suspects} groups, {result.replays} replays, {result.steps_replayed} steps, {result.seconds:.0f} s")
-    for group in report["groups"][:NAMED]:
-        line(f"\nstep {group['step']} · group {group['group']} · prompt {group['prompt_index']} · row {group['row']}")
-        line(f"prompt: {group['prompt'][:EXCERPT]}")
-        for sample in group["samples"]:
-            line(f"reward {sample['reward']:g}: {sample['completion'][:EXCERPT]}")
-    if result.groups:
-        ids = ", ".join(f"'{group}'" for _, group in result.groups)
-        line(f"\nWithout them in all steps: areal replay {result.run} --without '\"group\" IN ({ids})'")
+    line(f"{result.condition} first at step {result.step} of {record.folder}: {result.recorded:.4g}")
+    line(f"{result.suspects} groups of the steps after {result.start}, {result.replays} replays")
+    if not result.groups:
+        line(f"Not found: {result.reason}.")
+        return
+    line(f"It goes without these groups ({_text(result.without)}), and comes with them alone ({_text(result.alone)}).")
+    for row in _samples(record, result.groups):
+        if row["sample"] == 0:
+            line(f"\nstep {row['step']} · group {row['group']} · prompt {row['prompt_index']} · row {row['row']}")
+            line(f"prompt: {row['prompt'][:EXCERPT]}")
+        line(f"reward {row['reward']:g}: {row['completion'][:EXCERPT]}")
+    line(
+        f"\nWithout them in all steps: areal replay {record.folder} --without '\"group\" IN ({_names(result.groups)})'"
+    )

@@ -85,13 +85,15 @@ def _declare_planning(tools: RoomTools) -> None:
 def _declare_replays(tools: RoomTools) -> None:
     summary = "train again from the rollouts that a run has kept, as it did or with changes; also works under torchrun"
     epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (docs/objectives.md)."
-    add = tools.add("replay", "replay:run", summary, epilog).add_argument
+    add = tools.add("replay", "commands:replay", summary, epilog).add_argument
     add("run", **RUN)
     grid = "a replay for each value, such as trainer.objective=ppo,gspo; may be repeated, for each combination"
     add("--sweep", action="append", default=[], metavar="key=value,value,...", help=grid)
     add("--steps", default=":", metavar="A:B", help="only the steps after A up to B, from the checkpoint of A")
     add("--without", metavar="SQL", help='leave out groups that have such a row: "step > 40 and reward > 1"')
     add("--until", metavar="CONDITION", help='end with the first step of which it holds, such as "entropy<0.2"')
+    bisect = 'search the first step at which it holds, such as "reward_mean>1", and the groups that bring it'
+    add("--bisect", metavar="CONDITION", help=bisect)
     add("--output", type=Path, metavar="FOLDER", help="folder for the trained model, with --sweep for one of each")
     add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)
 
@@ -102,13 +104,12 @@ def _declare_replays(tools: RoomTools) -> None:
     add("--full", action="store_true", help="train all steps again, not only those between two checkpoints")
     add("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
 
-    summary = "find the first step at which a condition on a metric holds, and by replays the groups that bring it"
-    epilog = "Exit code 1: no such groups were found (docs/observe.md)."
-    add = tools.add("bisect", "bisection:run", summary, epilog).add_argument
-    add("run", **RUN)
-    add("--metric", required=True, metavar="CONDITION", help='such as "entropy<0.2", with <, <=, > or >=')
-    add("--replays", type=int, default=40, metavar="N", help="do at most so many replays (default: 40)")
-    add("--json", type=Path, metavar="FILE", help="also write what was found as JSON")
+
+def replay(options: Namespace) -> int:
+    from areal.desk import bisection
+    from areal.desk.replay import run
+
+    return bisection.run(options) if options.bisect else run(options)
 
 
 def report(options: Namespace) -> None:

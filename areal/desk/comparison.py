@@ -20,9 +20,10 @@ from rich.table import Table
 
 from areal.command_line import output
 from areal.config import UserError
-from areal.desk.report import Run, figure_of_points, fork_lines, number_or_nan, read_run, write_svg
+from areal.desk.report import figure_of_points, fork_lines, write_svg
 from areal.observe.alerts import Curve
-from areal.storage.run_folder import SPEED_ONLY, differences, within
+from areal.record import Record, number_or_nan
+from areal.settings import SPEED_ONLY, differences, within
 
 # Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
 LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe")
@@ -59,13 +60,13 @@ Place = tuple[str, float, list[tuple[float, float]]]
 
 def compare(options: Namespace) -> None:
     """`areal compare`."""
-    console, runs = output(200), [read_run(folder) for folder in options.folders]
+    console, runs = output(200), [Record(folder) for folder in options.folders]
     console.print(table_of(runs))
     for line in fork_lines(runs):
         console.print(line, highlight=False)
 
 
-def table_of(runs: Sequence[Run]) -> Table:
+def table_of(runs: Sequence[Record]) -> Table:
     """A table of these runs: the settings in which they differ, then their figures.
 
     Runs that differ in their seed alone are one column, with the mean of each figure and its interval (`means`). Those
@@ -95,15 +96,15 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
     and runs that differ in their seed alone are one point, with its interval (`means`). Runs that differ in no setting
     with numeric values are drawn by step. Raises UserError if a folder holds no finished run.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs = [Record(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
-        if not run.config or run.summary.get("accuracy_after") is None:
+        if not run.settings or run.summary.get("accuracy_after") is None:
             raise UserError(f"The run in {folder} has no final held-out accuracy: leave it out, or let it finish.")
     settings = [run.settings for run in runs]
     keys = _dividing(settings, differing_settings(settings, (*LEFT_OUT, *SPEED_ONLY)))
     numeric = [key for key in keys if all(type(value_of(config, key)) in (int, float) for config in settings)]
     axis = max(numeric, key=lambda key: len({value_of(config, key) for config in settings}), default="")
-    groups: list[tuple[str, list[Run]]] = []
+    groups: list[tuple[str, list[Record]]] = []
     for numbers in by_settings(settings, keys).values():
         label = ", ".join(_text(key, value_of(settings[numbers[0]], key)) for key in keys if key != axis)
         groups.append((label, [runs[n] for n in numbers]))
@@ -127,16 +128,16 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
     return table
 
 
-def _at_the_end(groups: Iterable[tuple[str, Sequence[Run]]], axis: str) -> list[Place]:
+def _at_the_end(groups: Iterable[tuple[str, Sequence[Record]]], axis: str) -> list[Place]:
     """The groups of runs by their value of the setting `axis`: final accuracies, and mean stalenesses."""
 
-    def figures(group: Sequence[Run]) -> list[tuple[float, float]]:
+    def figures(group: Sequence[Record]) -> list[tuple[float, float]]:
         return [(run.summary["accuracy_after"], staleness_of(run)) for run in group]
 
     return [(label, value_of(group[0].settings, axis), figures(group)) for label, group in groups]
 
 
-def _by_step(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[Place]:
+def _by_step(groups: Iterable[tuple[str, Sequence[Record]]]) -> list[Place]:
     """The accuracies at each evaluation, and the mean rewards of the steps since the one before it."""
     places: list[Place] = []
     for label, group in groups:
@@ -209,13 +210,13 @@ def mean_text(mean: float, error: float, form: str) -> str:
     return "–" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:{form}}")
 
 
-def end_figures(runs: Sequence[Run]) -> list[Figure]:
+def end_figures(runs: Sequence[Record]) -> list[Figure]:
     """The figures of these runs. Those that no run has are left out."""
     names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.get("benchmarks") or ())
     rewards = {"reward": "reward_mean"}
     if any(run.filters for run in runs):  # the trained groups are not all groups
         rewards = {"reward of trained groups": "reward_mean", "reward of all groups": "reward_mean_all"}
-    kinds: list[tuple[str, str, Callable[[Run], float]]] = [
+    kinds: list[tuple[str, str, Callable[[Record], float]]] = [
         ("held-out accuracy, before", ".3f", lambda run: _accuracy(run, "accuracy_before", 0)),
         ("held-out accuracy", ".3f", lambda run: _accuracy(run, "accuracy_after", -1)),
         *((name, ".3f", lambda run, name=name: _benchmark(run, name)) for name in names),
@@ -244,7 +245,7 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
     return [figure for figure in figures if not all(map(math.isnan, figure.values))]
 
 
-def staleness_of(run: Run) -> float:
+def staleness_of(run: Record) -> float:
     """The mean over the steps, without the first, in which generation has just begun."""
     return _mean([number_or_nan(record.get("staleness_mean")) for record in run.steady])
 
@@ -267,7 +268,7 @@ def _text(key: str, value: Any) -> str:
     return value if isinstance(value, str) else f"{key.rpartition('.')[2]} {json.dumps(value)}"
 
 
-def _to_reward(runs: Sequence[Run]) -> list[Figure]:
+def _to_reward(runs: Sequence[Record]) -> list[Figure]:
     """How long each run took to the highest reward that all of them have reached, as a mean of RECENT steps. Of runs
     that filter, the reward of all groups: that of the trained ones hardly changes."""
     keys = ["reward_mean_all" if run.filters else "reward_mean" for run in runs]
@@ -283,7 +284,7 @@ def _to_reward(runs: Sequence[Run]) -> list[Figure]:
     ]
 
 
-def _at_tokens(runs: Sequence[Run]) -> list[Figure]:
+def _at_tokens(runs: Sequence[Record]) -> list[Figure]:
     """The held-out accuracy of each run when it had generated as many tokens as the run that has generated fewest.
     Between two evaluations it is taken to rise evenly."""
     curves = []
@@ -299,23 +300,23 @@ def _at_tokens(runs: Sequence[Run]) -> list[Figure]:
     return [Figure(name, ".3f", [float(np.interp(least, *curve)) for curve in curves])]
 
 
-def _tokens_per_signal(run: Run) -> float:
+def _tokens_per_signal(run: Record) -> float:
     mixed = np.nansum(np.multiply(run.series("mixed_groups"), run.series("groups_trained")))
     return float(np.nansum(run.series("tokens_generated")) / mixed) if mixed else math.nan
 
 
-def _accuracy(run: Run, key: str, place: int) -> float:
+def _accuracy(run: Record, key: str, place: int) -> float:
     """Of the summary or, while there is none, of the first or the newest evaluation."""
     accuracies = [e["accuracy"] for e in run.evaluations if e.get("accuracy") is not None]
     return number_or_nan(run.summary.get(key, accuracies[place] if accuracies else None))
 
 
-def _benchmark(run: Run, name: str) -> float:
+def _benchmark(run: Record, name: str) -> float:
     accuracies = [e["benchmarks"][name]["accuracy"] for e in run.evaluations if name in (e.get("benchmarks") or ())]
     return number_or_nan(accuracies[-1] if accuracies else None)
 
 
-def _idle(run: Run) -> float:
+def _idle(run: Record) -> float:
     """The share of time that the trainer waited, as in summary.json."""
     seconds = sum(record.get("step_seconds") or 0.0 for record in run.steady)
     waits = ("trainer_wait_seconds", "publish_wait_seconds")

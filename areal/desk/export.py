@@ -26,8 +26,8 @@ from areal.config import Config, UserError
 from areal.data.rows import read_prompt
 from areal.data.sources import with_system
 from areal.models import name_of
-from areal.storage.run_folder import config_of_run, last_checkpoint
-from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, read_rows, rollouts_in
+from areal.record import Record
+from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, rollouts_in
 from areal.tokens import load_tokenizer
 from areal.trajectory import pieces
 from areal.weights.folders import atomic_folder
@@ -70,13 +70,13 @@ def export(options: Namespace) -> None:
         raise UserError(f"There are no rollouts in {run}: give the folder of a run that has kept some.")
     if output.exists():
         raise UserError(f"{output} already exists: name another file or folder for the data set.")
-    run = rollouts.parent
-    config = config_of_run(run)
-    texts = Texts(load_tokenizer(str(last_checkpoint(run) or config.model), config.data), config)
-    texts.chat = all(row["turns"] == 1 and not row["branch"] for row in read_rows(rollouts, ["turns", "branch"])) and (
-        texts.chat_prompt(next(read_rows(rollouts, ["row", "prompt"]))) is not None
+    record = Record(rollouts.parent)
+    config = record.config
+    texts = Texts(load_tokenizer(str([config.model, *record.checkpoints][-1]), config.data), config)
+    texts.chat = all(row["turns"] == 1 and not row["branch"] for row in record.rows(["turns", "branch"])) and (
+        texts.chat_prompt(next(record.rows(["row", "prompt"]))) is not None
     )
-    groups = groups_of(read_rows(rollouts, [*COLUMNS, "row", "prompt", "turns", "tokens", "versions"]))
+    groups = groups_of(record.rows([*COLUMNS, "row", "prompt", "turns", "tokens", "versions"]))
     counts, schema = Export(), _schema(kind, texts.chat)
     least = options.min_reward
     rows = (

@@ -18,10 +18,10 @@ from rich.table import Table
 from areal.config import Config, UserError, checked, overridden, read_values
 from areal.desk.comparison import differing_settings, mean_text, means, value_of
 from areal.desk.plan import count_parameters
-from areal.desk.report import read_run
 from areal.models import name_of
 from areal.processes import ROOT
-from areal.storage.run_folder import SPEED_ONLY, config_of_run, within
+from areal.record import Record
+from areal.settings import SPEED_ONLY, within
 
 PUBLISHED = ROOT / "configs" / "paper" / "published.yaml"
 # Of a measure: its name and unit in the table, the number in a run's summary, and the factor to that unit.
@@ -95,7 +95,8 @@ class TableRow:
 
 
 def _read_measures(folder: Path) -> RunMeasures:
-    run, config = read_run(folder), config_of_run(folder)
+    run = Record(folder)
+    config = run.config
     tflops = [record["tflops"] for record in run.steady or run.records if record.get("tflops")]
     numbers = {**run.summary, "tflops": statistics.fmean(tflops) if tflops else None}
     measures = {

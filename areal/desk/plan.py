@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -12,7 +11,6 @@ from rich.table import Table
 from areal.command_line import output
 from areal.config import Config, UserError, load_config
 from areal.desk.activations import measure_activations
-from areal.desk.report import read_run
 from areal.desk.split import (
     BYTES,
     GENERATOR_OTHER,
@@ -28,7 +26,7 @@ from areal.desk.split import (
     plan,
     step_tokens,
 )
-from areal.storage.run_folder import config_of_run
+from areal.record import Record
 from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
 
@@ -42,15 +40,18 @@ def plan_run(options: Namespace) -> None:
         raise UserError(
             "Say which run to plan: give --config FILE.yaml, or --from RUN_FOLDER, which also supplies the rates."
         )
-    read: Any = load_config if options.config else config_of_run
-    config: Config = read(options.config or options.run, options.overrides)
+    record = Record(options.run) if options.run else None
+    if options.config:
+        config: Config = load_config(options.config, options.overrides)
+    else:
+        config = Record(options.run).config_with(options.overrides)
     if config.colocate:
         raise UserError("A plan divides devices between trainer and generators, which colocate shares: colocate=false.")
     checkpointing = config.trainer.gradient_checkpointing  # if it is auto, the plan says whether
     config = config.on(cuda=True)
     trainer = config.trainer.model_copy(update={"gradient_checkpointing": checkpointing})
     config = config.model_copy(update={"trainer": trainer})
-    measured = measure(options.run, config_of_run(options.run)) if options.run else {}
+    measured = measure(record) if record else {}
     arguments = {name: getattr(options, name) for name in ("generation_rate", "training_rate", "mean_tokens")}
     numbers = measured | {name: value for name, value in arguments.items() if value is not None}
     if missing := [f"--{name.replace('_', '-')}" for name in arguments if name not in numbers]:
@@ -102,14 +103,13 @@ def check_scorers(config: Config, device_bytes: float) -> int:
     return sum(config.scorers[name].devices for name in config.started_scorers)
 
 
-def measure(folder: Path, config: Config) -> dict[str, float]:
-    """The rates and the mean completion length of the run in `folder`, and the share of the time that its trainer was
+def measure(run: Record) -> dict[str, float]:
+    """The rates and the mean completion length of a run, and the share of the time that its trainer was
     starved, over its steady steps (over all steps if it ended before them). Raises UserError."""
-    run = read_run(folder)
-    steps = run.steady or run.records
+    config, steps = run.config, run.steady or run.records
     seconds, training = (sum(step[key] for step in steps) for key in ("step_seconds", "train_seconds"))
     if not seconds or not training:
-        raise UserError(f"{folder} holds no finished training step to measure: let the run take a few, such as 20.")
+        raise UserError(f"{run.folder} holds no finished training step to measure: let the run take a few, such as 20.")
     devices = config.generator.count * config.generator.tensor_parallel
     return {
         "generation_rate": sum(step["tokens_generated"] for step in steps) / seconds / devices,

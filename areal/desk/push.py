@@ -16,14 +16,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from areal.config import Config, SourceConfig, UserError
-from areal.desk.report import Run, read_run, write_figure
+from areal.config import Config, SourceConfig, UserError, write_yaml
+from areal.desk.report import write_figure
 from areal.hiding import without_secrets
 from areal.models import hub_id, name_of
-from areal.storage.run_folder import config_of_run, last_checkpoint, leaves, version_of
+from areal.record import Record
+from areal.run_files import CONFIG, SUMMARY
+from areal.storage.disk import leaves
 from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder, link
 
 # Files of a checkpoint that are the model's. Large ones are hard links.
@@ -59,23 +60,20 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
         raise UserError(f"--repo {repo!r} cannot be a name on the hub: write OWNER/NAME.")
     if output is not None and output.exists():
         raise UserError(f"{output} already exists: name another folder for the model.")
-    run = read_run(folder)
-    checkpoint = last_checkpoint(folder)
-    if checkpoint is None or not run.config:
+    run = Record(folder)
+    if not run.checkpoints or not run.settings:
         raise UserError(f"{folder} has no checkpoint: give the folder of a run that has trained until its first one.")
-    config = config_of_run(folder)
+    checkpoint, config = run.checkpoints[-1], run.config
     output = output or folder / "hub"
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)
-        (target / "config.yaml").write_text(yaml.safe_dump(_public(run.settings), sort_keys=False))
+        (target / CONFIG).write_text(write_yaml(_public(run.settings)))
         summary = {key: value for key, value in run.summary.items() if key != "checkpoint"}
-        (target / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            if (folder / name).is_file() and not leaves(folder / name, folder):
-                shutil.copyfile(folder / name, target / name)
+        (target / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+        for file in run.number_files:
+            shutil.copyfile(file, target / file.name)
         write_figure(folder, target / FIGURE)
-        version = version_of(checkpoint)
-        _card(run, config, version, repo or config.name, target).save(target / "README.md")
+        _card(run, config, run.versions[-1], repo or config.name, target).save(target / "README.md")
     return output
 
 
@@ -128,7 +126,7 @@ def _public(values: Any) -> Any:
             return other
 
 
-def _results(run: Run, config: Config, version: int) -> Iterator[ModelScores]:
+def _results(run: Record, config: Config, version: int) -> Iterator[ModelScores]:
     """Of the held-out rows and of each benchmark, if version `version` was evaluated on them."""
     by_version = {evaluation["version"]: evaluation for evaluation in run.evaluations}
     untrained, trained = by_version.get(0, {}), by_version.get(version, {})
@@ -156,7 +154,7 @@ def _evaluations(results: list[ModelScores]) -> Iterator[EvalResult]:
                 yield EvalResult(metric_type=f"pass@{k}", metric_value=share, **about)
 
 
-def _card(run: Run, config: Config, version: int, name: str, target: Path) -> ModelCard:
+def _card(run: Record, config: Config, version: int, name: str, target: Path) -> ModelCard:
     results, base = list(_results(run, config, version)), hub_id(config.model)
     sources = [str(part.source) for part in config.data.parts]
     data = ModelCardData(

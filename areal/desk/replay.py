@@ -46,23 +46,12 @@ from areal.desk.rollouts import Rollouts, sql_condition
 from areal.devices import set_allocator, visible_devices
 from areal.grid import name_of, points, read_grid
 from areal.processes import die_with_parent, torchrun
+from areal.record import Record
+from areal.run_files import CONFIG, METRICS, SUMMARY
+from areal.settings import differences, within
 from areal.staleness.ledger import oldest_in_loss
-from areal.storage import rollouts
 from areal.storage.disk import replace
 from areal.storage.records import line_of
-from areal.storage.run_folder import (
-    changed_back,
-    checkpoint_of,
-    checkpoints_in,
-    config_of_run,
-    config_with,
-    differences,
-    first_version,
-    read_summary,
-    steps_trained,
-    version_of,
-    within,
-)
 from areal.training.guard import Guard
 from areal.trajectory import Group
 from areal.weights.chunks import Manifest
@@ -90,7 +79,7 @@ _LINES = 10
 
 @dataclass(frozen=True)
 class Replay:
-    """What is replayed: the steps `first` + 1 to `last` of the run in `run`, by the settings `config`.
+    """What is replayed: the steps `first` + 1 to `last` of a run, by the settings `config`.
 
     changes: what was given to be changed, by key. off_policy: whether that differs from the run's settings. all_steps:
     whether these are all steps of the run. output: folder for the trained model, if it is wanted. without: step and id
@@ -98,7 +87,7 @@ class Replay:
     step of which it holds.
     """
 
-    run: Path
+    run: Record
     config: Config
     changes: Mapping[str, Any]
     off_policy: bool
@@ -118,15 +107,15 @@ class Replay:
 
     @property
     def folder(self) -> Path:
-        return self.run / FOLDER / self.name
+        return self.run.folder / FOLDER / self.name
 
     @property
     def checkpoint(self) -> Path:
         """The one that it starts from, unless `first` is 0."""
-        return checkpoint_of(self.run, self.first)
+        return self.run.checkpoint(self.first)
 
     def batches(self) -> Iterator[tuple[int, list[Group]]]:
-        batches = rollouts.batches(self.run / rollouts.FOLDER, self.first + 1)
+        batches = self.run.batches(self.first + 1)
         for step, batch in itertools.takewhile(lambda pair: pair[0] <= self.last, batches):
             if remaining := [group for group in batch if (step, group.id) not in self.without]:
                 yield step, remaining
@@ -134,11 +123,11 @@ class Replay:
     def config_at(self, step: int) -> Config:
         """The settings for a step: those of the run at that step, if they were changed since, with the changes of the
         replay."""
-        settings = {key: value for key, value in changed_back(self.run, step).items() if key not in self.changes}
+        settings = {key: value for key, value in self.run.changed_after(step).items() if key not in self.changes}
         if not settings:
             return self.config
         values = overridden(self.config.model_dump(mode="json"), settings=settings)
-        config: Config = checked(values, self.run / "config.yaml")
+        config: Config = checked(values, self.run.folder / CONFIG)
         return config
 
     def what_matters(self) -> str:
@@ -168,32 +157,33 @@ def run(options: Namespace) -> int:
     """`areal replay`."""
     set_allocator()
     replays = plan(
-        options.run, options.overrides, options.sweep, options.steps, options.output, options.without, options.until
-    )
+        Record(options.run), options.overrides, options.sweep, options.steps, options.output, options.without,
+        options.until,
+    )  # fmt: skip
     return 0 if replay(replays, terminal(160)) else 1
 
 
 def plan(
-    run: Path, overrides: Sequence[str], sweep: Sequence[str] = (), steps: str = ":", output: Path | None = None,
+    run: Record, overrides: Sequence[str], sweep: Sequence[str] = (), steps: str = ":", output: Path | None = None,
     without: str | None = None, until: str | None = None,
 ) -> list[Replay]:  # fmt: skip
-    """The replays of the run in `run`: one for each combination of the values in `sweep`, the last changing fastest.
+    """The replays of a run: one for each combination of the values in `sweep`, the last changing fastest.
 
     overrides: `key=value`, changes to all of them. sweep: each `key=value,value,...`. steps: `A:B`, those after A up to
     B; by default all. output: folder for the trained model, or with `sweep` for a folder for each. without: an SQL
     condition on rollouts; groups that have such a row are left out. until: a condition on metrics of the replay. Raises
     UserError if a replay is not possible.
     """
-    config = config_of_run(run)
-    first, last = _range(run, config, steps)
+    config = run.config
+    first, last = _range(run, steps)
     _check_rollouts(run, config, first, last)
     if output and output.exists():
         raise UserError(f"{output} already exists: name another folder for the trained model.")
     left_out = _left_out(run, config, without, first, last) if without else frozenset()
     end = condition_of(until) if until else None
     common = dict(parsed(override, Config) for override in overrides)
-    changed_since = changed_back(run, first + 1)
-    all_steps = (first, last) == (first_version(run), steps_trained(run))
+    changed_since = run.changed_after(first + 1)
+    all_steps = (first, last) == (run.first_version, run.trained)
     replays = []
     for point in points(read_grid(sweep), "The sweep"):
         changes = common | point
@@ -206,22 +196,24 @@ def plan(
     return replays
 
 
-def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
+def _range(run: Record, steps: str) -> tuple[int, int]:
     """The step after which a replay of `steps` begins, and its last."""
-    match, trained, begin = re.fullmatch(r"(\d*):(\d*)", steps), steps_trained(run), first_version(run)
+    match, trained, begin = re.fullmatch(r"(\d*):(\d*)", steps), run.trained, run.first_version
     first, last = (int(match[1] or begin), int(match[2] or trained)) if match else (0, 0)
     if not first < last <= trained:
         raise UserError(
-            f"--steps {steps} is not within the {trained} steps of {run}: write A:B, for those after A up to B."
+            f"--steps {steps} is not within the {trained} steps of {run.folder}: write A:B, for those after A up to B."
         )
-    if (first or begin) and not checkpoint_of(run, first).is_dir():
-        there = [f"{version_of(path)}" for path in checkpoints_in(run)] + ["0, the run's model"] * (not begin)
-        raise UserError(f"There is no checkpoint of step {first} in {run}: begin --steps at {' or '.join(there)}.")
+    if (first or begin) and not run.checkpoint(first).is_dir():
+        there = [f"{version}" for version in run.versions if version or begin] + ["0, the run's model"] * (not begin)
+        raise UserError(
+            f"There is no checkpoint of step {first} in {run.folder}: begin --steps at {' or '.join(there)}."
+        )
     return first, last
 
 
-def _check_rollouts(run: Path, config: Config, first: int, last: int) -> None:
-    counts = rollouts.groups_by_step(run / rollouts.FOLDER)
+def _check_rollouts(run: Record, config: Config, first: int, last: int) -> None:
+    counts = run.groups_by_step()
     for step in range(first + 1, last + 1):
         if counts[step] == config.batch_size:
             continue
@@ -231,10 +223,12 @@ def _check_rollouts(run: Path, config: Config, first: int, last: int) -> None:
             why = f"the oldest files were removed (observe.rollouts_gib): begin later, --steps A:{last}"
         else:
             why = "they were not written, or are gone: choose other steps, --steps A:B"
-        raise UserError(f"{run} has {counts[step]} of the {config.batch_size} groups of step {step}, because {why}.")
+        raise UserError(
+            f"{run.folder} has {counts[step]} of the {config.batch_size} groups of step {step}, because {why}."
+        )
 
 
-def _left_out(run: Path, config: Config, sql: str, first: int, last: int) -> frozenset[tuple[int, str]]:
+def _left_out(run: Record, config: Config, sql: str, first: int, last: int) -> frozenset[tuple[int, str]]:
     groups = Rollouts(run).trained(sql_condition(sql), first + 1, last)
     if len(groups) in (0, config.batch_size * (last - first)):
         number = "all groups" if groups else "no group"
@@ -255,9 +249,9 @@ def _digest(groups: Iterable[tuple[int, str]]) -> str:
     return f"{crc32(json.dumps(sorted(groups)).encode()):08x}"
 
 
-def _changed(run: Path, config: Config, changes: Mapping[str, Any]) -> Config:
+def _changed(run: Record, config: Config, changes: Mapping[str, Any]) -> Config:
     """The run's settings with `changes`. Raises UserError for a change that is none of the training."""
-    settings = config_with(run, changes)
+    settings = run.config_with(settings=changes)
     for key, _, _ in differences(config.model_dump(mode="json"), settings.model_dump(mode="json")):
         if not within(key, ["trainer"]) or within(key, ["trainer.checkpoint_every", "trainer.checkpoints_kept"]):
             raise UserError(
@@ -320,7 +314,7 @@ def _run_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, 
         for process, variant in [pair for pair in running if pair[0].exitcode is not None]:
             running.remove((process, variant))
             console.print(f"{len(replays) - len(waiting) - len(running)}/{len(replays)} {variant.name}", soft_wrap=True)
-    return {variant.name: read_summary(variant.folder) or _summary(variant, "its process died") for variant in replays}
+    return {variant.name: Record(variant.folder).ending or _summary(variant, "its process died") for variant in replays}
 
 
 def _run_in_process(variant: Replay, parent: int) -> None:
@@ -329,7 +323,7 @@ def _run_in_process(variant: Replay, parent: int) -> None:
     try:
         run_variant(variant, Console(quiet=True))
     except UserError as error:
-        replace(variant.folder / "summary.json", json.dumps(_summary(variant, str(error)), indent=2) + "\n")
+        replace(variant.folder / SUMMARY, json.dumps(_summary(variant, str(error)), indent=2) + "\n")
 
 
 def run_variant(
@@ -343,11 +337,11 @@ def run_variant(
     if writes:
         shutil.rmtree(variant.folder, ignore_errors=True)
         variant.folder.mkdir(parents=True)
-        replace(variant.folder / "config.yaml", dump_config(variant.config))
+        replace(variant.folder / CONFIG, dump_config(variant.config))
     training = Training(variant, run)
     records, reason = [], ""
     guard = Guard(_NUMBERS_ONLY)
-    with (variant.folder / "metrics.jsonl").open("w") if writes else open(os.devnull, "w") as file:
+    with (variant.folder / METRICS).open("w") if writes else open(os.devnull, "w") as file:
         for step, batch in variant.batches():
             record = training.step(step, batch, check)
             file.write(line_of(record | {"time": time.time()}))
@@ -366,7 +360,7 @@ def run_variant(
     summary = _summary(variant, reason, records, manifest) | {"seconds": time.monotonic() - began}
     if writes:
         remove_folder(weights)
-        replace(variant.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        replace(variant.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -467,7 +461,7 @@ def _summary(
     return {
         "ok": not reason,
         "reason": reason,
-        "replay_of": str(variant.run),
+        "replay_of": str(variant.run.folder),
         "off_policy": variant.off_policy,
         "changes": dict(variant.changes),
         "first_step": variant.first + 1,
@@ -483,10 +477,10 @@ def _summary(
 
 def _recorded_stamp(variant: Replay, step: int) -> str | None:
     """The stamp of the run's weights after a step; None if it is not known."""
-    weights = (read_summary(variant.run) or {}).get("weights", {})
+    weights = (variant.run.ending or {}).get("weights", {})
     if weights.get("version") == step:
         return weights["stamp"]
-    checkpoint = checkpoint_of(variant.run, step)
+    checkpoint = variant.run.checkpoint(step)
     if variant.config.trainer.lora or not checkpoint.is_dir():
         return None
     return Manifest(tuple(file for file in Manifest.of(checkpoint).files if file.name.endswith(".safetensors"))).stamp

@@ -9,22 +9,17 @@ import io
 import itertools
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError, read_values
-from areal.data.files import read_object
+from areal.config import UserError
 from areal.desk.curves import COLOURS, SMOOTHED_FROM, linear_below, ramp, smoothed, upper_limit
-from areal.desk.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities, measured, read_events
-from areal.models import QUICKSTART_FOLDER
-from areal.observe.alert_inputs import Digests
-from areal.observe.alerts import Alert
+from areal.desk.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities, measured
+from areal.observe.alert_inputs import alerts_of
+from areal.record import Record, number_or_nan
 from areal.storage.disk import replace
-from areal.storage.records import read_records
-from areal.storage.run_folder import STEADY, Origin, origins_of
 from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
@@ -43,63 +38,14 @@ WAITS = (COLOURS[WAITING], "#5f5f5f")
 # Limits of the vertical axis.
 FROM_0, SHARE = (0, None), (-0.03, 1.03)
 LEGEND_COLUMNS = 5
-# A folder that has one of these files is a run folder.
-FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json")
 # The length of the timeline, up to the end of the last step.
 TIMELINE_SECONDS = 60.0
-# No further file of rollouts is read for the alerts after this time.
-ROLLOUTS_SECONDS = 20.0
 PAGE = Path(__file__).with_name("report.html")
 # With more points than this, those under a smoothed curve are a faint line.
 MOST_POINTS = 400
 LOG_FROM = 10.0
 # Values that are cut off are named, this many of them.
 NAMED_CUTS = 3
-
-
-@dataclass(frozen=True)
-class Run:
-    """The contents of a run folder: one record of metrics per step, the summary, the configuration as text, one record
-    per evaluated version, the events (areal.desk.timeline), and the runs that a fork goes on from.
-
-    settings: the values of the configuration; empty if there is none. The quickstart's model, which is another one for
-    each seed, has its name in place of its folder."""
-
-    name: str
-    records: list[dict[str, Any]]
-    summary: dict[str, Any]
-    config: str
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def times(self) -> list[float]:
-        """When each step was committed: in seconds since 1970 or, if that is not recorded, in seconds of training."""
-        times: list[float] = []
-        for record in self.records:
-            previous = times[-1] if times else 0.0
-            times.append(record.get("time", previous + record.get("step_seconds", 0.0)))
-        return times
-
-    @property
-    def steady(self) -> list[dict[str, Any]]:
-        """The records from step STEADY on."""
-        return [record for record in self.records if record["step"] >= STEADY]
-
-    @property
-    def steps(self) -> list[int]:
-        return [record["step"] for record in self.records]
-
-    @property
-    def filters(self) -> bool:
-        """Whether groups were filtered, so that the trained groups are not all groups."""
-        return any(record.get("groups_filtered") for record in self.records)
-
-    def series(self, key: str) -> list[float]:
-        """A metric at every step; nan where it is missing or null."""
-        return [number_or_nan(record.get(key)) for record in self.records]
 
 
 @dataclass(frozen=True)
@@ -129,14 +75,14 @@ def write_report(folder: Path) -> Path:
     """Write `report.html` into a run folder and return its path. Raises UserError if the folder holds no run."""
     import jinja2
 
-    run = read_run(folder)
+    run = Record(folder)
     figures = [draw(panel) for panel in panels(run) if not panel.empty]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(PAGE.read_text(encoding="utf-8"))
     html = page.render(
         run=run,
         ending=_ending(run.summary),
-        alerts=alerts_of(folder, run),
+        alerts=alerts_of(run),
         headlines=headlines(run.summary),
         forks=fork_lines([run]),
         figures=figures,
@@ -153,7 +99,7 @@ def write_figure(folder: Path, path: Path) -> None:
 
     Raises UserError if the folder holds no run, or a run without a step.
     """
-    run = read_run(folder)
+    run = Record(folder)
     if not run.records:
         raise UserError(f"The run in {folder} has no step yet: draw its figure later.")
     accuracy = _accuracy(run.evaluations)
@@ -174,21 +120,7 @@ def write_svg(path: Path, salt: str, make: Callable[[], Any]) -> None:
     path.write_text(svg.replace("currentColor", PLAIN_INK).replace("var(--faint)", PLAIN_FAINT), encoding="utf-8")
 
 
-def read_run(folder: Path) -> Run:
-    """Reads what a run folder holds. Raises UserError if it holds no run, or a damaged one."""
-    config, metrics, summary = (folder / name for name in FILES_OF_A_RUN)
-    if not any(file.is_file() for file in (config, metrics, summary)):
-        raise UserError(f"{folder} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json.")
-    settings = read_values(config) if config.is_file() else {}
-    if QUICKSTART_FOLDER.fullmatch(Path(str(settings.get("model"))).name):
-        settings["model"] = "quickstart"
-    values = read_object(_text(summary) or "{}", f"{summary}", "remove it to get a report without it.")
-    records, evaluations = _records(metrics, "step"), _records(folder / "evaluations.jsonl", "version")
-    events, origins = read_events(folder), origins_of(folder)
-    return Run(folder.resolve().name, records, values, _text(config), evaluations, events, origins, settings)
-
-
-def fork_lines(runs: Iterable[Run]) -> list[str]:
+def fork_lines(runs: Iterable[Record]) -> list[str]:
     """Forks among these runs as a tree: a line for each run, below the one that it goes on from. Empty without any."""
     tree: dict[tuple[tuple[int, str], ...], str] = {}
     for run in runs:
@@ -199,14 +131,6 @@ def fork_lines(runs: Iterable[Run]) -> list[str]:
             tree[*path, (step, each)] = "    " * len(path) + name + f", from step {step} on" * bool(step)
             path = (*path, (step, each))
     return [tree[path] for path in sorted(tree)] if any(len(path) > 1 for path in tree) else []
-
-
-def alerts_of(folder: Path, run: Run) -> list[tuple[Alert, str]]:
-    """The alerts of a run, each with the command that prints its rollouts; without one if the run keeps none."""
-    digests = Digests(folder)
-    alerts = digests.alerts(run.records, run.evaluations, run.settings, ROLLOUTS_SECONDS)
-    shows = f"python -m areal rollouts {shlex.quote(str(folder))} --where"
-    return [(alert, f'{shows} "{alert.where}"' if digests.has_rollouts else "") for alert in alerts]
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -234,7 +158,7 @@ def _headlines_of_benchmarks(evaluations: Sequence[dict[str, Any]]) -> list[tupl
     return [(name, " → ".join(dict.fromkeys((shares[0], shares[-1])))) for name, shares in at.items()]
 
 
-def panels(run: Run) -> list[Panel]:
+def panels(run: Record) -> list[Panel]:
     """The figures of a run, in this order: learning, staleness, speed, stability."""
     steps, derived = run.steps, _derived_series(run)
     bound = number_or_nan(run.summary.get("max_staleness"))
@@ -286,7 +210,7 @@ def panels(run: Run) -> list[Panel]:
     ]
 
 
-def _derived_series(run: Run) -> dict[str, list[float]]:
+def _derived_series(run: Record) -> dict[str, list[float]]:
     """The series that are computed from metrics."""
     seconds = run.series("step_seconds")
     # The trainer measures the parts and the master the whole step, so the parts may exceed the step: they are cut.
@@ -334,13 +258,13 @@ def draw(panel: Panel) -> str:
     return _svg(panel.title, lambda: figure_of(panel))
 
 
-def draw_timeline(run: Run) -> str:
+def draw_timeline(run: Record) -> str:
     """What each actor did in the last TIMELINE_SECONDS of training, as an SVG element; empty if nothing is recorded."""
     spans = timeline_of(run)
     return _svg("timeline", lambda: timeline_figure(spans)) if spans else ""
 
 
-def timeline_of(run: Run) -> list[tuple[TimelineSpan, bool]]:
+def timeline_of(run: Record) -> list[tuple[TimelineSpan, bool]]:
     """The spans in that time of all actors except the master, in the order of the actors' names: activities that an
     actor reported (False), and spans that it measured (True). `begin` is in seconds; 0 is the end of the last step."""
     candidates = [(span, False) for span in activities(run.events)]
@@ -504,7 +428,7 @@ def _ratios(parts: Sequence[float], totals: Sequence[float]) -> list[float]:
     return [part / total if total > 0 else math.nan for part, total in zip(parts, totals, strict=True)]
 
 
-def _ages(run: Run) -> Panel:
+def _ages(run: Record) -> Panel:
     """For each staleness from 0 on: the number of groups that had it, at each step."""
     counts = [record.get("staleness_histogram") for record in run.records]
     histograms = [histogram if isinstance(histogram, list) else [] for histogram in counts]
@@ -530,19 +454,6 @@ def _draw_stack(axes: Any, panel: Panel) -> None:
         axes.text(
             0.99, 0.98, "↑ " + "\n".join(names), transform=axes.transAxes, ha="right", va="top", color=INK, fontsize=8
         )
-
-
-def _records(file: Path, key: str) -> list[dict[str, Any]]:
-    """The records of a file that have a whole number at `key`."""
-    return [record for record in read_records(file) if isinstance(record.get(key), int)]
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
-
-
-def number_or_nan(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _shown(summary: dict[str, Any], key: str, form: str) -> str:

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from areal.command_line import output
 from areal.config import UserError
-from areal.desk.rollouts import SORTED_BY, QueryStuck, Rollouts, Where, sql_condition, tokenizer_of
+from areal.desk.rollouts import SORTED_BY, QueryStuck, Rollouts, Where, sql_condition
+from areal.record import Record
 from areal.tokens import token_texts
 from areal.trajectory import pieces
 
@@ -27,8 +28,9 @@ def print_rollouts(options: Namespace) -> None:
         raise UserError(f"--sort {options.sort!r} is not COLUMN or COLUMN desc: use one of {', '.join(SORTED_BY)}.")
     condition = Where() if options.where is None else sql_condition(options.where)
     order = (None if options.random else column or None), direction.strip().lower() == "desc"
+    record = Record(options.folder)
     try:
-        page = Rollouts(options.folder).page(condition, *order, options.show, all_columns=True)
+        page = Rollouts(record).page(condition, *order, options.show, all_columns=True)
     except QueryStuck as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(2)
@@ -36,7 +38,7 @@ def print_rollouts(options: Namespace) -> None:
     total = sum(page.fates.values())
     shares = ", ".join(f"{fate} {count / total:.1%}" for fate, count in page.fates.items())
     console.print(f"{total:,} rollouts of {page.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
-    tokenizer = tokenizer_of(options.folder) if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
+    tokenizer = record.tokenizer() if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
     for row in page.rows:
         _print(row, tokenizer, console)
 

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import duckdb
-import yaml
 
 from areal.config import UserError
-from areal.storage.rollouts import FOLDER, SCHEMA, files
-from areal.tokens import tokenizer_in
+from areal.record import ROLLOUT_COLUMNS, Record
 
 T = TypeVar("T")
 
-COLUMNS = tuple(SCHEMA.names)
+COLUMNS = ROLLOUT_COLUMNS
 SORTED_BY = tuple(
     name for name in COLUMNS[: COLUMNS.index("shared")] if name not in ("row", "prompt", "completion", "reward_parts")
 )
@@ -115,11 +113,12 @@ def _number(name: str, text: str) -> Any:
 
 
 class Rollouts:
-    """The rollouts in the run folder `run`. Every method may be called from any thread, and raises UserError if there
+    """The rollouts of a run. Every method may be called from any thread, and raises UserError if there
     are none, if the files cannot be read, or if a condition is wrong or takes too long."""
 
-    def __init__(self, run: Path) -> None:
-        self._folder = (run / FOLDER).resolve()
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._folder = record.rollout_folder.resolve()
         settings: dict[str, str | bool | int | float | list[str]] = {
             "threads": THREADS, "memory_limit": MEMORY, "temp_directory": "",
             "autoload_known_extensions": False, "autoinstall_known_extensions": False,
@@ -261,7 +260,7 @@ class Rollouts:
 
     def _read(self, read: Callable[[_Ask, list[str]], T], ask: _Ask) -> T:
         for attempt in range(_ATTEMPTS):
-            paths = [str(path) for path in files(self._folder)]
+            paths = [str(path) for path in self._record.rollout_files()]
             if not paths:
                 break
             try:
@@ -278,11 +277,3 @@ _Ask = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 def _mistake(error: duckdb.Error) -> UserError:
     message = " ".join(str(error).partition("\n\nLINE")[0].split()).rstrip(".!")
     return UserError(f"The rollouts cannot be queried ({message}): their columns are {', '.join(COLUMNS)}.")
-
-
-def tokenizer_of(run: Path) -> Any | None:
-    """The tokenizer of a run's model; None if the folder of the model is not here, or has none."""
-    try:
-        return tokenizer_in(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None

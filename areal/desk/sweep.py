@@ -17,14 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
-from areal.config import Config, UserError, checked, load_config, overridden, read_values
+from areal.config import Config, UserError, checked, load_config, overridden, read_values, write_yaml
 from areal.grid import name_of, points
 from areal.hiding import without_secrets
 from areal.processes import ROOT, SUPERVISED
+from areal.record import has_begun, has_finished
+from areal.settings import MAY_CHANGE, differences, within
 from areal.storage.disk import replace
-from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, within
 
 # The configuration keys that do not change what a run computes.
 OPERATION = ("master", "network", "observe")
@@ -48,12 +47,11 @@ class SweptRun:
 
     @property
     def finished(self) -> bool:
-        summary = read_summary(self.config.folder)
-        return bool(summary and summary["ok"])
+        return has_finished(self.config.folder)
 
     @property
     def begun(self) -> bool:
-        return (self.config.folder / "journal.db").is_file()
+        return has_begun(self.config.folder)
 
     @property
     def state(self) -> str:
@@ -66,7 +64,7 @@ class SweptRun:
     def write(self) -> None:
         """Write the run's configuration."""
         self.config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace(self.file, yaml.safe_dump(self.values, sort_keys=False), mode=0o600)  # it may hold secrets
+        replace(self.file, write_yaml(self.values), mode=0o600)  # it may hold secrets
 
 
 def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:

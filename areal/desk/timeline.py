@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from areal.storage.events import FILE, GONE, OLDER_FILE
-from areal.storage.records import read_records
+from areal.storage.events import GONE
 
 # The phases of a step, in the order in which the trainer runs them. It commits the step after the last phase.
 PHASES = ("save_wait", "save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot", "offload")
@@ -44,13 +41,6 @@ class TimelineSpan:
             return WAITING
         weights = r"load|snapshot|write|publish|sav(e|ing)\b|checkpoint|pause|resume|receiving|fetching"
         return WEIGHTS if re.search(weights, self.name) else WORK
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run in the order of their time. Incomplete events are left out."""
-    records = chain.from_iterable(read_records(folder / file) for file in (OLDER_FILE, FILE))
-    events = [event for event in records if isinstance(event.get("time"), int | float) and "actor" in event]
-    return sorted(events, key=lambda event: event["time"])
 
 
 def spans(events: Iterable[dict[str, Any]]) -> Iterator[TimelineSpan]:

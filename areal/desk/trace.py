@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from areal.desk import timeline
-from areal.desk.report import Run, read_run
 from areal.desk.timeline import TimelineSpan
+from areal.record import Record
 from areal.roles import ROLES
 from areal.storage.disk import replace
 from areal.storage.events import TOTALS
@@ -37,11 +37,11 @@ CLOCK_SECONDS = 0.02
 def write_trace(options: Namespace) -> None:
     """`areal trace`: write `trace.json` into a run folder, and print its path."""
     path = options.folder / "trace.json"
-    replace(path, json.dumps({"traceEvents": trace_events(read_run(options.folder)), "displayTimeUnit": "ms"}))
+    replace(path, json.dumps({"traceEvents": trace_events(Record(options.folder)), "displayTimeUnit": "ms"}))
     print(path)
 
 
-def trace_events(run: Run) -> list[dict[str, Any]]:
+def trace_events(run: Record) -> list[dict[str, Any]]:
     """Spans ("X"), counters ("C") and names ("M"); times in microseconds since the first of them."""
     measured = [*steps(run), *timeline.measured(run.events, run.records, run.times)]
     activities = list(timeline.activities(run.events))
@@ -75,7 +75,7 @@ def _drawn(spans: Iterable[TimelineSpan], pid: int, row: int, zero: float) -> It
         }  # fmt: skip
 
 
-def steps(run: Run) -> Iterator[TimelineSpan]:
+def steps(run: Record) -> Iterator[TimelineSpan]:
     """One span per step, which ends at its commit and begins after the commit before it, and one of no length per
     evaluation, at its result."""
     previous = -math.inf
@@ -95,7 +95,7 @@ Counter = tuple[str, str, float, dict[str, float]]
 """Actor, name, time, values."""
 
 
-def step_counters(run: Run) -> Iterator[Counter]:
+def step_counters(run: Record) -> Iterator[Counter]:
     for record, end in zip(run.records, run.times, strict=True):
         for name, keys in COUNTERS.items():
             if values := {key: record[key] for key in keys if isinstance(record.get(key), int | float)}:

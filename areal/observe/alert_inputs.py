@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,17 +22,29 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
+from areal.record import Record
+from areal.run_files import ROLLOUTS
 from areal.sampled import NOT_SAMPLED
-from areal.storage.rollouts import FOLDER, files
+from areal.storage.rollouts import files
 from areal.tokens import tokenizer_in
 from areal.trajectory import differ
 
 TOKEN_BYTES = 64 << 20
 """Uncompressed bytes of tokens that are read from a file. Of a larger file only every n-th row group is read."""
+ROLLOUTS_SECONDS = 20.0
+"""No further file is read for a report or a summary after this time."""
 TOKENS_KEPT = 32
 """A digest keeps so many of the most frequent tokens."""
 _INTEGER = re.compile(r"(?:.*####)?\s*-?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,99})\s*", re.DOTALL)
 _WITHIN_NUMBERS = re.compile(r"(?<=\d)[,\s{}\\!]+(?=\d)")
+
+
+def alerts_of(record: Record) -> list[tuple[Alert, str]]:
+    """The alerts of a run, each with the command that prints its rollouts; without one if the run keeps none."""
+    digests = Digests(record.folder)
+    alerts = digests.alerts(record.records, record.evaluations, record.settings, ROLLOUTS_SECONDS)
+    shows = f"python -m areal rollouts {shlex.quote(str(record.folder))} --where"
+    return [(alert, f'{shows} "{alert.where}"' if digests.has_rollouts else "") for alert in alerts]
 
 
 class Digests:
@@ -39,7 +52,7 @@ class Digests:
 
     def __init__(self, folder: Path) -> None:
         self.has_rollouts = False
-        self._folder = folder / FOLDER
+        self._folder = folder / ROLLOUTS
         self._steps: list[Digest] = []
         self._read: set[Path] = set()
         self._seen: tuple[int, ...] = ()

@@ -25,9 +25,10 @@ import structlog
 
 from areal.config import Config, ObserveConfig, UserError
 from areal.processes import ROOT, LenientOutput, tied
-from areal.storage.disk import Patience, refusal, replace
+from areal.run_files import EVALUATIONS, METRICS
+from areal.storage.disk import Patience, leaves, refusal, replace
 from areal.storage.records import NewRecords
-from areal.storage.run_folder import config_of_run, leaves, read_summary
+from areal.storage.run_folder import config_of_run, read_summary
 
 POLL_SECONDS = 1.0
 # How long the process may take to end after the end of the run.
@@ -35,7 +36,7 @@ LAST_WORDS_SECONDS = 5.0
 RESTART_SECONDS = 10.0
 NICENESS = 10
 # The files that are followed, and the key that numbers their records.
-FILES = {"metrics.jsonl": "step", "evaluations.jsonl": "version"}
+FILES = {METRICS: "step", EVALUATIONS: "version"}
 
 Sink = Callable[[int, dict[str, float], float], None]
 """Takes the step (or version), numbers by name such as `step/reward_mean`, and the time, seconds since 1970."""

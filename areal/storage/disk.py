@@ -154,6 +154,11 @@ class Backlog:
             self._lines.clear()
 
 
+def leaves(path: Path, folder: Path) -> bool:
+    """Whether a path in `folder` is, through links, one outside of it."""
+    return not path.resolve().is_relative_to(folder.resolve())
+
+
 def replace(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file so that after a crash it has either the old text or the new one. A link of its name is replaced, and
     nothing is written through it. mode: of a new file."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal.run_files import EVENTS, OLDER_EVENTS
 from areal.storage.disk import Backlog
 from areal.storage.records import line_of
 
-FILE, OLDER_FILE = "events.jsonl", "events.1.jsonl"
 LIMIT_BYTES = 32 << 20
 FLUSH_SECONDS = 1.0
 # A heartbeat whose state and activity are unchanged is written at this interval. With more than ACTORS_AT_ONCE actors
@@ -44,7 +44,7 @@ class EventLog:
     """Writes the events of the run in `folder`; the master owns it. What a full disk refuses is written later."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._file = Backlog(folder / FILE, folder / OLDER_FILE, LIMIT_BYTES)
+        self._file = Backlog(folder / EVENTS, folder / OLDER_EVENTS, LIMIT_BYTES)
         self._clock = clock
         self._lines: list[str] = []
         self._last_written: dict[str, tuple[float, str, str]] = {}  # by actor: time of the last write, state, activity

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,47 +30,26 @@ from areal.config import (
 )
 from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
+from areal.run_files import (
+    CHANGES,
+    CONFIG,
+    EVALUATIONS,
+    FORK,
+    JOURNAL,
+    METRICS,
+    REPORT,
+    SECRETS,
+    SUMMARY,
+)
+from areal.settings import MAY_CHANGE, REDONE, differences, within
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
 from areal.storage.records import line_of, read_records, record_of, whole_records
 
 log = structlog.get_logger()
 
-# The configuration keys that may change when a run is resumed; a section stands for all keys in it. All other keys
-# have determined what the run has done so far, or determine what its journal and checkpoints mean.
-MAY_CHANGE = (
-    "steps", "max_staleness", "run_ahead", "oversample", "filter_zero_signal", "max_attempts", "max_failed_share",
-    "outage_seconds", "generator", "rollout_manager", "scorers", "guard", "evaluator", "master", "network", "observe",
-    "weights.transport", "reward.count", "reward.workers", "reward.concurrent_calls", "reward.timeout_seconds",
-    "reward.retries", "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
-    "trainer.lr", "trainer.lr_schedule", "trainer.lr_schedule_steps", "trainer.lr_final", "trainer.threads",
-    "trainer.ranks", "trainer.zero_stage", "trainer.offload",
-    "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
-    "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options",
-)  # fmt: skip
-
-# The keys among them that also hold for the steps that the trainer redoes from its checkpoint.
-REDONE = ("trainer", "guard", "steps")
-# What was changed when the run was resumed, and the first step for which it holds.
-CHANGES = "changes.jsonl"
-# The runs that a fork goes on from.
-FORK = "fork.json"
 # Of a checkpoint: what it says of its training.
 STATE_FILE = "training/state.json"
-
-# The configuration keys that change how fast a run is, and how stale its data, but not what it learns from them.
-SPEED_ONLY = (
-    "generator.count", "generator.threads", "generator.max_concurrent_rollouts", "generator.memory_share",
-    "generator.kv_cache_gib", "generator.tensor_parallel", "generator.stream_interval", "generator.enforce_eager",
-    "rollout_manager.count", "rollout_manager.max_concurrent_groups", "rollout_manager.save_every_tokens",
-    "reward.count", "reward.workers", "reward.concurrent_calls", "reward.cache_size", "weights",
-    "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
-    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
-    "trainer.prefix_tree", "trainer.offload", "trainer.sequence_parallel",
-)  # fmt: skip
-
-# The values that config.yaml does not show, for the user's eyes alone. A master reads them at its start.
-SECRETS = "secrets.json"
 
 # The first step whose waits are counted. In the steps before it the trainer waits for the first groups in any case.
 STEADY = 3
@@ -99,14 +78,14 @@ class RunFolder:
         self._staleness_max = 0
         self._logprob_gap_max: float | None = None
         self._seconds = self._idle = 0.0  # of the trainer, from step STEADY on
-        for name in ("summary.json", "report.html"):
+        for name in (SUMMARY, REPORT):
             (self.path / name).unlink(missing_ok=True)
         store_configuration(config)
-        for record in whole_records(self.path / "metrics.jsonl"):
+        for record in whole_records(self.path / METRICS):
             self._update_totals(record)
-        self._metrics = self.path / "metrics.jsonl"
+        self._metrics = self.path / METRICS
         self._metrics.touch()  # now a run has begun here
-        self._evaluations = self.path / "evaluations.jsonl"
+        self._evaluations = self.path / EVALUATIONS
         self._evaluated = {record["version"] for record in whole_records(self._evaluations)}
         self._free: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # bytes on the disk after each of the newest steps
         self.filling = ""
@@ -159,13 +138,13 @@ class RunFolder:
             "trainer_idle": self._idle / self._seconds if self._seconds else None,
         }
         self._flush_events()
-        replace(self.path / "summary.json", json.dumps(summary | over_steps, indent=2) + "\n")
+        replace(self.path / SUMMARY, json.dumps(summary | over_steps, indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the contents of summary.json of the run in `folder`, or None if the run is not over or the file is
     damaged: `--resume` writes it anew."""
-    return _object_in(folder / "summary.json")
+    return _object_in(folder / SUMMARY)
 
 
 def _object_in(file: Path) -> dict[str, Any] | None:
@@ -189,7 +168,7 @@ def version_of(checkpoint: Path) -> int:
 
 def steps_trained(folder: Path) -> int:
     """The number of steps that the run in `folder` has trained."""
-    return max((record["step"] for record in read_records(folder / "metrics.jsonl")), default=0)
+    return max((record["step"] for record in read_records(folder / METRICS)), default=0)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -227,7 +206,7 @@ def ways_on(folder: Path, without: Path | None = None) -> str:
 def compare_record(folder: Path, run: str, version: int) -> None:
     """Compare what else the run in `folder` has kept with its journal, which is of the run with the identity `run` and
     has trained `version`. Raises UserError if the journal is the older, or if they are not of one run."""
-    journal, metrics, newest = folder / "journal.db", folder / "metrics.jsonl", last_checkpoint(folder)
+    journal, metrics, newest = folder / JOURNAL, folder / METRICS, last_checkpoint(folder)
     # The checkpoint of a step may be on disk before the step is in the journal.
     kept = {str(newest): version_of(newest) - 1} if newest else {}
     runs = set()
@@ -245,20 +224,20 @@ def compare_record(folder: Path, run: str, version: int) -> None:
 
 
 def store_configuration(config: Config) -> None:
-    """Write config.yaml into the folder of a run, which is made if it is missing. What config.yaml hides goes into a
-    file of its own."""
+    """Write config.yaml into the folder of a run, which is made if it is missing. The values that it does not show are
+    in a file of their own, for the user's eyes alone; a master reads them at its start."""
     config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if secrets := secrets_in(config.model_dump(mode="json")):
         replace(config.folder / SECRETS, json.dumps(secrets), mode=0o600)
     else:
         (config.folder / SECRETS).unlink(missing_ok=True)
-    replace(config.folder / "config.yaml", dump_config(config))
+    replace(config.folder / CONFIG, dump_config(config))
 
 
 def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool = False) -> Config:
     """Return the configuration of the run in `folder`, with `overrides`. secrets: also what config.yaml hides. Raises
     UserError if there is no run."""
-    file = folder / "config.yaml"
+    file = folder / CONFIG
     if not file.is_file():
         raise UserError(f"There is no run in {folder}, it has no config.yaml: give its folder, runs/NAME.")
     return load_config(file, overrides, secrets=_object_in(folder / SECRETS) if secrets else None)
@@ -274,7 +253,7 @@ def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = Fa
         for key in set().union(*OBJECTIVE_SETTINGS.values()):
             if getattr(stored.trainer, key) == brought.get(key, TrainerConfig.model_fields[key].default):
                 del values["trainer"][key]
-    return checked(overridden(values, settings=settings), folder / "config.yaml")
+    return checked(overridden(values, settings=settings), folder / CONFIG)
 
 
 def origins_of(folder: Path) -> list[Origin]:
@@ -288,11 +267,6 @@ def first_version(folder: Path) -> int:
     return origins[-1].step if (origins := origins_of(folder)) else 0
 
 
-def known_versions(folder: Path) -> list[int]:
-    """The versions whose weights the run in `folder` keeps: the one that it has begun with, and its checkpoints."""
-    return sorted({first_version(folder), *(version_of(path) for path in checkpoints_in(folder))})
-
-
 def configuration_to_resume(
     folder: Path, file: Path | None, overrides: Sequence[str], from_step: int | None = None
 ) -> Config:  # fmt: skip
@@ -302,7 +276,7 @@ def configuration_to_resume(
     The run goes on in `folder`, wherever it was made. Raises UserError if there is no run, if it has reached its end or
     has trained more than `steps`, or if the configuration differs in a key that may not change.
     """
-    if not all((folder / name).is_file() for name in ("config.yaml", "journal.db")):
+    if not all((folder / name).is_file() for name in (CONFIG, JOURNAL)):
         raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
     stored = config_of_run(folder, secrets=True)
     place = {"run_dir": folder.resolve().parent, "name": folder.resolve().name}
@@ -398,23 +372,3 @@ def changed_back(folder: Path, step: int) -> dict[str, Any]:
     """The settings by which the run in `folder` has trained `step`, as far as they were changed since, by key."""
     changes = [change for change in read_records(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
     return {change["key"]: change["before"] for change in reversed(changes) if change["step"] > step}
-
-
-def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The keys in which two configurations differ, with their dots, and the values before and now."""
-    for name in stored | current:
-        old, new = stored.get(name), current.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield f"{prefix}{name}", old, new
-
-
-def within(key: str, names: Iterable[str]) -> bool:
-    """Whether a key of the configuration is one of `names` or in a section that is."""
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def leaves(path: Path, folder: Path) -> bool:
-    """Whether a path in `folder` is, through links, one outside of it."""
-    return not path.resolve().is_relative_to(folder.resolve())

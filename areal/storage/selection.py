@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal.storage.rollouts import FOLDER, files, rows_of, unreadable
+from areal.run_files import ROLLOUTS
+from areal.storage.rollouts import files, rows_of, unreadable
 
 COLUMNS = ("group", "sample", "reward", "finish")
 """What choosing needs of each row."""
@@ -28,7 +29,7 @@ class RolloutSample(NamedTuple):
 
 def rollouts_in(folder: Path) -> Path | None:
     """The folder of rollouts: `folder` itself, or the one in the run folder `folder`; None if there is none."""
-    return next((place for place in (folder, folder / FOLDER) if files(place)), None)
+    return next((place for place in (folder, folder / ROLLOUTS) if files(place)), None)
 
 
 def read_rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:

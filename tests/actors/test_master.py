@@ -27,7 +27,8 @@ from areal.__main__ import main as areal_tool
 from areal.config import Config
 from areal.data.history import History
 from areal.data.sources import open_source
-from areal.desk.timeline import read_events, spans
+from areal.desk.timeline import spans
+from areal.record import Record
 from areal.staleness.failures import UNSCORED_LIMIT
 from areal.storage import disk
 from areal.storage import journal as journal_module
@@ -1141,7 +1142,7 @@ async def test_what_actors_say_and_measure_is_recorded(config, monkeypatch):
         said = {"state": "healthy", "serves": (), "activity": "training step 1", "stats": {}}
         await trainer.ask(Heartbeat(**said, clock=70.0, spans=(Span(name="train", began=68.0, seconds=1.5),)))
         await trainer.ask(Leave(reason="done"))
-    events = read_events(config.folder)
+    events = Record(config.folder).events
     (span,) = spans(events)
     assert (span.actor, span.name, span.seconds) == ("trainer/0", "train", 1.5)
     heard = [(e["actor"], e["state"], e["activity"], e["stats"]) for e in events if "activity" in e]

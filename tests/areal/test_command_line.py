@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -36,7 +37,9 @@ def test_the_console_script_is_the_module():
 
 
 def test_a_clone_that_is_not_installed_has_a_version_too(monkeypatch):
-    assert areal.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    number, _, commit = areal.__version__.partition("+g")
+    assert number == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert not commit or re.fullmatch("[0-9a-f]{10}", commit)
     monkeypatch.setattr("importlib.metadata.Distribution.discover", lambda **where: iter(()))
     assert areal.__version__ == "unknown"
 
@@ -108,13 +111,13 @@ def test_options_that_cannot_be_are_refused_with_the_usage(command, told, capsys
         ("report missing", "missing is not the folder of a run"),
         ("report missing --against paper:table2", "missing is not the folder of a run"),
         ("compare missing", "missing is not the folder of a run"),
-        ("rollouts missing", "has no rollouts"),
+        ("rollouts missing", "missing is not the folder of a run"),
         ("trace missing", "missing is not the folder of a run"),
         ("track missing", "There is no run in missing"),
         ("dashboard missing", "missing is not the folder of a run"),
         ("quickstart-model file", "file cannot hold a model (File exists)"),
         ("sft --model missing --data missing.jsonl --output out", "no model folder missing"),
-        ("replay missing", "no run in missing"),
+        ("replay missing", "missing is not the folder of a run"),
         ("export missing --output x.jsonl", "no rollouts in missing"),
         ("export missing --output x.jsonl --format preference --all", "--all is for --format sft"),
         ("push missing", "missing is not the folder of a run"),

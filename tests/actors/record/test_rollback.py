@@ -19,12 +19,12 @@ from actors.record import rollback
 from actors.record.fork import OTHER_DATA, configuration_of_fork, fork
 from actors.record.record import check_record
 from areal.config import Config, UserError, dump_config
+from areal.run_files import CHANGES
 from areal.staleness.ledger import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
 from areal.storage import rollouts
 from areal.storage.journal import Journal
 from areal.storage.records import line_of, read_records, record_of
 from areal.storage.run_folder import (
-    CHANGES,
     RunFolder,
     checkpoint_of,
     first_version,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def record(folder: Path, **trainer) -> Path:
             result = engine.step(
                 batch, version=step - 1, temperature=TEMPERATURE, mask_older_than=oldest_in_loss("mask", 1, step - 1)
             )
-            metrics.write(line_of({"step": step, **asdict(result)}))
+            rewards = [sample.reward for group in batch for sample in group.trajectories]
+            metrics.write(line_of({"step": step, "reward_mean": float(np.mean(rewards)), **asdict(result)}))
             writer.add_trained(step, batch, engine.values)
             writer.write()
             if step in (2, 4):
@@ -244,7 +246,7 @@ def test_a_mistake_gets_one_sentence_before_anything_is_loaded(run, monkeypatch,
 
 def test_rollouts_that_are_not_complete_are_told(run, tmp_path, capsys):
     assert main(["replay", str(tmp_path / "nowhere")]) == 2
-    assert "There is no run in" in capsys.readouterr().err
+    assert "nowhere is not the folder of a run" in capsys.readouterr().err
     (run / "rollouts" / "000001.parquet").unlink()
     assert main(["replay", str(run)]) == 2
     assert "has 0 of the 4 groups of step 1, because the oldest files were removed" in capsys.readouterr().err
@@ -269,42 +271,41 @@ def test_few_trials_find_the_groups_without_which_an_effect_goes(causes, most):
     assert len(tried) <= most
 
 
-@pytest.mark.parametrize(
-    ("condition", "step", "steps", "window"),
-    [
-        ("kl_behaviour<1.05", 5, {5}, 1),  # by a group of its own batch, from weights that are no checkpoint
-        ("entropy<2.69", 3, {1, 2}, 8),  # by what was learned before
-    ],
-)
-def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(
-    run, monkeypatch, capsys, condition, step, steps, window
-):
-    monkeypatch.setattr(bisection, "WINDOW", window)
-    assert main(["bisect", str(run), "--metric", condition, "--json", str(run / "found.json")]) == 0
-    found = json.loads((run / "found.json").read_text())
-    assert f"{condition} first at step {step}" in capsys.readouterr().out
-    assert found["step"] == step and {group["step"] for group in found["groups"]} <= steps
-    assert found["start"] == max(0, step - 1 - window)
-    assert 0 < len(found["groups"]) < found["suspects"] and found["replays"] <= 40
-    assert all(len(group["samples"]) == 1 + int(group["group"]) % 4 for group in found["groups"])
-    limit = float(condition.partition("<")[2])
-    assert found["recorded"] < limit <= found["without"]
-    these = " or ".join(f"step = {group['step']} and \"group\" = '{group['group']}'" for group in found["groups"])
-    assert main(["replay", str(run), "--without", these, "--steps", f":{step}"]) == 0
-    (folder,) = (run / "replays").iterdir()
-    assert read_jsonl(folder / "metrics.jsonl")[-1][found["condition"].partition("<")[0]] == found["without"]
+def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(run, capsys):
+    rewards = {
+        (step, group.id): np.mean([sample.reward for sample in group.trajectories])
+        for step, batch in batches(run / "rollouts")
+        for group in batch
+    }
+    means = {at: np.mean([mean for (step, _), mean in rewards.items() if step == at]) for at in range(1, STEPS + 1)}
+    highest = max(means, key=means.get)
+    condition = f"reward_mean>{means[highest] - 1e-3:.4f}"
+    assert main(["replay", str(run), "--bisect", condition]) == 0
+    out = capsys.readouterr().out
+    assert f"{condition} first at step {highest} of" in out and "It goes without these groups (" in out
+    named = re.findall(r"^step (\d+) · group (\S+) ", out, re.MULTILINE)
+    assert [step for step, _ in named] == [f"{highest}"] * len(named) and 0 < len(named) < 4
+    best = max((key for key in rewards if key[0] == highest), key=rewards.get)
+    assert best[1] in [group for _, group in named]
+    assert main(["replay", str(run), "--without", out.splitlines()[-1].split("--without ")[1].strip("'")]) == 0
+
+
+def test_a_slow_change_has_no_few_causes(run, monkeypatch, capsys):
+    monkeypatch.setattr(bisection, "MOST", 0)
+    assert main(["replay", str(run), "--bisect", "entropy<2.69"]) == 1
+    assert "Not found: it takes more than 0 groups together" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--metric", "entropy<-1"], "entropy<-1 holds at no step of"),
-        (["--metric", "kl_teacher<1"], "which it has not"),
-        (["--metric", "accuracy<1"], "A replay has no metric 'accuracy': use one of"),
-        (["--metric", "loss>0", "--replays", "2"], "--replays 2 is too few"),
+        (["entropy<-1"], "entropy<-1 holds at no step of"),
+        (["kl_teacher<1"], "which it has not"),
+        (["accuracy<1"], "A replay has no metric 'accuracy': use one of"),
+        (["loss>0", "trainer.lr=1"], "leave out the other options"),
     ],
 )
 def test_a_search_that_cannot_be_is_told_in_one_sentence(run, capsys, arguments, sentence):
-    assert main(["bisect", str(run), *arguments]) == 2
+    assert main(["replay", str(run), "--bisect", *arguments]) == 2
     error = capsys.readouterr().err
     assert sentence in error and len(error.strip().splitlines()) == 1

@@ -14,17 +14,16 @@ import pytest
 from areal.__main__ import main
 from areal.config import UserError
 from areal.desk.report import (
-    Run,
     draw,
     draw_timeline,
     figure_of,
     headlines,
     panels,
-    read_run,
     timeline_of,
     write_figure,
     write_report,
 )
+from areal.record import Record
 from areal.storage.records import line_of
 
 TITLES = [
@@ -82,6 +81,7 @@ def record(step, **changes):
         "loss": -0.01,
         "grad_norm": 0.7,
         "lr": 1e-5,
+        "optimizer_steps": 4,
         "entropy": 1.2,
         "clip_fraction": 0.01,
     } | changes
@@ -261,8 +261,8 @@ def test_a_run_that_ended_early_says_why(folder):
 @pytest.mark.parametrize(
     "value", [pytest.param(None, id="null"), pytest.param(math.nan, id="nan", marks=pytest.mark.slow)]
 )
-def test_a_metric_that_is_missing_everywhere_breaks_nothing(key, value):
-    whole, holed = (Run("demo", [record(1, **changes)], SUMMARY, "") for changes in ({}, {key: value}))
+def test_a_metric_that_is_missing_everywhere_breaks_nothing(folder, key, value):
+    whole, holed = (Record(folder([record(1, **changes)], SUMMARY)) for changes in ({}, {key: value}))
     changed = [panel for panel, before in zip(panels(holed), panels(whole), strict=True) if panel != before]
     assert changed
     for panel in changed:
@@ -284,15 +284,15 @@ def drawn(panel):
 
 
 @pytest.mark.parametrize(("count", "inches"), [(0, [4.8, 2.7]), (2, [9.6, 2.7]), (7, [14.4, 8.1])])
-def test_many_panels_are_drawn_in_rows(count, inches):
-    (panel, *_) = panels(Run("demo", [record(step) for step in (1, 2)], {}, ""))
+def test_many_panels_are_drawn_in_rows(folder, count, inches):
+    (panel, *_) = panels(Record(folder([record(step) for step in (1, 2)])))
     figure = figure_of(*[panel] * count)
     assert len(figure.axes) == count and figure.get_size_inches().tolist() == pytest.approx(inches)
 
 
 @pytest.mark.parametrize("gaps", [[0.0, 0.0], [0.0, 2e-6, 3e-4]])
-def test_a_gap_of_zero_has_a_place_on_its_axis(gaps):
-    run = Run("demo", [BRIEF | {"step": step, "logprob_gap": gap} for step, gap in enumerate(gaps, 1)], {}, "")
+def test_a_gap_of_zero_has_a_place_on_its_axis(folder, gaps):
+    run = Record(folder([BRIEF | {"step": step, "logprob_gap": gap} for step, gap in enumerate(gaps, 1)]))
     (panel,) = (panel for panel in panels(run) if panel.title.startswith("Log-prob gap"))
     assert not panel.empty
     axes = drawn(panel)
@@ -302,25 +302,25 @@ def test_a_gap_of_zero_has_a_place_on_its_axis(gaps):
     assert all(b - a > 5 for a, b in itertools.pairwise(places))  # pixels: no value lies upon another
 
 
-def test_the_first_step_does_not_flatten_the_others():
+def test_the_first_step_does_not_flatten_the_others(folder):
     seconds = [60.0] + [2.0] * 19
-    run = Run("demo", [record(step, step_seconds=own) for step, own in enumerate(seconds, 1)], {}, "")
+    run = Record(folder([record(step, step_seconds=own) for step, own in enumerate(seconds, 1)]))
     (panel,) = (panel for panel in panels(run) if panel.title == "Step time")
     axes = drawn(panel)
     assert axes.get_ylim() == (0, pytest.approx(2.4))
     assert [text.get_text() for text in axes.texts] == ["↑ step 1: 60 s"]
 
 
-def test_a_long_curve_is_a_smoothed_line_over_its_points():
-    run = Run("demo", [BRIEF | {"step": step, "reward_mean": step % 2} for step in range(1, 41)], {}, "")
+def test_a_long_curve_is_a_smoothed_line_over_its_points(folder):
+    run = Record(folder([BRIEF | {"step": step, "reward_mean": step % 2} for step in range(1, 41)]))
     points, line = drawn(panels(run)[0]).lines
     assert list(points.get_ydata()) == [1, 0] * 20 and points.get_alpha() < 0.5
     assert all(0.3 < value < 0.7 for value in line.get_ydata())
 
 
-def test_a_curve_leaves_out_steps_at_which_nothing_was_measured():
+def test_a_curve_leaves_out_steps_at_which_nothing_was_measured(folder):
     gaps = [None if step % 4 else 2e-7 for step in range(1, 41)]
-    run = Run("demo", [BRIEF | {"step": step, "logprob_gap": gap} for step, gap in enumerate(gaps, 1)], {}, "")
+    run = Record(folder([BRIEF | {"step": step, "logprob_gap": gap} for step, gap in enumerate(gaps, 1)]))
     (panel,) = (panel for panel in panels(run) if panel.title.startswith("Log-prob gap"))
     (line,) = drawn(panel).lines
     assert list(line.get_xdata()) == list(range(4, 41, 4)) and set(line.get_ydata()) == {2e-7}
@@ -328,7 +328,7 @@ def test_a_curve_leaves_out_steps_at_which_nothing_was_measured():
 
 def test_rates_are_per_second_and_step_time_is_split_in_work_weights_and_waiting(folder):
     first = record(1, snapshot_seconds=0.125, save_seconds=0.125)
-    run = read_run(folder([first, record(2, trainer_wait_seconds=9.0), record(3, step_seconds=0.0)], SUMMARY))
+    run = Record(folder([first, record(2, trainer_wait_seconds=9.0), record(3, step_seconds=0.0)], SUMMARY))
     by_title = {panel.title: panel for panel in panels(run)}
     assert by_title["Throughput"].lines[0][2][:2] == [500.0, 500.0]
     assert math.isnan(by_title["Throughput"].lines[0][2][2])
@@ -340,20 +340,20 @@ def test_rates_are_per_second_and_step_time_is_split_in_work_weights_and_waiting
 
 
 def test_groups_are_counted_by_staleness_where_steps_differ_in_their_oldest_group(folder):
-    run = read_run(folder([record(1, staleness_histogram=[4, 1]), record(2, staleness_histogram=[2, 1, 2])], SUMMARY))
+    run = Record(folder([record(1, staleness_histogram=[4, 1]), record(2, staleness_histogram=[2, 1, 2])], SUMMARY))
     panel = next(panel for panel in panels(run) if panel.title == "Groups by staleness")
     assert panel.stack == [("0", [4, 2]), ("", [1, 1]), ("2", [0, 2])]
 
 
 def test_a_run_that_filters_nothing_has_one_reward(folder):
-    run = read_run(folder([record(step, groups_filtered=0) for step in (1, 2)], SUMMARY, evaluations=EVALUATIONS))
+    run = Record(folder([record(step, groups_filtered=0) for step in (1, 2)], SUMMARY, evaluations=EVALUATIONS))
     shown = [panel.title for panel in panels(run) if not panel.empty]
     assert not any(title.startswith("Groups filtered") for title in shown)
     assert "Reward, mean" in shown
 
 
 def test_the_accuracy_of_every_evaluated_version_is_drawn_and_what_the_most_samples_solve(folder):
-    run = read_run(folder([record(1)], SUMMARY, evaluations=EVALUATIONS))
+    run = Record(folder([record(1)], SUMMARY, evaluations=EVALUATIONS))
     (panel,) = [panel for panel in panels(run) if panel.title == "Held-out accuracy"]
     assert panel.lines == [("mean", [0, 3, 5], [0.025, 0.5, 0.913]), ("pass@4", [0, 3, 5], [0.1, 0.8, 1.0])]
 
@@ -364,7 +364,7 @@ def test_each_benchmark_is_a_line_and_a_headline(folder):
         return {"version": version, "accuracy": None, "benchmarks": scores}
 
     evaluations = [done(0, aime24=0.25, gsm8k=0.5), done(3, gsm8k=None), done(5, aime24=0.5, gsm8k=0.75)]
-    run = read_run(folder([record(1)], {"evaluations": evaluations}, evaluations=evaluations))
+    run = Record(folder([record(1)], {"evaluations": evaluations}, evaluations=evaluations))
     (panel,) = [panel for panel in panels(run) if panel.title == "Benchmarks, mean score"]
     assert [(name, x) for name, x, _ in panel.lines] == [("aime24", [0, 5]), ("gsm8k", [0, 3, 5])]
     assert panel.lines[0][2] == [0.25, 0.5]
@@ -374,7 +374,7 @@ def test_each_benchmark_is_a_line_and_a_headline(folder):
 
 def test_with_one_sample_a_row_there_is_one_line_of_accuracy(folder):
     evaluations = [{"version": 0, "accuracy": 0.5, "pass_at": {"1": 0.5}}]
-    run = read_run(folder([record(1)], evaluations=evaluations))
+    run = Record(folder([record(1)], evaluations=evaluations))
     (panel,) = [panel for panel in panels(run) if panel.title == "Held-out accuracy"]
     assert panel.lines == [("", [0], [0.5])]
 
@@ -431,7 +431,7 @@ def test_the_last_minute_shows_who_did_what(folder):
     phases = {"train_seconds": 2.0, "trainer_wait_seconds": 1.0, "publish_wait_seconds": 0.0}
     run = folder([BRIEF | {"time": 1000.0} | phases])
     (run / "events.jsonl").write_text("".join(map(line_of, events)))
-    shown = [(s.actor, s.name, s.begin, s.seconds, measured) for s, measured in timeline_of(read_run(run))]
+    shown = [(s.actor, s.name, s.begin, s.seconds, measured) for s, measured in timeline_of(Record(run))]
     assert shown == [
         ("generator/0", "generating at version", -60.0, 60.0, False),
         ("generator/0", "load", -5.0, 0.5, True),
@@ -454,4 +454,4 @@ def test_an_activity_may_have_any_text(folder, activity):
 
 
 def test_without_steps_and_events_there_is_no_timeline(folder):
-    assert draw_timeline(read_run(folder())) == ""
+    assert draw_timeline(Record(folder())) == ""

@@ -14,6 +14,7 @@ from areal.__main__ import main
 from areal.config import UserError
 from areal.desk import rollouts
 from areal.desk.rollouts import Rollouts, Where, condition, sql_condition
+from areal.record import Record
 from areal.storage.rollouts import SCHEMA
 from areal.trajectory import pieces
 
@@ -37,7 +38,7 @@ def ids(found) -> list[tuple[str, int, int]]:
 
 
 def rows(run, where: Where, sort: str | None = "step", descending: bool = False, limit: int = 50, offset: int = 0):
-    return Rollouts(run).page(where, sort, descending, limit, offset)
+    return Rollouts(Record(run)).page(where, sort, descending, limit, offset)
 
 
 def test_a_page_counts_all_and_has_the_rows_of_its_place(written):
@@ -126,7 +127,7 @@ def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(writt
 
 
 def test_nothing_can_be_set_or_written_on_the_connection(written, tmp_path):
-    own = Rollouts(written)._connection
+    own = Rollouts(Record(written))._connection
     for sql in ("SET threads = 9", "SET enable_external_access = true", f"COPY (SELECT 1) TO '{tmp_path}/x.csv'",
                 "INSTALL httpfs", f"ATTACH '{tmp_path}/x.db'"):  # fmt: skip
         with pytest.raises(Exception, match="configuration"):
@@ -160,20 +161,24 @@ def test_a_file_that_is_removed_meanwhile_does_not_matter(run, monkeypatch):
     listed = [sorted((run / "rollouts").glob("*.parquet")), sorted((run / "rollouts").glob("*.parquet"))[1:]]
     listed[0][0].unlink()
     (run / "rollouts" / "000004.tmp").write_bytes(b"PAR1")
-    monkeypatch.setattr(rollouts, "files", lambda folder: listed.pop(0))
+    monkeypatch.setattr(Record, "rollout_files", lambda record: listed.pop(0))
     assert rows(run, Where()).fates == {"trained": 8, "filtered": 2}
 
 
 def test_a_run_without_rollouts_and_a_broken_file_are_told(run, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        rows(empty, Where())
+    (empty / "config.yaml").touch()
     with pytest.raises(UserError, match="has no rollouts"):
-        rows(tmp_path_factory.mktemp("empty"), Where())
+        rows(empty, Where())
     (run / "rollouts" / "000004.parquet").write_bytes(b"PAR1 half of it")
     with pytest.raises(UserError, match=r"000004\.parquet"):
         rows(run, Where())
 
 
 def test_one_row_has_everything_and_its_group_is_beside_it(written):
-    own = Rollouts(written)
+    own = Rollouts(Record(written))
     row = own.row("g1.0", 0, 1)
     assert list(row) == SCHEMA.names
     assert (row["completion"], row["shared"], row["versions"].count(-1)) == ("other", 10, 10)
@@ -184,14 +189,14 @@ def test_one_row_has_everything_and_its_group_is_beside_it(written):
 
 
 def test_a_prompt_is_followed_through_the_run_by_its_row_of_the_data(written):
-    points = Rollouts(written).prompt("g4.0")
+    points = Rollouts(Record(written)).prompt("g4.0")
     assert [(p["group"], p["start_version"], p["samples"], p["mean"]) for p in points] == [
         ("g0.0", 0, 2, 0.625), ("g1.0", 0, 2, 0.375), ("g2.0", 1, 2, 0.5), ("g3.0", 1, 2, 0.5), ("g4.0", 2, 2, 0.75),
         ("g5.0", 2, 2, 0.75),
     ]  # fmt: skip
     assert (points[0]["low"], points[0]["high"]) == (0.25, 1.0)
-    assert [p["samples"] for p in Rollouts(written).prompt("g9.0")] == [2]
-    assert Rollouts(written).prompt("none") == []
+    assert [p["samples"] for p in Rollouts(Record(written)).prompt("g9.0")] == [2]
+    assert Rollouts(Record(written)).prompt("none") == []
 
 
 def test_pieces_are_the_turns():

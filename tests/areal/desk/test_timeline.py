@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from areal.desk.timeline import TimelineSpan, activities, read_events, spans
+from areal.desk.timeline import TimelineSpan, activities, spans
+from areal.record import Record
+from areal.run_files import METRICS
 from areal.storage import events as event_log
 from areal.storage.events import GONE, EventLog
 from areal.storage.records import line_of
@@ -18,7 +20,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock(tmp_path) -> Clock:
+    (tmp_path / METRICS).touch()  # now it is the folder of a run
     return Clock()
 
 
@@ -32,14 +35,14 @@ def test_a_change_is_recorded_at_once_and_what_stays_the_same_once_a_second(even
         clock.now = 1000.0 + tenth / 10
         events.record_heartbeat("trainer/0", "healthy", "waiting" if tenth < 5 else "training", {})
     events.flush()
-    assert [e["time"] for e in read_events(tmp_path)] == [1000.0, 1000.5, 1001.5]
+    assert [e["time"] for e in Record(tmp_path).events] == [1000.0, 1000.5, 1001.5]
 
 
 def test_a_clock_that_is_set_back_keeps_nothing_from_the_file(events, clock, tmp_path):
     events.record_heartbeat("trainer/0", "healthy", "training", {})
     clock.now -= 3600.0
     events.record_heartbeat("trainer/0", "healthy", "training", {})
-    assert [e["time"] for e in read_events(tmp_path)] == [-2600.0, 1000.0]
+    assert [e["time"] for e in Record(tmp_path).events] == [-2600.0, 1000.0]
 
 
 def test_many_actors_together_write_no_more_than_fifty_would(events, clock, tmp_path):
@@ -49,7 +52,7 @@ def test_many_actors_together_write_no_more_than_fifty_would(events, clock, tmp_
             events.record_heartbeat(f"generator/{index}", "healthy", "generating", {})
     events.flush()
     # Each at first, and then every ten seconds.
-    assert len(read_events(tmp_path)) <= 500 * 3
+    assert len(Record(tmp_path).events) <= 500 * 3
 
 
 def test_spans_are_recorded_at_the_time_they_began_however_late_one_hears_of_them(events, clock, tmp_path):
@@ -57,7 +60,7 @@ def test_spans_are_recorded_at_the_time_they_began_however_late_one_hears_of_the
     clock.now += 3.0
     events.record_heartbeat("generator/0", "healthy", "generating", {}, 71.0, [("load", 70.5, 0.25)])
     events.flush()
-    assert list(spans(read_events(tmp_path))) == [
+    assert list(spans(Record(tmp_path).events)) == [
         TimelineSpan("generator/0", "load", 998.0, 0.5), TimelineSpan("generator/0", "load", 1000.5, 0.25),
     ]  # fmt: skip
 
@@ -67,7 +70,7 @@ def test_an_actor_that_comes_back_may_have_another_clock(events, tmp_path):
     events.record_heartbeat("generator/0", GONE, "killed", {})
     events.record_heartbeat("generator/0", "healthy", "generating", {}, 5000.0, [("load", 4999.0, 0.5)])
     events.flush()
-    assert list(spans(read_events(tmp_path))) == [TimelineSpan("generator/0", "load", 999.0, 0.5)]
+    assert list(spans(Record(tmp_path).events)) == [TimelineSpan("generator/0", "load", 999.0, 0.5)]
 
 
 def test_the_newest_events_are_kept_and_the_files_are_bounded(clock, tmp_path, monkeypatch):
@@ -78,7 +81,7 @@ def test_the_newest_events_are_kept_and_the_files_are_bounded(clock, tmp_path, m
         events.record_heartbeat("trainer/0", "healthy", f"step {second}", {})
     events.flush()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 3 * 2000
-    assert read_events(tmp_path)[-1]["activity"] == "step 199"
+    assert Record(tmp_path).events[-1]["activity"] == "step 199"
 
 
 def test_a_folder_that_cannot_be_written_to_hurts_nobody(clock, tmp_path):
@@ -94,7 +97,7 @@ def test_half_a_line_of_a_master_that_was_killed_is_left_out(events, tmp_path):
     events.flush()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write(line_of({"time": 1001.0, "actor": "trainer/0"})[:-5])
-    assert [event["activity"] for event in read_events(tmp_path)] == ["waiting"]
+    assert [event["activity"] for event in Record(tmp_path).events] == ["waiting"]
 
 
 def said(at: float, activity: str, actor: str = "trainer/0", state: str = "healthy") -> dict:

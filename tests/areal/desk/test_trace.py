@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from areal.__main__ import main
-from areal.desk.report import Run
 from areal.desk.trace import trace_events
+from areal.record import Record
+from areal.run_files import EVALUATIONS, EVENTS, METRICS
 from areal.storage.records import line_of
 
 
@@ -20,7 +23,10 @@ def span(actor: str, name: str, begin: float, seconds: float) -> dict:
 
 
 def trace(records=(), events=(), evaluations=()) -> list[dict]:
-    return trace_events(Run("demo", list(records), {}, "", list(evaluations), list(events)))
+    with TemporaryDirectory() as folder:
+        for file, lines in ((METRICS, records), (EVALUATIONS, evaluations), (EVENTS, events)):
+            (Path(folder) / file).write_text("".join(map(line_of, lines)))
+        return trace_events(Record(Path(folder)))
 
 
 def spans_of(events: list[dict]) -> dict[str, list[tuple[str, float, float]]]:

@@ -12,8 +12,9 @@ from areal.__main__ import main
 from areal.observe import alert_inputs as digests
 from areal.observe.alert_inputs import Digests
 from areal.observe.alerts import Alert, alerts
+from areal.run_files import ROLLOUTS
 from areal.storage.records import line_of
-from areal.storage.rollouts import FOLDER, SCHEMA, RolloutWriter, files
+from areal.storage.rollouts import SCHEMA, RolloutWriter, files
 from areal.trajectory import Group, Trajectory, row_text
 
 STEPS, GROUPS, SAMPLES, BREAKS = 30, 4, 8, 21
@@ -34,7 +35,7 @@ def write_run(folder: Path, broken=None, steps: int = STEPS) -> list[dict]:
     """Write the rollouts of a run, and return its metrics of them. broken: makes the group of a prompt in its place."""
     random = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    writer = RolloutWriter(folder / FOLDER, "all", 1 << 30, lambda sequences: [str(list(own)) for own in sequences])
+    writer = RolloutWriter(folder / ROLLOUTS, "all", 1 << 30, lambda sequences: [str(list(own)) for own in sequences])
     records = []
     for step in range(1, steps + 1):
         found = []
@@ -56,6 +57,7 @@ def write_run(folder: Path, broken=None, steps: int = STEPS) -> list[dict]:
                 "mixed_groups": float(np.mean([len({one.reward for one in g.trajectories}) > 1 for g in found])),
                 "entropy": 0.5,
                 "effective_sample_size": 0.95,
+                "optimizer_steps": 4,
                 "weight_mean": 1.0,
                 "logprob_gap": 0.001 if step % 3 else None,
                 "engine_gap": 1e-6,
@@ -66,7 +68,7 @@ def write_run(folder: Path, broken=None, steps: int = STEPS) -> list[dict]:
 
 def shown_by(alert: Alert, folder: Path) -> list[dict]:
     """The rollouts that its SQL condition selects."""
-    rows = [row for path in files(folder / FOLDER) for row in pq.read_table(path, columns=PLAIN).to_pylist()]
+    rows = [row for path in files(folder / ROLLOUTS) for row in pq.read_table(path, columns=PLAIN).to_pylist()]
     database = sqlite3.connect(":memory:")
     database.row_factory = sqlite3.Row
     database.execute(f"create table rollouts ({', '.join(json.dumps(name) for name in PLAIN)})")
@@ -138,6 +140,7 @@ def test_a_healthy_run_has_no_alerts_at_any_step_and_a_recovered_one_none_any_mo
         ("entropy collapse", "at 0.01 nats", {"entropy": 0.01}),
         ("small effective sample size", "at 0.30 since", {"effective_sample_size": 0.3}),
         ("weights far from 1", "at 1.50 since", {"weight_mean": 1.5}),
+        ("nothing trained", "No step has moved the weights since step 21", {"optimizer_steps": 0}),
         ("log-prob gap", "ends the run above 0.5", {"logprob_gap": 0.3}),
         ("log-prob gap", "0.0004 nats apart", {"engine_gap": 4e-4}),
         ("reward parts diverge", "part form from 0.2 to 0.9 has risen, part right from 0.6 to 0.3 has fallen",
@@ -188,7 +191,7 @@ def test_lengths_and_copies_that_come_with_more_reward_are_no_alert(tmp_path):
 )
 def test_samples_that_are_rewarded_without_the_rows_answer_are_named(tmp_path, answer, completion, functions, is_alert):
     random = np.random.default_rng(0)
-    writer = RolloutWriter(tmp_path / FOLDER, "all", 1 << 30, lambda sequences: [completion for _ in sequences])
+    writer = RolloutWriter(tmp_path / ROLLOUTS, "all", 1 << 30, lambda sequences: [completion for _ in sequences])
     for step in range(1, 8):
         samples = tuple(sample(random, float(n == 0)) for n in range(4))
         writer.add_trained(step, [Group(f"g{step}.0", step, samples, row_text({"answer": answer}))], None)
@@ -219,20 +222,20 @@ def test_a_file_is_read_once_and_a_broken_one_is_left_out(tmp_path):
     records = write_run(tmp_path, broken, steps=20)
     reader = Digests(tmp_path)
     assert not reader.alerts(records, (), {}, 60.0)
-    for path in files(tmp_path / FOLDER):
+    for path in files(tmp_path / ROLLOUTS):
         path.write_bytes(b"PAR1")
-    (tmp_path / FOLDER / "000009.parquet").write_bytes(b"PAR1")
+    (tmp_path / ROLLOUTS / "000009.parquet").write_bytes(b"PAR1")
     again = write_run(tmp_path / "other", broken)
-    files(tmp_path / "other" / FOLDER)[-1].rename(tmp_path / FOLDER / "000010.parquet")
+    files(tmp_path / "other" / ROLLOUTS)[-1].rename(tmp_path / ROLLOUTS / "000010.parquet")
     assert [alert.name for alert in reader.alerts(again, (), {}, 60.0)] == ["one token dominates"]
 
 
 def test_of_many_tokens_a_part_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("areal.storage.rollouts.ROWS_AT_ONCE", 16)
     write_run(tmp_path)
-    (whole, *_) = (digests.digest(path) for path in files(tmp_path / FOLDER))
+    (whole, *_) = (digests.digest(path) for path in files(tmp_path / ROLLOUTS))
     monkeypatch.setattr(digests, "TOKEN_BYTES", 16 << 10)
-    (part, *_) = (digests.digest(path) for path in files(tmp_path / FOLDER))
+    (part, *_) = (digests.digest(path) for path in files(tmp_path / ROLLOUTS))
     assert all(one.tokens and one.copies == 0 for one in whole)
     read = [one for one in part if one.tokens]
     assert 0 < len(read) < len(whole) and [one.flat for one in part] == [one.flat for one in whole]

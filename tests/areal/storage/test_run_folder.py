@@ -14,6 +14,8 @@ from helpers import read_jsonl
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.hiding import secrets_in, without_secrets
+from areal.record import Record
+from areal.run_files import METRICS
 from areal.storage.claim import announce, check_free, claim, claimed_address
 from areal.storage.database import try_lock
 from areal.storage.records import NewRecords, line_of, read_records
@@ -25,7 +27,6 @@ from areal.storage.run_folder import (
     configuration_to_resume,
     end_of,
     keep_changes,
-    known_versions,
     read_summary,
     store_configuration,
 )
@@ -503,7 +504,8 @@ def test_a_journal_that_is_older_than_the_rest_of_the_record_is_refused_with_the
 def test_a_copy_that_a_user_has_put_beside_the_checkpoints_is_none(tmp_path):
     for name in ("step_000009", "step_000010", "step_000010.bak", "step_000010 (copy)"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert known_versions(tmp_path) == [0, 9, 10]
+    (tmp_path / METRICS).touch()
+    assert Record(tmp_path).versions == [0, 9, 10]
 
 
 def test_a_journal_of_another_run_is_refused(config):
