@@ -29,6 +29,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from zlib import crc32
 
 import numpy as np
 import structlog
@@ -56,7 +57,6 @@ from protocols.messages import (
     Done,
     EndJobs,
     Engagement,
-    FetchWeights,
     Generate,
     JobFailed,
     Logprobs,
@@ -160,6 +160,12 @@ class SharedDevices(HandlesRequests):
                     return await use()
 
 
+def seed_of_engine(seed: int, index: int, policy: Policy) -> int:
+    """The seed of an engine that starts at this policy. A generator that is started again, or in a resumed run, does
+    not draw the random numbers again that it began with; generators of runs with other seeds do not share theirs."""
+    return crc32(f"{seed}/{index}/{policy.lineage}/{policy.version}".encode())
+
+
 class Generator(Actor):
     role = "generator"
 
@@ -172,7 +178,8 @@ class Generator(Actor):
         def start() -> Awaitable[Engine]:
             member.activity = "starting the engine"
             return start_engine(
-                Path(config.model), config.generator, version=0, seed=config.seed + (member.index or 0),
+                Path(config.model), config.generator, version=0,
+                seed=seed_of_engine(config.seed, member.index or 0, member.directory.policy),
                 lora=config.trainer.lora, sleeps=config.colocate, transfer=config.weights.backend,
             )  # fmt: skip
 
@@ -192,6 +199,7 @@ class Generator(Actor):
             functools.partial(self.directory.with_role, healthy=False), lambda: self.directory.policy,
         )  # fmt: skip
         member.used.push_async_callback(asyncio.to_thread, self._weights.close)
+        member.serve(self._weights)
         self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)
         self._flows = Flows[_New](lambda new: new.tokens.nbytes + 16, _columns, member.spawn)
         self._loaded = Signal()
@@ -312,10 +320,6 @@ class Generator(Actor):
         except (EngineError, TimeoutError) as error:
             raise BusyError(f"this generator computed no log-probs: {error}") from None
         return Logprobs(version=scores.version, logprobs=scores.logprobs)
-
-    @handles(FetchWeights)
-    def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
-        return self._weights.serve(request)
 
     def _steps(self) -> float:
         """Moves while the engine samples."""

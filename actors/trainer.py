@@ -31,70 +31,51 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-import statistics
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 import numpy as np
 import structlog
 
-from actors.runtime.actor import Actor, handles, parked
+from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from actors.training.phases import Phases, refusals
 from actors.training.probes import Probes
 from actors.training.ranks import Ranks, failure_of_step
+from actors.training.sample_store import SampleStore
 from actors.training.turns import Turns
 from actors.weights.direct_weights import DirectSender, load_transport
 from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
 from areal.devices import shares_devices
-from areal.result import mean_parts
 from areal.run_files import ROLLOUTS
 from areal.storage.disk import Patience
-from areal.storage.rollouts import RolloutWriter
+from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
-from areal.storage.spool import Spool, SpoolPart
+from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
-from areal.trajectory import Group, Note, TokenValues, Trajectory
+from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Holding, Manifest
 from protocols.addresses import host_of
-from protocols.errors import BusError, BusyError, FencedError, RefusedError
+from protocols.errors import BusError
 from protocols.messages import (
     AskBatch,
-    AskCalls,
     AskRecovery,
-    AskReuse,
-    AskSamples,
     BatchAnswer,
     CheckpointAnswer,
     CheckpointSaved,
     CommitStep,
     Done,
-    FetchWeights,
-    GroupAccepted,
-    GroupReady,
-    Message,
     Policy,
     PublishPolicy,
     Recovery,
-    ReuseAnswer,
-    ScoredSample,
-    SendWeights,
-    StoreCalls,
-    StoredCalls,
-    StoredSamples,
-    StoreSamples,
     TrainingFailed,
     TrainingFinished,
-    TransferDone,
 )
-from protocols.transport import Request
-
-T = TypeVar("T")
 
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
@@ -144,6 +125,24 @@ def open_rollouts(config: Config) -> RolloutWriter:
     return RolloutWriter(config.folder / ROLLOUTS, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
 
 
+class Durations:
+    """How long the last steps and checkpoints took."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
+
+    def add(self, what: str, began: float) -> None:
+        """One that has ended now."""
+        self._seconds[what].append(asyncio.get_running_loop().time() - began)
+
+    def why_too_late(self, what: str, began: float, ends: float) -> str:
+        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
+        longest, now = max(self._seconds[what], default=0.0), asyncio.get_running_loop().time()
+        if began + longest <= ends:
+            return ""
+        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
+
+
 class Trainer(Actor):
     role = "trainer"
     drains_at_a_stop = True
@@ -185,17 +184,21 @@ class Trainer(Actor):
         host = host_of(member.door.reached_at(""))
         self._direct = DirectSender(self.config.weights.backend, self.directory, host, VERSIONS_KEPT)
         member.used.callback(self._direct.close)
+        member.serve(self._weight_server)
+        member.serve(self._direct)
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = recovery.checkpoint_version
-        self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
-        self._reporting: set[str] = set()  # groups that are complete, while the master is told
+        self._samples = SampleStore(
+            self.config, self._learner.vocab_size, self._spool, self._rollouts, member.on_disk, member.ask_master
+        )
+        member.serve(self._samples)
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
         self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
         self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
         self._at_rest = asyncio.Event()  # no further step begins
-        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
+        self._durations = Durations()
 
     async def catch_up(self) -> None:
         """In the turn in which the learner has started."""
@@ -235,7 +238,7 @@ class Trainer(Actor):
         ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
         outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
         try:
-            if self._step and (lack := self._why_too_late("step", self._step[1], ends)):
+            if self._step and (lack := self._durations.why_too_late("step", self._step[1], ends)):
                 outcome += f": {lack}"
                 await self._wait_for_checkpoint()
             else:
@@ -257,23 +260,17 @@ class Trainer(Actor):
             return outcome
         if self._guard.suspicious:
             return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
-        if lack := self._why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
+        if lack := self._durations.why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
             return f"{outcome}, but does not save it: {lack}"
         async with self._turn():
             await self._save()
         error = await self._wait_for_checkpoint()
         return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
 
-    def _why_too_late(self, what: str, began: float, ends: float) -> str:
-        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
-        longest, now = max(self._durations[what], default=0.0), asyncio.get_running_loop().time()
-        if began + longest <= ends:
-            return ""
-        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
-
     def stats(self) -> dict[str, float]:
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
-        return {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        stats: dict[str, float] = {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        return stats | ({"rollouts_lost": self._rollouts.lost} if self._rollouts.lost else {})
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -293,136 +290,6 @@ class Trainer(Actor):
             with self._timed("offload"):
                 await self._learner.offload()
         self._turns.end()
-
-    # --- the spool
-
-    @handles(StoreSamples)
-    async def store_samples(self, request: Request[StoreSamples]) -> Done:
-        stored = request.message
-        try:
-            parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
-        except ValueError as error:
-            raise RefusedError(f"group {stored.group}: {error}") from None
-        group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
-        await self._report_ready(group)
-        return Done()
-
-    def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
-        """A sample for the spool. Raises ValueError for one that cannot be trained."""
-        trajectory = Trajectory.of_frame(sample.frame.data)
-        trajectory.validate()
-        if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._learner.vocab_size):
-            raise ValueError(f"a token is outside the model's vocabulary of {self._learner.vocab_size}")
-        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
-        return SpoolPart(
-            Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
-        )
-
-    @handles(AskSamples)
-    async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
-        """What is stored of a group. What groups of its prompt that were given up have stored becomes its own, as far
-        as the master allows it, and is forgotten otherwise."""
-        group, size = request.message.group, self.config.group_size
-        stored, unfinished = await self._oldest_versions(request, size)
-        if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
-            answer = await self.member.ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
-            if answer.oldest is not None:
-                fresh = {key for key, version in earlier.items() if version >= answer.oldest}
-                await self._use_spool(request, self._spool.move, group, sorted(fresh & stored.keys()), size)
-                begun = [key for key in unfinished if key in fresh]
-                await self._use_spool(request, self._spool.move_calls, group, begun)
-                await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
-                stored, unfinished = await self._oldest_versions(request, size)
-        await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
-        scored = {place: version for (group_id, place), version in stored.items() if group_id == group}
-        calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
-        return StoredSamples(
-            places=tuple(scored),
-            unfinished=tuple(place for place in calls if place not in scored),
-            start_version=min([*scored.values(), *calls.values()], default=None),
-        )
-
-    async def _oldest_versions(
-        self, request: Request[AskSamples], size: int
-    ) -> tuple[dict[tuple[str, int], int], ...]:  # fmt: skip
-        """The oldest version in each stored sample of the prompt, and in each of which calls are stored, by group and
-        place. If samples are of use only with all of their group, the former is the oldest in all, and others are left
-        out."""
-        samples = await self._use_spool(request, self._spool.samples, request.message.prompt_index)
-        unfinished = await self._use_spool(request, self._spool.unfinished, request.message.prompt_index)
-        stored = {key: sample.start_version for key, sample in samples.items()}
-        if request.message.all_or_none:
-            of_groups: dict[str, list[int]] = {}
-            for (group, _), version in stored.items():
-                of_groups.setdefault(group, []).append(version)
-            stored = {key: min(of_groups[key[0]]) for key in stored if len(of_groups[key[0]]) == size}
-        return stored, unfinished
-
-    @handles(StoreCalls)
-    async def store_calls(self, request: Request[StoreCalls]) -> Done:
-        stored = request.message
-        key = stored.group, stored.place
-        try:
-            await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
-        except ValueError as error:
-            raise RefusedError(f"group {stored.group}: {error}") from None
-        return Done()
-
-    @handles(AskCalls)
-    async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
-        key = request.message.group, request.message.place
-        frame = await self._use_spool(request, self._spool.calls, *key)
-        return StoredCalls(frame=np.frombuffer(frame, np.uint8))
-
-    async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
-        """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
-        try:
-            async with parked(request):
-                return await self.member.on_disk("the spool", use, *arguments)
-        except TimeoutError:
-            raise BusyError("the trainer waits for its disk") from None
-
-    async def _report_ready(self, group: Group | None) -> None:
-        """Report a group that is complete to the master, and drop it if the master does not accept it."""
-        if group is None or group.id in self._reporting:
-            return
-        self._reporting.add(group.id)
-        try:
-            self._keep_in_memory(group)
-            accepted = (await self.member.ask_master(_ready_report(group), GroupAccepted)).accepted
-        except FencedError:
-            raise
-        except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
-            await self._forget(group)
-            raise
-        finally:
-            self._reporting.remove(group.id)
-        if not accepted:
-            self._add_untrained(group)
-            await self._forget(group)
-
-    def _add_untrained(self, group: Group) -> None:
-        if self.config.filter_zero_signal and not group.has_signal:
-            self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
-        else:
-            self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
-
-    async def _forget(self, group: Group) -> None:
-        self._in_memory.pop(group.id, None)
-        await self.member.on_disk("the spool", self._spool.forget, [group.id])
-
-    def _keep_in_memory(self, group: Group) -> None:
-        """Keep the group in memory, so that the next steps need not read it from disk. At most as many groups are kept
-        as may be alive, even if groups are stored twice."""
-        self._in_memory.setdefault(group.id, group)
-        while len(self._in_memory) > (self.config.max_staleness + 1) * self.config.batch_size:
-            del self._in_memory[next(iter(self._in_memory))]
-
-    async def _load_groups(self, ids: Sequence[str]) -> list[Group]:
-        fresh = {group: self._in_memory.pop(group) for group in ids if group in self._in_memory}
-        if missing := [group for group in ids if group not in fresh]:
-            fresh |= {group.id: group for group in await asyncio.to_thread(self._spool.get, missing)}
-        return [fresh[group] for group in ids]
 
     # --- recovery
 
@@ -503,18 +370,29 @@ class Trainer(Actor):
         return None
 
     async def _do_step(self, batch: BatchAnswer) -> None:
+        """Train, and begin to commit the step and publish its weights, while the next step is computed.
+
+        The snapshot overwrites the one before, so that version has to be published first. Therefore the published
+        version is at most one behind the committed one, and at most one version is being written at a time.
+        """
         began = asyncio.get_running_loop().time()
         self._step = self._version + 1, began
         self.member.activity = f"training step {self._version + 1}"
-        await self._commit_and_publish(*await self._train(batch))
+        metrics, groups = await self._train(batch)
+        await self._wait_for_publication()
+        with self._timed("snapshot"):
+            await self._learner.snapshot(Path(self._policy().folder))
+        metrics |= self._phases.take_seconds()
+        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
+        self._publication = self.member.spawn(self._publish(metrics, keep_groups), "publish")
         self._step = None
-        self._durations["step"].append(asyncio.get_running_loop().time() - began)
+        self._durations.add("step", began)
 
     async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
         """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
         the bound allows, or the guard rejects the step, the run ends: it is not published, committed or saved."""
         with self._timed("fetch"):
-            groups = await self._load_groups(batch.groups)
+            groups = await self._samples.load_groups(batch.groups)
         if breach := breach_of_bound(groups, batch.oldest):
             await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
         if self.member.state == "healthy":  # no engine has the version of a step that is redone
@@ -526,7 +404,9 @@ class Trainer(Actor):
                     mask_older_than=batch.mask_older_than,
                 )  # fmt: skip
             except Exception as error:
-                await self._report_failed_step(error)
+                if failure := failure_of_step(self._version, error):  # the next trainer does the step again
+                    with suppress(BusError):
+                        await self.member.ask(self.member.master, failure, Done)
                 raise
         values = self._learner.values
         metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
@@ -534,12 +414,6 @@ class Trainer(Actor):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self._version += 1
         return metrics | _metrics(groups), groups
-
-    async def _report_failed_step(self, error: Exception) -> None:
-        """Tell the master of an error in a step, which the next trainer does again."""
-        if failure := failure_of_step(self._version, error):
-            with suppress(BusError):
-                await self.member.ask(self.member.master, failure, Done)
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
@@ -549,19 +423,6 @@ class Trainer(Actor):
         while True:
             await self.member.ask_master(TrainingFailed(reason=reason), Done)
             await asyncio.sleep(REPEAT_SECONDS)
-
-    async def _commit_and_publish(self, metrics: dict[str, Any], groups: list[Group]) -> None:
-        """Start to commit the step and publish its weights, while the next step is computed.
-
-        The snapshot overwrites the one before, so that version has to be published first. Therefore the published
-        version is at most one behind the committed one, and at most one version is being written at a time.
-        """
-        await self._wait_for_publication()
-        with self._timed("snapshot"):
-            await self._learner.snapshot(Path(self._policy().folder))
-        spent = self._phases.take_seconds()
-        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
-        self._publication = self.member.spawn(self._publish(metrics | spent, keep_groups), "publish")
 
     async def _wait_for_publication(self) -> None:
         if self._publication is not None:
@@ -591,18 +452,6 @@ class Trainer(Actor):
         """The policy of the trainer's current version, with the folder for its weights."""
         folder = self._weights_folder(self._version) if self._version else self.config.model
         return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
-
-    @handles(FetchWeights)
-    def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
-        return self._weight_server.serve(request)
-
-    @handles(SendWeights)
-    def send_weights_directly(self, request: Request[SendWeights]) -> AsyncIterator[Message]:
-        return self._direct.serve(request)
-
-    @handles(TransferDone)
-    async def transfer_done(self, request: Request[TransferDone]) -> Done:
-        return self._direct.done(request)
 
     def _weights_folder(self, version: int, lineage: int | None = None) -> Path:
         lineage = self._lineage if lineage is None else lineage
@@ -660,12 +509,12 @@ class Trainer(Actor):
         while len(self._checkpoints) > limit:
             await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))
             del self._checkpoints[0]
-        self._durations["checkpoint"].append(asyncio.get_running_loop().time() - began)
+        self._durations.add("checkpoint", began)
         return None
 
     async def _remove(self, folder: Path) -> None:
         """Remove a folder of weights or a checkpoint that is no longer needed."""
-        with self.member.working(f"removing {folder.name}", "disk", refusals):
+        with self.member.working(f"removing {folder.name}", "removal", refusals):
             await self.member.disk.write(lambda: self._learner.forget(folder), f"that {folder.name} is removed")
 
     def _timed(self, phase: str) -> AbstractContextManager[None]:
@@ -704,8 +553,12 @@ async def write_rollouts_regularly(member: Membership, rollouts: RolloutWriter) 
 
 
 async def write_rollouts(member: Membership, rollouts: RolloutWriter) -> None:
+    """Write the rollouts that were added. They are a record that no step waits for longer than PATIENCE_SECONDS."""
     try:
-        await member.on_disk("the rollouts", rollouts.write)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await member.on_disk("the rollouts", rollouts.write, optional=True)
+    except TimeoutError:
+        log.warning(f"the rollouts are not on disk after {PATIENCE_SECONDS:.0f} s, and the run goes on without them")
     except Exception as error:  # whatever it is, the run goes on without them
         log.error("rollouts are lost, because they cannot be written", exc_info=error)
 
@@ -726,22 +579,6 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     return (
         f"group {group.id} has tokens of version {group.start_version}, and max_staleness allows none older than "
         f"version {oldest}"
-    )
-
-
-def _ready_report(group: Group) -> GroupReady:
-    """The report that the group is on disk."""
-    samples = group.trajectories
-    rewards = [t.reward for t in samples]
-    return GroupReady(
-        group=group.id,
-        start_version=group.start_version,
-        reward_mean=sum(rewards) / len(rewards),
-        reward_spread=statistics.pstdev(rewards),
-        signal=group.has_signal,
-        tokens=sum(int(t.sampled.sum()) for t in samples),
-        discarded=sum(note.discarded for note in group.notes),
-        reward_parts=mean_parts(note.parts for note in group.notes),
     )
 
 

@@ -29,7 +29,7 @@ from protocols.errors import BusError, PreparingError
 from protocols.messages import AskConfig, Configuration, Member, Policy
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, KeysError, make_keys
-from protocols.transport import Bus, Request
+from protocols.transport import Bus
 
 LOOPBACK = "tcp://127.0.0.1:*"
 SLOWEST = 20e6
@@ -75,9 +75,7 @@ async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
     server, crashes = WeightServer(2), []  # type: tuple[WeightServer, list[BaseException]]
     bus = Bus("trainer/0#selftest", ZmqNetwork(Keys(keys)))
     try:
-        address = bus.serve(
-            LOOPBACK, lambda request: cast(Any, server.serve(cast(Request[Any], request))), crashes.append
-        )
+        address = bus.serve(LOOPBACK, server.dispatch, crashes.append)
         manifest = Manifest.of(version)
         server.offer((0, 1), Holding(version, manifest))
         policy = Policy(lineage=0, version=1, folder=str(version), stamp=manifest.stamp)

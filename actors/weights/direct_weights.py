@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from actors.runtime.actor import CONTROL_SECONDS
+from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
 from areal.config import Config, UserError
 from areal.devices import visible_devices
@@ -64,7 +64,7 @@ def check_transport(config: Config) -> None:
         )
 
 
-class DirectSender:
+class DirectSender(HandlesRequests):
     """The trainer's end. It offers the last `limit` versions.
 
     backend: of vLLM's weight transfer; None: it sends nothing. host: where the engines reach this process."""
@@ -85,6 +85,7 @@ class DirectSender:
         for old in sorted(self._folders)[: -self._limit]:
             del self._folders[old]
 
+    @handles(SendWeights)
     async def serve(self, request: Request[SendWeights]) -> AsyncGenerator[TransferCall, None]:
         """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
         that is not offered, StreamBrokenError if it cannot be sent."""
@@ -134,7 +135,8 @@ class DirectSender:
             self._links[request.owner] = _Link(self._backend, self._host, request.message.workers)
         return self._links[request.owner]
 
-    def done(self, request: Request[TransferDone]) -> Done:
+    @handles(TransferDone)
+    async def done(self, request: Request[TransferDone]) -> Done:
         """The asker's engine has done a call."""
         if link := self._links.get(request.owner):
             link.acknowledge(request.message.number)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from actors.runtime.actor import M, Signal
+from actors.runtime.actor import HandlesRequests, M, Signal, handles
 from areal.config import WeightsConfig
 from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, Holding, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
@@ -49,7 +49,7 @@ Version = tuple[int, int]
 log = structlog.get_logger()
 
 
-class WeightServer:
+class WeightServer(HandlesRequests):
     """Sends weights to other actors. It keeps `limit` versions (at least two): the one offered last, and the newest of
     the others."""
 
@@ -66,6 +66,7 @@ class WeightServer:
             self._drop(old)
         self._progress.notify()
 
+    @handles(FetchWeights)
     async def serve(self, request: Request[FetchWeights]) -> AsyncGenerator[Message, None]:
         """The answer to FetchWeights: the list of files, then the chunks. Raises BusError: BusyError for a version that
         does not arrive in time, RefusedError for one that is no longer kept, StreamBrokenError if a chunk cannot be

@@ -44,6 +44,8 @@ _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
 _SOURCES = {
     name: Path(__file__).with_name(f"{name}.py").read_text() for name in ("tests_runner", "call_runner", "plain_data")
 }
+# Why a row is refused whose solutions do not pass.
+FAILS = "the row's own solution does not pass them so"
 # How many of a row's solutions are tried until one passes.
 _MOST_SOLUTIONS = 5
 # CPU time of a program that computes nothing, and of its tests.
@@ -138,7 +140,7 @@ class CodeTests:
             if passed or not (programs or reasons):
                 return None
         use = f"; they use {tests.needs.beyond}" if tests.needs.beyond else ""
-        return reasons[0] if reasons else f"the row's own solution does not pass them so{use}"
+        return reasons[0] if reasons else f"{FAILS}{use}"
 
     async def _weakness(self, way: Way, tests: Tests) -> str | None:
         async def score(program: str) -> float:

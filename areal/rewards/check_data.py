@@ -25,6 +25,7 @@ from rich.console import Console
 from areal.config import ScoringConfig, UserError
 from areal.data.rows import prompt_text
 from areal.programs import code_rows
+from areal.programs.code_tests import FAILS
 from areal.result import RewardError, passing
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
@@ -82,7 +83,8 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
         trivial = await passing(_trivial(name, row), score)
         solutions = _solutions(name, row)
     except RewardError as error:
-        return {"status": "bad", "reason": str(error), "solution": None, "inside": False}
+        solution = "failed" if FAILS in str(error) else None
+        return {"status": "bad", "reason": str(error), "solution": solution, "inside": False}
     reasons = [f"if {trivial}, the score is full"] if trivial else []
     if failure := await _failure(pool, name, prompt, solutions, row):
         reasons.append(f"its own solution does not pass: {failure}")

@@ -43,7 +43,7 @@ from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config import WeightsConfig
 from areal.weights.chunks import CHUNK_BYTES, Holding, Manifest, difference
 from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder
-from protocols.messages import Done, FetchWeights, Member, Policy, SendWeights
+from protocols.messages import FetchWeights, Member, Policy
 from protocols.transport import Bus, Request
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -137,12 +137,7 @@ class Trainer:
         return json.loads(await self._receivers[0].stdout.readline())["seconds"]
 
     def _handle(self, request: Request) -> Any:
-        if isinstance(request.message, FetchWeights):
-            return self._server.serve(request)
-        return self._direct.serve(request) if isinstance(request.message, SendWeights) else self._done(request)
-
-    async def _done(self, request: Request) -> Done:
-        return self._direct.done(request)
+        return (self._server if isinstance(request.message, FetchWeights) else self._direct).dispatch(request)
 
     async def hand_over(self) -> dict[str, float]:
         """Seconds of a new version: until it is written, until all have it (`seconds`), and of the longest pause and

@@ -42,7 +42,7 @@ from areal.sampled import Generation
 from areal.storage.disk import Patience
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError, StreamBrokenError
-from protocols.messages import Member, Policy, SendWeights, TransferDone
+from protocols.messages import Member, Policy, SendWeights
 from protocols.transport import Bus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -73,12 +73,8 @@ async def _serve_weights(pipe) -> None:
     sender = DirectSender(WEIGHTS.backend, directory, "127.0.0.1", 2)
     await load_transport(SimpleNamespace(weights=WEIGHTS))
     crashes = []
-
-    def handle(request):
-        return sender.serve(request) if isinstance(request.message, SendWeights) else _done(sender, request)
-
     bus = Bus("trainer/0#x", network())
-    pipe.send(bus.serve(LOOPBACK, handle, crashes.append))
+    pipe.send(bus.serve(LOOPBACK, sender.dispatch, crashes.append))
     while (order := await asyncio.to_thread(pipe.recv)) is not None:
         if isinstance(order, Policy):
             sender.offer(order)
@@ -93,11 +89,6 @@ async def _serve_weights(pipe) -> None:
         )
     sender.close()
     await bus.close()
-
-
-async def _done(sender, request):
-    assert isinstance(request.message, TransferDone)
-    return sender.done(request)
 
 
 class TrainerProcess:

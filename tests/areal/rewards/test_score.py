@@ -119,10 +119,12 @@ def test_the_data_are_checked_with_a_program_that_does_nothing_and_with_their_ow
     )
     assert code == 1
     idle = "if functions return None, the score is full"
+    refused = "the row's tests cannot be judged outside the program: "
+    advice = ": remove the row, or set sandbox.tests=inside_where_needed (docs/sandbox.md)"
     assert results == [
         GOOD,
         GOOD,
-        ("bad", "failed", "its own solution does not pass: score 0, passed 0.5"),
+        ("bad", "failed", f"{refused}the row's own solution does not pass them so{advice}"),
         ("bad", "passed", idle),
         ("bad", None, idle),
         ("bad", None, "the row's tests cannot fail: no code that runs in them checks something about the program"),
