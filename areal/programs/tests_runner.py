@@ -13,7 +13,6 @@ the last.
 stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; `NONCE unusable REASON` if the tests cannot be run.
 """
 
-import asyncio
 import builtins
 import contextlib
 import ctypes
@@ -291,6 +290,8 @@ def run_pytest(tests, report, options):
             function = pyfuncitem.obj
             if not inspect.iscoroutinefunction(function):
                 return None
+            import asyncio  # it takes long
+
             asyncio.run(
                 function(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(function).parameters})
             )
