@@ -22,6 +22,7 @@ from areal.__main__ import main
 from areal.config import Config, dump_config, load_config
 from areal.desk import bisection
 from areal.desk.replay import weight_metrics
+from areal.record import Record
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage.records import line_of
 from areal.storage.rollouts import RolloutWriter, batches
@@ -278,7 +279,7 @@ def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(run, c
         for step, batch in batches(run / "rollouts")
         for group in batch
     }
-    means = {at: np.mean([mean for (step, _), mean in rewards.items() if step == at]) for at in range(1, STEPS + 1)}
+    means = {metrics["step"]: metrics["reward_mean"] for metrics in Record(run).records}
     highest = max(means, key=means.get)
     condition = f"reward_mean>{means[highest] - 1e-3:.4f}"
     assert main(["replay", str(run), "--bisect", condition]) == 0
