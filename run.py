@@ -448,7 +448,7 @@ def keep_report(folder: Path) -> None:
     try:
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=REPORT_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
-        why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+        why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1].rstrip(".")
         print_lines([f"The report was not written ({why}): `python -m areal report {folder}` writes it."])
 
 

@@ -29,6 +29,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from zlib import crc32
 
 import numpy as np
 import structlog
@@ -159,6 +160,12 @@ class SharedDevices(HandlesRequests):
                     return await use()
 
 
+def seed_of_engine(seed: int, index: int, policy: Policy) -> int:
+    """The seed of an engine that starts at this policy. A generator that is started again, or in a resumed run, does
+    not draw the random numbers again that it began with; generators of runs with other seeds do not share theirs."""
+    return crc32(f"{seed}/{index}/{policy.lineage}/{policy.version}".encode())
+
+
 class Generator(Actor):
     role = "generator"
 
@@ -171,7 +178,8 @@ class Generator(Actor):
         def start() -> Awaitable[Engine]:
             member.activity = "starting the engine"
             return start_engine(
-                Path(config.model), config.generator, version=0, seed=config.seed + (member.index or 0),
+                Path(config.model), config.generator, version=0,
+                seed=seed_of_engine(config.seed, member.index or 0, member.directory.policy),
                 lora=config.trainer.lora, sleeps=config.colocate, transfer=config.weights.backend,
             )  # fmt: skip
 

@@ -31,66 +31,51 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-import statistics
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 import numpy as np
 import structlog
 
-from actors.runtime.actor import Actor, handles, parked
+from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from actors.training.phases import Phases, refusals
 from actors.training.probes import Probes
 from actors.training.ranks import Ranks, failure_of_step
+from actors.training.sample_store import SampleStore
 from actors.training.turns import Turns
 from actors.weights.direct_weights import DirectSender, load_transport
 from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
 from areal.devices import shares_devices
-from areal.result import mean_parts
 from areal.run_files import ROLLOUTS
 from areal.storage.disk import Patience
-from areal.storage.rollouts import RolloutWriter
+from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
-from areal.storage.spool import Spool, SpoolPart
+from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
-from areal.trajectory import Group, Note, TokenValues, Trajectory
+from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Holding, Manifest
 from protocols.addresses import host_of
-from protocols.errors import BusError, BusyError, FencedError, RefusedError
+from protocols.errors import BusError
 from protocols.messages import (
     AskBatch,
-    AskCalls,
     AskRecovery,
-    AskReuse,
-    AskSamples,
     BatchAnswer,
     CheckpointAnswer,
     CheckpointSaved,
     CommitStep,
     Done,
-    GroupAccepted,
-    GroupReady,
     Policy,
     PublishPolicy,
     Recovery,
-    ReuseAnswer,
-    ScoredSample,
-    StoreCalls,
-    StoredCalls,
-    StoredSamples,
-    StoreSamples,
     TrainingFailed,
     TrainingFinished,
 )
-from protocols.transport import Request
-
-T = TypeVar("T")
 
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
@@ -204,8 +189,10 @@ class Trainer(Actor):
         self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = recovery.checkpoint_version
-        self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
-        self._reporting: set[str] = set()  # groups that are complete, while the master is told
+        self._samples = SampleStore(
+            self.config, self._learner.vocab_size, self._spool, self._rollouts, member.on_disk, member.ask_master
+        )
+        member.serve(self._samples)
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
         self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
@@ -282,7 +269,8 @@ class Trainer(Actor):
 
     def stats(self) -> dict[str, float]:
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
-        return {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        stats: dict[str, float] = {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        return stats | ({"rollouts_lost": self._rollouts.lost} if self._rollouts.lost else {})
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -302,136 +290,6 @@ class Trainer(Actor):
             with self._timed("offload"):
                 await self._learner.offload()
         self._turns.end()
-
-    # --- the spool
-
-    @handles(StoreSamples)
-    async def store_samples(self, request: Request[StoreSamples]) -> Done:
-        stored = request.message
-        try:
-            parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
-        except ValueError as error:
-            raise RefusedError(f"group {stored.group}: {error}") from None
-        group = await self._use_spool(request, self._spool.put_all, parts, self.config.group_size)
-        await self._report_ready(group)
-        return Done()
-
-    def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
-        """A sample for the spool. Raises ValueError for one that cannot be trained."""
-        trajectory = Trajectory.of_frame(sample.frame.data)
-        trajectory.validate()
-        if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._learner.vocab_size):
-            raise ValueError(f"a token is outside the model's vocabulary of {self._learner.vocab_size}")
-        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
-        return SpoolPart(
-            Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
-        )
-
-    @handles(AskSamples)
-    async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
-        """What is stored of a group. What groups of its prompt that were given up have stored becomes its own, as far
-        as the master allows it, and is forgotten otherwise."""
-        group, size = request.message.group, self.config.group_size
-        stored, unfinished = await self._oldest_versions(request, size)
-        if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
-            answer = await self.member.ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
-            if answer.oldest is not None:
-                fresh = {key for key, version in earlier.items() if version >= answer.oldest}
-                await self._use_spool(request, self._spool.move, group, sorted(fresh & stored.keys()), size)
-                begun = [key for key in unfinished if key in fresh]
-                await self._use_spool(request, self._spool.move_calls, group, begun)
-                await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
-                stored, unfinished = await self._oldest_versions(request, size)
-        await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
-        scored = {place: version for (group_id, place), version in stored.items() if group_id == group}
-        calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
-        return StoredSamples(
-            places=tuple(scored),
-            unfinished=tuple(place for place in calls if place not in scored),
-            start_version=min([*scored.values(), *calls.values()], default=None),
-        )
-
-    async def _oldest_versions(
-        self, request: Request[AskSamples], size: int
-    ) -> tuple[dict[tuple[str, int], int], ...]:  # fmt: skip
-        """The oldest version in each stored sample of the prompt, and in each of which calls are stored, by group and
-        place. If samples are of use only with all of their group, the former is the oldest in all, and others are left
-        out."""
-        samples = await self._use_spool(request, self._spool.samples, request.message.prompt_index)
-        unfinished = await self._use_spool(request, self._spool.unfinished, request.message.prompt_index)
-        stored = {key: sample.start_version for key, sample in samples.items()}
-        if request.message.all_or_none:
-            of_groups: dict[str, list[int]] = {}
-            for (group, _), version in stored.items():
-                of_groups.setdefault(group, []).append(version)
-            stored = {key: min(of_groups[key[0]]) for key in stored if len(of_groups[key[0]]) == size}
-        return stored, unfinished
-
-    @handles(StoreCalls)
-    async def store_calls(self, request: Request[StoreCalls]) -> Done:
-        stored = request.message
-        key = stored.group, stored.place
-        try:
-            await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
-        except ValueError as error:
-            raise RefusedError(f"group {stored.group}: {error}") from None
-        return Done()
-
-    @handles(AskCalls)
-    async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
-        key = request.message.group, request.message.place
-        frame = await self._use_spool(request, self._spool.calls, *key)
-        return StoredCalls(frame=np.frombuffer(frame, np.uint8))
-
-    async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
-        """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
-        try:
-            async with parked(request):
-                return await self.member.on_disk("the spool", use, *arguments)
-        except TimeoutError:
-            raise BusyError("the trainer waits for its disk") from None
-
-    async def _report_ready(self, group: Group | None) -> None:
-        """Report a group that is complete to the master, and drop it if the master does not accept it."""
-        if group is None or group.id in self._reporting:
-            return
-        self._reporting.add(group.id)
-        try:
-            self._keep_in_memory(group)
-            accepted = (await self.member.ask_master(_ready_report(group), GroupAccepted)).accepted
-        except FencedError:
-            raise
-        except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
-            await self._forget(group)
-            raise
-        finally:
-            self._reporting.remove(group.id)
-        if not accepted:
-            self._add_untrained(group)
-            await self._forget(group)
-
-    def _add_untrained(self, group: Group) -> None:
-        if self.config.filter_zero_signal and not group.has_signal:
-            self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
-        else:
-            self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
-
-    async def _forget(self, group: Group) -> None:
-        self._in_memory.pop(group.id, None)
-        await self.member.on_disk("the spool", self._spool.forget, [group.id])
-
-    def _keep_in_memory(self, group: Group) -> None:
-        """Keep the group in memory, so that the next steps need not read it from disk. At most as many groups are kept
-        as may be alive, even if groups are stored twice."""
-        self._in_memory.setdefault(group.id, group)
-        while len(self._in_memory) > (self.config.max_staleness + 1) * self.config.batch_size:
-            del self._in_memory[next(iter(self._in_memory))]
-
-    async def _load_groups(self, ids: Sequence[str]) -> list[Group]:
-        fresh = {group: self._in_memory.pop(group) for group in ids if group in self._in_memory}
-        if missing := [group for group in ids if group not in fresh]:
-            fresh |= {group.id: group for group in await asyncio.to_thread(self._spool.get, missing)}
-        return [fresh[group] for group in ids]
 
     # --- recovery
 
@@ -534,7 +392,7 @@ class Trainer(Actor):
         """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
         the bound allows, or the guard rejects the step, the run ends: it is not published, committed or saved."""
         with self._timed("fetch"):
-            groups = await self._load_groups(batch.groups)
+            groups = await self._samples.load_groups(batch.groups)
         if breach := breach_of_bound(groups, batch.oldest):
             await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
         if self.member.state == "healthy":  # no engine has the version of a step that is redone
@@ -656,7 +514,7 @@ class Trainer(Actor):
 
     async def _remove(self, folder: Path) -> None:
         """Remove a folder of weights or a checkpoint that is no longer needed."""
-        with self.member.working(f"removing {folder.name}", "disk", refusals):
+        with self.member.working(f"removing {folder.name}", "removal", refusals):
             await self.member.disk.write(lambda: self._learner.forget(folder), f"that {folder.name} is removed")
 
     def _timed(self, phase: str) -> AbstractContextManager[None]:
@@ -695,8 +553,12 @@ async def write_rollouts_regularly(member: Membership, rollouts: RolloutWriter) 
 
 
 async def write_rollouts(member: Membership, rollouts: RolloutWriter) -> None:
+    """Write the rollouts that were added. They are a record that no step waits for longer than PATIENCE_SECONDS."""
     try:
-        await member.on_disk("the rollouts", rollouts.write)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await member.on_disk("the rollouts", rollouts.write, optional=True)
+    except TimeoutError:
+        log.warning(f"the rollouts are not on disk after {PATIENCE_SECONDS:.0f} s, and the run goes on without them")
     except Exception as error:  # whatever it is, the run goes on without them
         log.error("rollouts are lost, because they cannot be written", exc_info=error)
 
@@ -717,22 +579,6 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     return (
         f"group {group.id} has tokens of version {group.start_version}, and max_staleness allows none older than "
         f"version {oldest}"
-    )
-
-
-def _ready_report(group: Group) -> GroupReady:
-    """The report that the group is on disk."""
-    samples = group.trajectories
-    rewards = [t.reward for t in samples]
-    return GroupReady(
-        group=group.id,
-        start_version=group.start_version,
-        reward_mean=sum(rewards) / len(rewards),
-        reward_spread=statistics.pstdev(rewards),
-        signal=group.has_signal,
-        tokens=sum(int(t.sampled.sum()) for t in samples),
-        discarded=sum(note.discarded for note in group.notes),
-        reward_parts=mean_parts(note.parts for note in group.notes),
     )
 
 

@@ -5,6 +5,7 @@ which make the process an actor of a run, `Config`, `load_config`, `dump_config`
 """
 
 from importlib import import_module
+from pathlib import Path
 
 from areal.cpu.processor import use_avx512
 
@@ -20,12 +21,22 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            return version("areal-as-actors")
+            return version("areal-as-actors") + _commit()
         except PackageNotFoundError:
             return "unknown"  # a clone whose packages were installed by hand
     if name not in _LATE:
         raise AttributeError(f"module 'areal' has no attribute {name!r}")
     return getattr(import_module(_LATE[name]), name)
+
+
+def _commit() -> str:
+    """In a clone, its last commit, as a local part of the version: versions that were never released are many."""
+    git = Path(__file__).parent.parent / ".git"
+    try:
+        head = (git / "HEAD").read_text().strip().removeprefix("ref: ")
+        return f"+g{((git / head).read_text() if '/' in head else head)[:10]}"
+    except OSError:  # no clone, or one whose branch is packed
+        return ""
 
 
 def __dir__() -> list[str]:

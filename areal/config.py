@@ -1491,8 +1491,27 @@ class _RepeatedKeyError(yaml.YAMLError):
     """A mapping has a key twice."""
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Reads YAML as `safe_load` does, but refuses a key that a mapping has twice: by itself the last one would hold."""
+# YAML 1.2's numbers, in its core schema, with `_` between digits. By YAML 1.1, which `safe_load` reads, 1e-3 is text,
+# 010 is 8 and 1:30 is 90.
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_NUMBERS = {"tag:yaml.org,2002:int": _INTEGER, "tag:yaml.org,2002:float": _FLOAT}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML as `safe_load` does, but numbers as YAML 1.2 has them, and refuses a key that a mapping has twice: by
+    itself the last one would hold."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag not in _NUMBERS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
@@ -1510,11 +1529,22 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that are numbers by YAML 1.1 or 1.2."""
+
+
+for _tag, _form in _NUMBERS.items():
+    # Each resolver is compared with a whole scalar, by its first character.
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(_tag, re.compile(f"(?:{_form.pattern})$"), list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+
+
 def read_yaml(text: str) -> Any:
     """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
     aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
     try:
-        return yaml.load(text, _UniqueKeyLoader)
+        return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
 
@@ -1527,6 +1557,11 @@ def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
         children = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
         sizes[id(node)] = 1 + sum(_size(child, sizes) for child in children)
     return sizes[id(node)]
+
+
+def write_yaml(values: Any) -> str:
+    """The text in YAML that `read_yaml` reads as `values`, with keys in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -1589,7 +1624,7 @@ def merged(below: Any, above: Any) -> Any:
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, with HIDDEN in place of secrets."""
-    return yaml.safe_dump(without_secrets(config.model_dump(mode="json")), sort_keys=False)
+    return write_yaml(without_secrets(config.model_dump(mode="json")))
 
 
 def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:

@@ -145,8 +145,10 @@ class Generation(TokenTable):
 
     @classmethod
     def of(cls, table: TokenTable, finish: Finish | None) -> Self:
-        """The rows of a table."""
-        return cls(**table.columns, finish=finish)
+        """The rows of a table, which are not copied."""
+        rows = cls.__new__(cls)
+        rows._columns, rows._length, rows.finish = table.columns, len(table), finish
+        return rows
 
 
 def unsampled(tokens: Tokens) -> TokenTable:

@@ -20,7 +20,7 @@ import yaml
 import zmq
 from helpers import descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
-from run import main, port_is_named
+from run import keep_report, main, port_is_named
 
 from actors.checks.preflight import check_port
 from actors.checks.preflight import free_port as hold_free_port
@@ -582,3 +582,12 @@ def test_roles_without_a_master_say_so(run, free_port):
     assert "waiting for the master" in output
     assert f"No master answers at tcp://127.0.0.1:{free_port}" in output
     assert "Traceback" not in output
+
+
+def test_a_report_that_cannot_be_written_is_told_in_a_line_and_fails_nothing(tmp_path, capsys):
+    keep_report(tmp_path)
+    told = capsys.readouterr().err
+    assert f"The report was not written ({tmp_path} is not the folder of a run: " in told
+    (tmp_path / "config.yaml").write_text("name: demo\n")
+    keep_report(tmp_path)
+    assert (tmp_path / "report.html").is_file() and not capsys.readouterr().err

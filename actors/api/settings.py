@@ -9,10 +9,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from actors.api import rows
-from areal.config import EXTERNAL, Config, UserError, checked, merged, overridden, read_values
+from areal.config import EXTERNAL, Config, UserError, checked, merged, overridden, read_values, write_yaml
 from areal.processes import ROOT
 from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
 from areal.storage.claim import check_room, claim
@@ -77,7 +75,7 @@ def settings_of(
         values = _with_source(values, str(file.absolute()), has_answers)
         complete = _configured(values, given)
         rows.check(complete)
-    replace(folder / FILE, yaml.safe_dump(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
+    replace(folder / FILE, write_yaml(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
     return Settings(complete, (folder / FILE).absolute(), functions, function)
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,8 +42,8 @@ from areal.workflows.builtin import resolve_workflow, texts_of
 from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
 from areal.workflows.conversation import check_shown, user
 
-# How long vLLM may take to load its parsers: 6 s on a machine that is free.
-PARSERS_SECONDS = 120.0
+# How long an engine's library may take to load: 6 s on a machine that is free.
+ENGINE_SECONDS = 300.0
 # The most tokens of a sequence of the quickstart's model, and its layers (areal.data.quickstart, which imports torch).
 QUICKSTART_CONTEXT = 512
 QUICKSTART_LAYERS = [f"layers.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -54,13 +55,28 @@ ENGINE_BYTES, TRAINER_BYTES = GIB // 2, GIB // 2
 # That of a rollout manager, a reward actor and a worker of it.
 OTHER_BYTES = GIB // 16
 _LOAD_PARSERS = """
-import sys
-from areal.config import UserError
 from areal.tokens import load_tokenizer
 from areal.workflows.parsers import Parsers
 folder, tools, reasoning = sys.argv[1:]
+Parsers(load_tokenizer(folder), tools, reasoning or None).load()
+"""
+_CHECK_DEEPSPEED = """
+from areal.config import TrainerConfig
+from areal.training.engine import check_settings
+from areal.training.optimizer import deepspeed_config
+check_settings(deepspeed_config(TrainerConfig.model_validate_json(sys.argv[1])))
+"""
+_CHECK_VLLM = """
+from pathlib import Path
+from areal.config import GeneratorConfig
+from areal.generation.engine import check_options
+check_options(Path(sys.argv[1]), GeneratorConfig.model_validate_json(sys.argv[2]))
+"""
+_IN_A_PROCESS = """
+import sys
+from areal.config import UserError
 try:
-    Parsers(load_tokenizer(folder), tools, reasoning or None).load()
+{}
 except UserError as error:
     sys.exit(str(error))
 """
@@ -189,21 +205,44 @@ def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:
 def check_parsers(config: Config, folder: Path) -> None:
     """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need."""
     section = config.rollout_manager
-    # A process of its own: vLLM would stay in the memory of this one.
-    command = tied(
-        sys.executable, "-c", _LOAD_PARSERS, str(folder), section.tool_call_parser, section.reasoning_parser or ""
-    )
+    _check_apart(
+        _LOAD_PARSERS, str(folder), section.tool_call_parser, section.reasoning_parser or "",
+        what="vLLM's parsers", remedy="leave out rollout_manager.tool_call_parser and reasoning_parser",
+    )  # fmt: skip
+
+
+def check_options(config: Config) -> None:
+    """Let DeepSpeed and vLLM themselves check the options that are passed on to them; they would at the start of the
+    engines, which takes longer. For the quickstart's model, which need not be there, vLLM is not asked. Raises
+    UserError."""
+    here, folder = config.on(cuda=bool(visible_devices())), None
+    if config.model != "quickstart" and config.generator.engine_options:
+        folder = resolve_model(config, weights=False)
+    if config.steps and config.trainer.deepspeed_options:
+        _check_apart(
+            _CHECK_DEEPSPEED, here.trainer.model_dump_json(),
+            what="DeepSpeed", remedy="leave out trainer.deepspeed_options",
+        )  # fmt: skip
+    if folder:
+        _check_apart(
+            _CHECK_VLLM, str(folder), here.generator.model_dump_json(),
+            what="vLLM", remedy="leave out generator.engine_options",
+        )  # fmt: skip
+
+
+def _check_apart(code: str, *arguments: str, what: str, remedy: str) -> None:
+    """Run `code` in a process of its own, since an engine would stay in the memory of this one. what: is loaded there.
+    Raises UserError with the sentence of the one that `code` raises."""
+    command = tied(sys.executable, "-c", _IN_A_PROCESS.format(textwrap.indent(code, "    ")), *arguments)
     try:
-        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PARSERS_SECONDS)
+        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=ENGINE_SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"vLLM's parsers did not load within {PARSERS_SECONDS:g} s: leave out rollout_manager.tool_call_parser and "
-            f"reasoning_parser, or start the run on a machine that is less busy."
+            f"{what} did not load within {ENGINE_SECONDS:g} s: {remedy}, or start the run on a machine that is less "
+            f"busy."
         ) from None
     if process.returncode:
-        raise UserError(
-            (process.stderr.strip() or f"vLLM's parsers exited with {process.returncode}.").splitlines()[-1]
-        )
+        raise UserError((process.stderr.strip() or f"{what} exited with {process.returncode}.").splitlines()[-1])
 
 
 def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int]) -> None:

@@ -195,9 +195,10 @@ class Membership:
         """
         return self.works.working(what, kind, evidence)
 
-    async def on_disk(self, what: str, write: Callable[..., T], *arguments: Any) -> T:
-        """Do a write in a thread, and again until the disk has room for it. what: is written."""
-        with self.working(f"writing {what}", "disk", lambda: Patience.refusals):
+    async def on_disk(self, what: str, write: Callable[..., T], *arguments: Any, optional: bool = False) -> T:
+        """Do a write in a thread, and again until the disk has room for it. what: is written; a kind of work of its
+        own, as some take longer than others. optional: nobody waits for it for good, so it never counts as a hang."""
+        with self.working(f"writing {what}", "" if optional else what, lambda: Patience.refusals):
             return await self.disk.write(lambda: asyncio.to_thread(write, *arguments), what)
 
     def took(self, what: str, began: float, seconds: float) -> None:

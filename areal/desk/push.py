@@ -16,10 +16,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from areal.config import Config, SourceConfig, UserError
+from areal.config import Config, SourceConfig, UserError, write_yaml
 from areal.desk.report import write_figure
 from areal.hiding import without_secrets
 from areal.models import hub_id, name_of
@@ -68,7 +67,7 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
     output = output or folder / "hub"
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)
-        (target / CONFIG).write_text(yaml.safe_dump(_public(run.settings), sort_keys=False))
+        (target / CONFIG).write_text(write_yaml(_public(run.settings)))
         summary = {key: value for key, value in run.summary.items() if key != "checkpoint"}
         (target / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         for file in run.number_files:

@@ -17,9 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
-from areal.config import Config, UserError, checked, load_config, overridden, read_values
+from areal.config import Config, UserError, checked, load_config, overridden, read_values, write_yaml
 from areal.grid import name_of, points
 from areal.hiding import without_secrets
 from areal.processes import ROOT, SUPERVISED
@@ -66,7 +64,7 @@ class SweptRun:
     def write(self) -> None:
         """Write the run's configuration."""
         self.config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace(self.file, yaml.safe_dump(self.values, sort_keys=False), mode=0o600)  # it may hold secrets
+        replace(self.file, write_yaml(self.values), mode=0o600)  # it may hold secrets
 
 
 def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:

@@ -20,7 +20,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -683,11 +683,9 @@ def _start_core(
     if on_cpu:
         cpu.set_environment(config)
         cpu.check_settings(config, transfer)
-    try:
-        vllm_config = _vllm_config(_engine_args(model, config, seed, lora, sleeps, on_cpu, transfer), config, on_cpu)
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
+    vllm_config = _checked_config(
+        model, config, lambda: _engine_args(model, config, seed, lora, sleeps, on_cpu, transfer), on_cpu
+    )
     try:
         with forked_engines() if on_cpu else contextlib.nullcontext():
             core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
@@ -701,6 +699,26 @@ def stop_tokens(model: Path, listed: int | Sequence[int] | None) -> list[int]:
     its tokenizer's end of sequence, which fine-tuning has trained."""
     own: Any = getattr(tokenizer_in(str(model)), "eos_token_id", None)
     return sorted({*([listed] if isinstance(listed, int) else listed or ()), own} - {None})
+
+
+def check_options(model: Path, config: GeneratorConfig) -> None:
+    """Raises UserError if vLLM does not take `config.engine_options` for the model in this folder. It is imported."""
+    set_environment(config)
+    with importing():
+        from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    _checked_config(model, config, lambda: _engine_args(model, config, 0, None, False, on_cpu), on_cpu)
+
+
+def _checked_config(
+    model: Path, config: GeneratorConfig, arguments: Callable[[], AsyncEngineArgs], on_cpu: bool
+) -> VllmConfig:
+    try:
+        return _vllm_config(arguments(), config, on_cpu)
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
 
 
 def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bool) -> VllmConfig:

@@ -130,6 +130,7 @@ def alerts(
         *_lengths(Curve.of(records, "completion_tokens_mean"), reward),
         *_cut(Curve.of(records, "cut_share")),
         *_parts(records, reward),
+        *_nothing_trained(Curve.of(records, "optimizer_steps")),
         *_evaluations(evaluations, reward),
         *_token(digests, named),
         *_copies(Curve.of(shares, "copies"), reward),
@@ -332,6 +333,15 @@ def _no_signal(records: Sequence[Mapping[str, Any]], digests: Sequence[Digest], 
     alert = _alert("no signal", mixed, first, sentence, **filters)
     # What was filtered has no step.
     yield replace(alert, filters={"fate": "filtered", "start_version_min": first - 1}) if filtered else alert
+
+
+def _nothing_trained(moves: Curve) -> Iterator[Alert]:
+    if first := moves.since(moves.means == 0):
+        sentence = (
+            f"No step has moved the weights since step {first}, as every token was masked: raise max_staleness or "
+            f"sampling.max_new_tokens, or widen the bounds of the masks (docs/objectives.md)."
+        )
+        yield _alert("nothing trained", moves, first, sentence)
 
 
 def _teacher(distance: Curve) -> Iterator[Alert]:

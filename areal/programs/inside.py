@@ -125,8 +125,8 @@ def import_pytest():
     """Loads pytest, which tests that are modules of pytest are run by, if programs can import it."""
     with contextlib.suppress(ImportError):
         config = importlib.import_module("_pytest.config")
-        for plugin in config.default_plugins:
-            importlib.import_module(f"_pytest.{plugin}")
+        for name in (*(f"_pytest.{plugin}" for plugin in config.default_plugins), "_pytest._argcomplete", "pdb"):
+            importlib.import_module(name)
 
 
 # --- the filter on system calls

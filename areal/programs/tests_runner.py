@@ -6,13 +6,13 @@ child can write is on the parent's path of modules. The tests call functions of 
 results are plain data (`plain_data`), so the comparison happens where the program is not. Inside: one process runs the
 program and the tests, as usual, and the program may do to them what it likes.
 
-stdin: `{"nonce", "names", "prepare", "tests", "candidate", "pytest"}`. `names` of the program are global names of the
-tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with `pytest`, the tests
-are those that pytest finds in what `prepare` defines.
+stdin: `{"nonce", "names", "prepare", "tests", "candidate", "pytest", "to_the_end"}`. `names` of the program are global
+names of the tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with
+`pytest`, the tests are those that pytest finds in what `prepare` defines; without `to_the_end`, the first that fails is
+the last.
 stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; `NONCE unusable REASON` if the tests cannot be run.
 """
 
-import asyncio
 import builtins
 import contextlib
 import ctypes
@@ -45,9 +45,16 @@ MODULES = {
     )
 } | {"np": "numpy", "pd": "pandas"}
 NAMES_FROM = {"collections": None, "typing": None, "math": ("isclose", "isnan", "sqrt")}
+# Plugins that tests do not need, of which some take long.
+NO_PLUGINS = (
+    *("cacheprovider", "terminal", "warnings", "faulthandler", "unraisableexception", "threadexception", "doctest"),
+    *("junitxml", "pastebin"),
+)
+# Pytest is given a file that no program can change, in a folder without configuration. It is never read.
 PYTEST = (
-    *("--assert=plain", "--capture=sys", "--noconftest", "--import-mode=importlib", "--rootdir=.", "-c", os.devnull),
-    *("-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:warnings", "-p", "no:faulthandler", "tests.py"),
+    *("--assert=plain", "--capture=sys", "--noconftest", "--import-mode=importlib", "-c", os.devnull),
+    *(f"-pno:{plugin}" for plugin in NO_PLUGINS),
+    *("--rootdir", os.path.dirname(os.__file__), os.__file__),
 )
 
 
@@ -207,7 +214,7 @@ def judge(job, program, verdict):
     except BaseException as error:  # so no test passes
         return explain(error, report)
     if job["pytest"]:
-        return run_pytest(tests, report)
+        return run_pytest(tests, report, [] if job["to_the_end"] else ["--maxfail=1"])
     report("tests", len(job["tests"]))
     for index, test in enumerate(job["tests"]):
         try:
@@ -215,6 +222,8 @@ def judge(job, program, verdict):
         except BaseException as error:  # the test has not passed, whatever it raised
             report(index, 0)
             explain(error, report)
+            if not job["to_the_end"]:
+                break
         else:
             report(index, 1)
 
@@ -238,7 +247,7 @@ def namespace_of(job, program):
     names = [name for name in job["names"] if name not in library and hasattr(program, name)]
     vars(tests).update(library | {name: getattr(program, name) for name in names})
     for source in job["prepare"]:
-        exec(compile(source, "tests.py", "exec"), vars(tests))
+        exec(compile(source, "<tests>", "exec"), vars(tests))
     if job["candidate"]:
         candidate = getattr(program, job["candidate"], None)
         vars(tests).update({"candidate": candidate, job["candidate"]: candidate})
@@ -254,7 +263,7 @@ def of_library(names):
     return library
 
 
-def run_pytest(tests, report):
+def run_pytest(tests, report, options):
     import pytest
 
     class Module(pytest.Module):
@@ -270,6 +279,9 @@ def run_pytest(tests, report):
         def pytest_pycollect_makemodule(self, module_path, parent):
             return Module.from_parent(parent, path=module_path)
 
+        def pytest_collect_directory(self, path, parent):
+            return pytest.Dir.from_parent(parent, path=path)  # no package, whose first file would be run
+
         def pytest_collection_finish(self, session):
             self.indices.update({item.nodeid: index for index, item in enumerate(session.items)})
             report("tests", len(session.items))
@@ -278,6 +290,8 @@ def run_pytest(tests, report):
             function = pyfuncitem.obj
             if not inspect.iscoroutinefunction(function):
                 return None
+            import asyncio  # it takes long
+
             asyncio.run(
                 function(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(function).parameters})
             )
@@ -291,10 +305,8 @@ def run_pytest(tests, report):
         def pytest_runtest_logfinish(self, nodeid, location):
             report(self.indices[nodeid], int(nodeid not in self.failed))
 
-    with open("tests.py", "w"):  # never read
-        pass
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    pytest.main([*PYTEST], plugins=[Plugin()])
+    pytest.main([*PYTEST, *options], plugins=[Plugin()])
 
 
 def is_safe(path):

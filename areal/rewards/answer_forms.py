@@ -93,6 +93,8 @@ _BASE = re.compile(r"\d_\{?(\d+)\}?\Z")
 
 def tidy(latex: str) -> str:
     """A formula without what only says how it looks, the spaces within its numbers, and the punctuation at its end."""
+    if re.fullmatch(r"-?[0-9,.]*[0-9]", latex):  # as most answers are
+        return latex
     latex = ascii_digits(latex)
     for pattern, instead in _LOOKS:
         latex = pattern.sub(instead, latex)
@@ -132,15 +134,19 @@ def same_words(gold: str, latex: str) -> bool | None:
     if any(time and (time[3] or (time[2] or "").startswith("0")) for time in times):
         if not (times[0] and times[1]):
             return False if times[0] else None
-        (hour, minute, half), (other_hour, other_minute, other_half) = (time.groups("") for time in times if time)
-        same_half = half.lower() == other_half.lower() or not (half and other_half)
-        return (int(hour), minute or "00") == (int(other_hour), other_minute or "00") and same_half
+        return bool(_hours(times[0]) & _hours(times[1])) and (times[0][2] or "00") == (times[1][2] or "00")
     if (base := _BASE.search(gold)) and (latex_base := _BASE.search(latex)) and base[1] != latex_base[1]:
         return False
     if not _IN_WORDS.fullmatch(gold.strip()):
         return None
     words, gold_words = (re.sub(r"[\W_]+", " ", plain(text)).strip().casefold() for text in (sides(latex)[-1], gold))
     return words == gold_words
+
+
+def _hours(time: re.Match[str]) -> set[int]:
+    """The hours of the day, from 0 to 24, that a time may mean."""
+    hour, half = int(time[1]), (time[3] or "").lower()
+    return {hour % 12 + 12 * (half == "p")} if half else {hour} if hour > 12 else {hour % 12, hour % 12 + 12}
 
 
 def sides(latex: str) -> list[str]:
@@ -156,7 +162,7 @@ def sides(latex: str) -> list[str]:
 def is_unsolved(side: str) -> bool:
     """Whether the left side of an equation is a term in one variable, which has to be solved for: `2x`."""
     term = _NAMING.sub("", side)
-    return len(set(re.findall("[A-Za-z]", term))) == 1 and bool(re.search(r"\d", term))
+    return len(set(re.findall("[A-Za-z]", term))) == 1 and bool(re.search(r"\d|^\s*-", term))
 
 
 def is_arithmetic(side: str) -> bool:

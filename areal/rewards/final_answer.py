@@ -51,7 +51,7 @@ _SENTENCE_END = re.compile(r"[.!?]\s|\n")
 _LETTER = re.compile(
     r"\W{0,12}(?:\b(?i:(?:math|text)(?:bf|rm|it)?|option|choice)\W{1,3})?\b([A-J])(?![\w'’]|\W{0,3}\?)"
     r"(?!\W{0,3}[,/&;+]\W{0,3}[A-J]\b|\W{1,4}(?i:and|or)\W{1,4}(?:[A-J]|not)\b)"
-    r"(?=\W{0,12}\Z|[])}.:,;!*$\\\"']|\s{0,9}\n|\s+(?:because|since)\b)"
+    r"(?=\W{0,12}\Z|[])}.:,;!*$\\\"']|\s{0,9}\n|\s+(?:because\b|since\b|[(-]))"
 )
 _DENIED_BEFORE = re.compile(
     r"(?:\b(?:not|never|cannot|(?:rather|other) than|instead of)|n['’]t)"
@@ -59,7 +59,7 @@ _DENIED_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _DENIED_AFTER = re.compile(
-    r"[\s$*)\\,]{0,5}(?:or not\b|\?\s*no\b|(?:is|was)(?:n['’]t| not) (?:it|right|correct|true|the answer)\b|"
+    r"[\s$*)\\,\"'”]{0,5}(?:or not\b|\?\s*no\b|(?:is|was)(?:n['’]t| not) (?:it|right|correct|true|the answer)\b|"
     r"is (?:wrong|incorrect|false)\b)",
     re.IGNORECASE,
 )

@@ -105,6 +105,7 @@ def _after_mark(text: str) -> str:
     return tidy(text.rpartition(MARK)[2].strip())
 
 
+@lru_cache(maxsize=4096)
 def _latex(answer: str) -> str:
     """The row's answer as a completion would give it."""
     text = _after_mark(answer)
@@ -114,18 +115,14 @@ def _latex(answer: str) -> str:
 def _at_sight(gold: str, latex: str | None) -> tuple[str, str, bool | None]:
     """What is to be compared of the row's answer and of a completion's, without the letters of choices, and whether
     they are equal; None if math-verify has to tell."""
+    if (number := _number(gold)) is not None and (latex is None or _number(latex) is not None):
+        return gold, latex or "", latex is not None and number == _number(latex)
     letter, gold_value = answer_forms.choice(gold)
     latex_letter, latex_value = answer_forms.choice(latex or "")
-    if letter and (
-        latex is None
-        or (latex_letter or not gold_value)
-        and (latex_letter != letter or not (gold_value and latex_value))
-    ):
+    if letter and (latex is None or not gold_value or (latex_letter and (latex_letter != letter or not latex_value))):
         return gold, "", letter == latex_letter
-    gold, latex = gold_value if letter else gold, (latex_value if latex_value else latex)
-    number, value = _number(gold), None if latex is None else _number(latex)
-    if number is not None and (latex is None or value is not None):
-        return gold, latex or "", number == value
+    if (letter or latex_value) and (gold, latex) != (gold_value or gold, latex_value or latex):
+        return _at_sight(gold_value or gold, latex_value or latex)
     return gold, latex or "", answer_forms.same_words(gold, latex or "")
 
 

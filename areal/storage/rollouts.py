@@ -43,6 +43,10 @@ TOKENS_AT_ONCE = 1 << 20
 """Rows of a row group, and its tokens (one more row at most), which limits the memory that writing takes."""
 KNOWN_GROUPS = 10_000
 """Ids of the newest groups: one that arrives a second time, also after it was trained, is not added again."""
+PATIENCE_SECONDS = 60.0
+"""How long a write may keep others waiting: rollouts are a record, and a run does not stand still for it."""
+MOST_BYTES = 256 << 20
+"""Groups that come while so many bytes wait for a slow write are left out, and counted."""
 _TEXT = pa.string()
 SCHEMA = pa.schema(
     {
@@ -95,7 +99,8 @@ class RolloutWriter:
 
     selection: `all`, `sample` or `none`. limit: bytes of all files together. texts: decodes sequences of tokens.
     `step`: the newest step whose trained groups are in the files or added. `waiting`: bytes that `write` would write,
-    before they are compressed. `run`: the identity of the run, which each file has.
+    before they are compressed; `lost`: groups that were left out because a write took too long. `run`: the identity of
+    the run, which each file has.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class RolloutWriter:
         self._pending: list[Rollout] = []
         self.run = ""
         self._newest_ids: deque[str] = deque(maxlen=KNOWN_GROUPS)
-        self._number = self.step = self.waiting = 0
+        self._number = self.step = self.waiting = self.lost = 0
         for step, ids in self.earlier() if self._keep_every else ():
             self.step = max(self.step, step)
             self._newest_ids.extend(ids)
@@ -151,8 +156,10 @@ class RolloutWriter:
 
     def write(self) -> None:
         """Write what was added into a new file. If the disk is full, it is kept for the next call; if that raises
-        anything else, it is lost."""
-        with self._writing:
+        anything else, it is lost. Nothing is written while another thread writes for longer than PATIENCE_SECONDS."""
+        if not self._writing.acquire(timeout=PATIENCE_SECONDS):
+            return
+        try:
             with self._lock:  # not while the file is written: an event loop adds rollouts meanwhile
                 added, self._pending, self.waiting = self._pending, [], 0
             try:
@@ -163,11 +170,17 @@ class RolloutWriter:
                     with self._lock:
                         self._pending[:0] = added
                 raise
+        finally:
+            self._writing.release()
 
     def _add(self, rollout: Rollout) -> None:
         with self._lock:
             self._newest_ids.append(rollout.group.id)
-            if self._keep_every and crc32(rollout.group.id.encode()) % self._keep_every == 0:
+            if not self._keep_every or crc32(rollout.group.id.encode()) % self._keep_every:
+                return
+            if self.waiting > MOST_BYTES:
+                self.lost += 1
+            else:
                 self._pending.append(rollout)
                 self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.row)
 

@@ -58,6 +58,7 @@ from areal.training.offload import Residence, tensors_in
 from areal.training.optimizer import (
     bucket_elements,
     deepspeed_config,
+    held,
     learning_rates,
     parameter_groups,
     value_head_group,
@@ -149,9 +150,9 @@ def _import_deepspeed(config: TrainerConfig, cuda: bool) -> Any:
     return deepspeed
 
 
-def _check_settings(settings: dict[str, Any]) -> None:
-    """Raises UserError if DeepSpeed does not take its configuration. By itself it would say so after the model is read,
-    which may take minutes."""
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raises UserError if DeepSpeed, which is imported, does not take its configuration. By itself it would say so
+    after the model is read, which may take minutes."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     try:
@@ -207,7 +208,7 @@ class TrainingEngine:
         self._one_a_row = False
         with redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
-        _check_settings(settings)
+        check_settings(settings)
         self._together = SequenceGroup(config.sequence_parallel)
         register(self._attention)
         head, groups = self._prepare_model()
@@ -483,7 +484,7 @@ class TrainingEngine:
     def step(
         self, batch: Sequence[Group] | None, *, version: int, temperature: float, mask_older_than: int | None = None
     ) -> StepResult:
-        """Train on a batch: one optimizer step for each of `config.minibatches` (all ranks).
+        """Train on a batch: one optimizer step for each of `config.minibatches` that has a trained token (all ranks).
 
         batch: the groups on rank 0, None elsewhere; with fewer groups than minibatches, each group is one minibatch.
         version: policy version of the weights before this step. temperature: that of sampling. mask_older_than: tokens
@@ -660,8 +661,9 @@ class TrainingEngine:
     def _train_minibatch(
         self, rows: list[PackedRow], version: int, temperature: float, tally: Tally, *, first: bool
     ) -> None:
-        """One optimizer step. first: true if none has been made on this batch yet."""
-        critic = self.config.critic
+        """One optimizer step, unless every token of the minibatch is masked. first: true if it is the first minibatch
+        of the batch."""
+        critic, trained = self.config.critic, torch.zeros(1, device=self.device)
         alone = critic is not None and self._deepspeed.lr_scheduler.last_epoch < critic.warmup_steps
         if critic and self._critic:
             self._critic.share = 0.0 if alone else critic.coef
@@ -684,6 +686,7 @@ class TrainingEngine:
                     loss = loss + self.config.teacher_coef * kl_of_top(row.top_logprobs, likely)
                 if self.config.entropy_coef:
                     loss = loss - self.config.entropy_coef * entropy
+                trained += len(loss) if critic else (~out.clipped | (loss != 0)).sum()
                 errors = None
                 if critic:
                     errors = value_loss(values[0], row.values, row.value_targets, critic.value_clip)
@@ -697,11 +700,18 @@ class TrainingEngine:
                 self._deepspeed.backward((loss * row.weights).sum() * self.world_size)
             self.work_done += 1
         with tally.clock("optimizer"):
-            norm = None
-            if self._stage == 0:
-                norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
-            tally.lr = self._deepspeed.get_lr()[0]
+            self._optimizer_step(tally, moves=bool(self._sum_over_groups(trained.cpu())))
+
+    def _optimizer_step(self, tally: Tally, *, moves: bool) -> None:
+        """Adam's step and that of the schedule, or, if nothing `moves`, only what DeepSpeed clears after it (all
+        ranks). By Adam's moments and the decay a gradient of 0 would move the weights, too."""
+        norm, rate = None, self._deepspeed.get_lr()[0]
+        if self._stage == 0:
+            norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
+        with nullcontext() if moves else held(self._deepspeed):
             self._deepspeed.step()
+        if moves:
+            tally.lr = rate
             tally.grad_norms.append(float(self._deepspeed.get_global_grad_norm() if norm is None else norm))
 
     def _proximal(self, row: PackedRow, logp: Tensor, version: int, *, first: bool) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,21 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
         "steps_per_print": None,
     }
     return merged(settings, config.deepspeed_options)
+
+
+@contextmanager
+def held(engine: Any) -> Iterator[None]:
+    """Until the end of the block, a step of DeepSpeed's `engine` clears the gradients, but moves neither Adam nor the
+    schedule."""
+    parts = engine.basic_optimizer, engine.lr_scheduler
+    steps = [part.step for part in parts]
+    for part in parts:
+        part.step = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for part, step in zip(parts, steps, strict=True):
+            part.step = step
 
 
 def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps: int) -> LambdaLR:

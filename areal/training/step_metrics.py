@@ -24,7 +24,8 @@ class StepResult:
 
     loss: what is minimised, with the KL penalty and the entropy bonus if they are part of it; mean over the optimizer
     steps, each averaged according to `trainer.loss_mean`. grad_norm: before clipping, mean over the optimizer steps.
-    lr: the learning rate of the last of them. entropy: nats, mean over the trained tokens. clip_fraction: share of the
+    optimizer_steps: one for each minibatch with a token that is not masked. lr: the learning rate of the last of them;
+    None: there was none. entropy: nats, mean over the trained tokens. clip_fraction: share of the
     trained tokens that were clipped or masked.
     logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where
     pi_theta is still that version; None if there are no such tokens.
@@ -47,6 +48,7 @@ class StepResult:
 
     loss: float
     grad_norm: float
+    optimizer_steps: int
     lr: float | None
     entropy: float
     clip_fraction: float
@@ -155,11 +157,12 @@ class Tally:
         tflops = operations.item() / dist.get_world_size(control) / sum(self.seconds.values()) / 1e12
         sums = dict(zip(self.SUMS, totals.tolist(), strict=True))
         means: dict[str, Any] = {name: sums[name] / count for name in self.OF_TOKENS}
-        means |= {name: sums[name] / len(self.grad_norms) for name in self.OF_STEPS}
+        means |= {name: sums[name] / max(1, len(self.grad_norms)) for name in self.OF_STEPS}
         means |= {name: None for name, key in self.NEEDS.items() if not getattr(config, key)}
         return StepResult(
             **means,
-            grad_norm=float(np.mean(self.grad_norms)),
+            grad_norm=float(np.mean(self.grad_norms or 0.0)),
+            optimizer_steps=len(self.grad_norms),
             lr=self.lr,
             logprob_gap=sums["gap"] / sums["current"] if sums["current"] else None,
             weight_max=maxima[0].item(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -36,7 +37,9 @@ def test_the_console_script_is_the_module():
 
 
 def test_a_clone_that_is_not_installed_has_a_version_too(monkeypatch):
-    assert areal.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    number, _, commit = areal.__version__.partition("+g")
+    assert number == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert not commit or re.fullmatch("[0-9a-f]{10}", commit)
     monkeypatch.setattr("importlib.metadata.Distribution.discover", lambda **where: iter(()))
     assert areal.__version__ == "unknown"
 

@@ -106,6 +106,25 @@ def test_settings_at_the_limit_of_what_can_be_are_taken(tmp_path):
         load_config(written(tmp_path, mine=values | {"trainer": trainer}))
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001), ("5e7", 5e7), ("-2E+3", -2000.0), (".5e1", 5.0), ("3.", 3.0), ("1_000.5", 1000.5),
+        ("010", 10), ("0o17", 15), ("0x1F", 31), ("1_000", 1000), ("-7", -7), ("1:30", "1:30"), ("0b11", "0b11"),
+        ("1e", "1e"), ("e5", "e5"), ("'1e-3'", "1e-3"), ("1.2.3", "1.2.3"), ("-", "-"), ("12a", "12a"),
+    ],
+)  # fmt: skip
+def test_numbers_are_those_of_yaml_1_2_in_files_overrides_and_what_is_written(tmp_path, text, value):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(RUN) + f"reward: {{functions: [addition], options: {{mine: {{x: {text}}}}}}}\n")
+    overrides = [f"rollout_manager.workflow_options={{x: {text}}}"]
+    config = load_config(file, overrides)
+    for options in (config.reward.options["mine"], config.rollout_manager.workflow_options):
+        assert (type(options["x"]), options["x"]) == (type(value), value)
+    for again in (read_yaml(dump_config(config)), yaml.safe_load(dump_config(config))):  # YAML 1.1, which others read
+        assert again["reward"]["options"]["mine"] == {"x": value}
+
+
 def test_an_override_may_name_a_base(tmp_path):
     part = written(tmp_path, sums={"source": "addition", "reward": "addition"})
     overrides = [

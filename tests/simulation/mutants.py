@@ -36,6 +36,7 @@ from actors.sampling.jobs import RoutedGenerators, RoutedRewards, ScoreJob
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from actors.trainer import Trainer
+from actors.training.sample_store import SampleStore
 from actors.training.turns import Turns
 from areal.data.rows import Row
 from areal.staleness.ledger import (
@@ -364,10 +365,10 @@ def rollouts_written_again() -> AbstractContextManager[None]:
 def rejected_payloads_kept() -> AbstractContextManager[None]:
     """The trainer keeps the payloads of groups that the master does not accept."""
 
-    async def keep(trainer: Trainer, group: Group) -> None:
+    async def keep(store: SampleStore, group: Group) -> None:
         pass
 
-    return patch.multiple(Trainer, _forget=keep)
+    return patch.multiple(SampleStore, _forget=keep)
 
 
 def payloads_not_dropped_at_a_start() -> AbstractContextManager[None]:
@@ -655,15 +656,15 @@ def each_failure_counts() -> AbstractContextManager[None]:
 
 def shortages_are_failures() -> AbstractContextManager[None]:
     """The trainer refuses a sample for good if its disk has no room for it."""
-    store_samples = Trainer.store_samples
+    store_samples = SampleStore.store_samples
 
-    async def store_at_once(trainer: Trainer, request: Any) -> Done:
-        if trainer.member.disk.shortage:
+    async def store_at_once(store: Any, request: Any) -> Done:
+        if store._on_disk.__self__.disk.shortage:
             raise RefusedError("the disk is full")
-        return await store_samples(trainer, request)
+        return await store_samples(store, request)
 
     store_at_once.handled_kind = StoreSamples  # type: ignore[attr-defined]
-    return patch.multiple(Trainer, store_samples=store_at_once)
+    return patch.multiple(SampleStore, store_samples=store_at_once)
 
 
 def snapshots_without_failures() -> AbstractContextManager[None]:

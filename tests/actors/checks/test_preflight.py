@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from scripted_policy import byte_tokenizer
+from tiny_training import make_model
 
 from actors.checks import preflight, row_checks
 from areal.config import Config, UserError
@@ -57,6 +58,26 @@ def test_answers_that_cannot_be_read_are_refused_before_the_run(check, bad, eval
     assert "cannot read the answers of 1 of the 9 rows of data.source" in str(told.value)
     assert "correct or remove these rows" in str(told.value)
     assert f"that were checked, such as {named}" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"trainer": {"minibatches": 1, "deepspeed_options": {"zero_optimization": {"reduce_bucket_size": "many"}}}},
+            "DeepSpeed does not take trainer.deepspeed_options: .* reduce_bucket_size Input should be a valid integer",
+        ),
+        pytest.param(
+            {"generator": {"engine_options": {"kv_cache_dtype": "fp9"}}},
+            "vLLM cannot run the model .* cache_dtype Input should be 'auto'",
+            marks=pytest.mark.slow,  # imports vLLM in the same way
+        ),
+    ],
+)
+def test_options_that_the_engines_refuse_are_refused_in_a_rehearsal(tmp_path, changes, sentence):
+    config = config_of("rows.jsonl", model=str(make_model(tmp_path)), **changes)
+    with pytest.raises(UserError, match=sentence):
+        preflight.check_options(config)
 
 
 def test_a_few_answers_that_cannot_be_read_are_told(check, capsys):

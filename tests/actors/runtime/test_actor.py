@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import threading
 
 import pytest
 from helpers import network
@@ -9,6 +10,7 @@ from helpers import network
 from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from areal.config import UserError
+from areal.storage.disk import Patience
 from protocols.errors import BusyError
 from protocols.transport import Bus
 
@@ -41,3 +43,22 @@ async def test_one_who_is_not_in_the_run_is_busy_for_whoever_asks_it_for_work(fr
     with pytest.raises(BusyError, match="this actor is ending"):
         waiting(free_port, patience=1.0).spawn(work, "work")
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
+
+
+async def test_each_thing_that_is_written_is_a_kind_of_work_and_rollouts_never_count_as_a_hang(free_port, tmp_path):
+    actor = waiting(free_port, patience=1.0)
+    actor.disk = Patience(tmp_path, "the trainer")
+    begun, go_on = threading.Barrier(3), threading.Event()
+
+    def write():
+        begun.wait(60)
+        assert go_on.wait(60)
+
+    async with asyncio.TaskGroup() as writes:
+        writes.create_task(actor.on_disk("the spool", write))
+        writes.create_task(actor.on_disk("the rollouts", write, optional=True))
+        await asyncio.to_thread(begun.wait, 60)
+        works = {work.what: work.kind for work in actor.works.report()}
+        go_on.set()
+    assert works == {"writing the spool": "the spool", "writing the rollouts": ""}
+    assert actor.works.take_ended().keys() == {"the spool"}

@@ -81,6 +81,7 @@ def record(step, **changes):
         "loss": -0.01,
         "grad_norm": 0.7,
         "lr": 1e-5,
+        "optimizer_steps": 4,
         "entropy": 1.2,
         "clip_fraction": 0.01,
     } | changes

@@ -974,7 +974,7 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
     going_on = [(reader, parts) for reader, parts in zip(readers, progress, strict=True) if not reader.done()]
     progress = [parts for _, parts in going_on]
     before = [b"".join(chunk.tokens.tobytes() for chunk in parts) for parts in progress]
-    undelivered = sum(len(sequence._tokens) for sequence in engine._sequences.values())
+    undelivered = sum(len(sequence.rows) for sequence in engine._sequences.values())
     engine.hand_over()
     assert len(going_on) >= 2
     for reader, _ in going_on:

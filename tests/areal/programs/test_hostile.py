@@ -30,6 +30,12 @@ class TestBank(unittest.TestCase):
             self.assertEqual(withdraw(1, 5), -3)
 """
 MODULE = "import pytest, math, numpy as np\nfrom solution import f\n"
+# A file that pytest would run before the tests beside it.
+PACKAGE = """
+import os
+code = 'import _pytest.python as p\\np.Function.runtest = lambda self: None'
+open('__init__.py', 'w').write(code)
+"""
 # By name: the program, and its tests.
 ZEROS: dict[str, tuple[str, dict]] = {
     "an infinite half": (
@@ -87,6 +93,13 @@ ZEROS: dict[str, tuple[str, dict]] = {
     "a plugin of its own": (
         "open('conftest.py', 'w').write('def pytest_runtest_makereport(item, call): call.excinfo = None')\n"
         "open('pytest.ini', 'w').write('[pytest]\\naddopts = -k nothing')\ndef f(x): return 0",
+        {"test": MODULE + "def test_f():\n    assert f(1) == 3"},
+    ),
+    "a package around the tests": (PACKAGE + "def f(x): return 0", {"test": MODULE + "def test_f():\n    assert f(1) == 3"}),
+    "a package in the place of the tests": (
+        PACKAGE + "def again():\n    while True:\n        try:\n            os.unlink('tests.py')\n            os.mkdir('tests.py')\n"
+        "            open('tests.py/__init__.py', 'w').write(code)\n            open('tests.py/test_a.py', 'w')\n        except OSError: pass\n"
+        "import threading\nthreading.Thread(target=again, daemon=True).start()\ndef f(x): return 0",
         {"test": MODULE + "def test_f():\n    assert f(1) == 3"},
     ),
     "the end of its process": ("import os\ndef f(x): os._exit(0)", {"test_list": ["import pytest\nwith pytest.raises(ValueError):\n    f(1)"]}),

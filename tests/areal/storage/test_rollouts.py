@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from helpers import BRANCHED
 
 from areal.config import UserError
+from areal.storage import rollouts
 from areal.storage.rollouts import ONE_OF, RolloutWriter, batches, files
 from areal.trajectory import Group, Note, TokenValues, Trajectory, row_text
 
@@ -162,3 +164,29 @@ def test_the_files_are_those_of_one_run(tmp_path):
     writer(tmp_path).assign("a")
     with pytest.raises(UserError, match="are those of another run"):
         writer(tmp_path).assign("b")
+
+
+def test_a_write_that_stands_still_keeps_no_other_and_what_comes_meanwhile_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "PATIENCE_SECONDS", 0.01)
+    slow, store = writer(tmp_path), RolloutWriter.store
+    entered, go_on = threading.Event(), threading.Event()
+
+    def store_slowly(self, added):
+        entered.set()
+        assert go_on.wait(60)
+        store(self, added)
+
+    monkeypatch.setattr(RolloutWriter, "store", store_slowly)
+    slow.add_trained(1, [group(1)], None)
+    stuck = threading.Thread(target=slow.write)
+    stuck.start()
+    assert entered.wait(60)
+    monkeypatch.setattr(rollouts, "MOST_BYTES", slow.waiting + 1)
+    slow.add_trained(2, [group(2)], None)
+    slow.add_trained(3, [group(3), group(4)], None)
+    slow.write()  # returns, though the other one does not
+    assert (slow.lost, rows(tmp_path)) == (2, [])
+    go_on.set()
+    stuck.join()
+    slow.write()
+    assert {row["group"] for row in rows(tmp_path)} == {"g1.0", "g2.0"}

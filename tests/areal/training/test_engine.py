@@ -320,6 +320,64 @@ def test_masked_tokens_are_out_of_the_loss_and_its_normaliser(engine_of, folder)
     assert result.tokens_total == len(versions)
 
 
+def cut(batch):
+    return [replace(g, trajectories=tuple(replace(t, finish="length") for t in g.trajectories)) for g in batch]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {"mask_older_than": 4}),
+        ({"mask_cut": True}, {}),
+        ({"behaviour_weight": "masked", "behaviour_weight_bounds": (1e6, 1e7)}, {}),
+        ({"sequence_mask": "geometric", "sequence_mask_bounds": (1e6, 1e7), "objective": "grpo"}, {}),
+        ({"objective": "m2po", "m2_threshold": 1e-20}, {}),
+    ],
+)
+def test_a_step_in_which_every_token_is_masked_moves_nothing(engine_of, tmp_path, changes, options):
+    engine = engine_of(minibatches=2, weight_decay=0.5, lr=0.1, **changes)
+    engine.save(tmp_path / "before")
+    result = engine.step(cut(make_batch()), version=3, temperature=TEMPERATURE, **options)
+    assert (result.optimizer_steps, result.lr, result.grad_norm, result.loss) == (0, None, 0.0, 0.0)
+    engine.save(tmp_path / "after")
+    assert_same_state(tmp_path / "after", tmp_path / "before")
+    assert_same_bits(tmp_path / "after", tmp_path / "before")
+
+
+@pytest.mark.parametrize("changes", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"dtype": "bfloat16"}])
+def test_training_goes_on_after_a_step_without_a_trained_token_as_if_it_had_not_been(engine_of, tmp_path, changes):
+    for name in ("with", "without"):
+        engine = engine_of(minibatches=2, weight_decay=0.5, lr=0.01, warmup_steps=9, optimizer_steps=9, **changes)
+        train(engine, BATCHES[:1])
+        if name == "with":
+            masked = engine.step(make_batch(), version=3, temperature=TEMPERATURE, mask_older_than=4)
+            assert (masked.optimizer_steps, masked.tokens_trained) == (0, 0)
+        train(engine, BATCHES[1:2])
+        engine.save(tmp_path / name)
+    assert_same_state(tmp_path / "with", tmp_path / "without")
+    assert_same_bits(tmp_path / "with", tmp_path / "without")
+
+
+def test_a_minibatch_without_a_trained_token_makes_no_optimizer_step(engine_of):
+    batch = make_batch(groups=2)
+    for trajectory in batch[1].trajectories:
+        trajectory.versions[trajectory.sampled] = 1
+    engine = engine_of(minibatches=2, lr=1e-3, warmup_steps=4, optimizer_steps=4)
+    result = engine.step(batch, version=3, temperature=TEMPERATURE, mask_older_than=2)
+    assert result.tokens_trained > 0
+    assert (result.optimizer_steps, result.lr) == (1, pytest.approx(1e-3 / 4))
+    assert engine._deepspeed.lr_scheduler.last_epoch == 1
+    assert engine.step(make_batch(), version=3, temperature=TEMPERATURE).lr == pytest.approx(1e-3 * 3 / 4)
+
+
+def test_the_largest_advantage_is_a_metric(engine_of):
+    batch = make_batch()
+    rewards = np.array([t.reward for group in batch for t in group.trajectories])
+    wanted = np.abs(rewards - rewards.mean()).max() / rewards.std()
+    result = engine_of(minibatches=2).step(batch, version=3, temperature=TEMPERATURE)
+    assert result.advantage_max == pytest.approx(wanted, rel=1e-5)
+
+
 def test_cut_samples_are_out_of_the_loss_but_their_rewards_still_count(engine_of, folder):
     batch = make_batch()
     for n, group in enumerate(batch):
@@ -489,8 +547,11 @@ def write_gradients(folder, out):
         for name, batch in {"tree": make_tree(), "one": make_batch(1)}.items():
             result, gradients = step_and_gradients(engine, batch if first else None)
             assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
+            assert result.optimizer_steps == 1
             if first:
                 save_file(gradients, out / f"{stage}-{name}")
+        batch = make_batch() if first else None
+        assert not engine.step(batch, version=3, temperature=TEMPERATURE, mask_older_than=4).optimizer_steps
         engine.snapshot()
         told = engine.begin_write(out / f"weights-{stage}").result()
         assert told == (Manifest.of(out / f"weights-{stage}") if first else None)

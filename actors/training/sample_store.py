@@ -1,0 +1,195 @@
+"""The trainer's store of scored samples, on disk, and of the calls of unfinished ones."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from actors.runtime.actor import HandlesRequests, handles, parked
+from actors.runtime.membership import Ask
+from areal.config import Config
+from areal.result import mean_parts
+from areal.storage.rollouts import RolloutWriter
+from areal.storage.spool import Spool, SpoolPart
+from areal.trajectory import Group, Note, Trajectory
+from protocols.errors import BusyError, FencedError, RefusedError
+from protocols.messages import (
+    AskCalls,
+    AskReuse,
+    AskSamples,
+    Done,
+    GroupAccepted,
+    GroupReady,
+    ReuseAnswer,
+    ScoredSample,
+    StoreCalls,
+    StoredCalls,
+    StoredSamples,
+    StoreSamples,
+)
+from protocols.transport import Request
+
+
+class SampleStore(HandlesRequests):
+    """Reports each group that is complete to the master. on_disk: does a write once the disk has room for it."""
+
+    def __init__(
+        self, config: Config, vocab_size: int, spool: Spool, rollouts: RolloutWriter,
+        on_disk: Callable[..., Awaitable[Any]], ask_master: Ask,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._vocab_size = vocab_size
+        self._spool = spool
+        self._rollouts = rollouts
+        self._on_disk = on_disk
+        self._ask_master = ask_master
+        self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
+        self._reporting: set[str] = set()  # groups that are complete, while the master is told
+
+    @handles(StoreSamples)
+    async def store_samples(self, request: Request[StoreSamples]) -> Done:
+        stored = request.message
+        try:
+            parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
+        except ValueError as error:
+            raise RefusedError(f"group {stored.group}: {error}") from None
+        group = await self._use_spool(request, self._spool.put_all, parts, self._config.group_size)
+        await self._report_ready(group)
+        return Done()
+
+    def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
+        """A sample for the spool. Raises ValueError for one that cannot be trained."""
+        trajectory = Trajectory.of_frame(sample.frame.data)
+        trajectory.validate()
+        if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._vocab_size):
+            raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
+        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
+        return SpoolPart(
+            Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
+        )
+
+    @handles(AskSamples)
+    async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
+        """What is stored of a group. What groups of its prompt that were given up have stored becomes its own, as far
+        as the master allows it, and is forgotten otherwise."""
+        group, size = request.message.group, self._config.group_size
+        stored, unfinished = await self._oldest_versions(request, size)
+        if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
+            answer = await self._ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
+            if answer.oldest is not None:
+                fresh = {key for key, version in earlier.items() if version >= answer.oldest}
+                await self._use_spool(request, self._spool.move, group, sorted(fresh & stored.keys()), size)
+                begun = [key for key in unfinished if key in fresh]
+                await self._use_spool(request, self._spool.move_calls, group, begun)
+                await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
+                stored, unfinished = await self._oldest_versions(request, size)
+        await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
+        scored = {place: version for (group_id, place), version in stored.items() if group_id == group}
+        calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
+        return StoredSamples(
+            places=tuple(scored),
+            unfinished=tuple(place for place in calls if place not in scored),
+            start_version=min([*scored.values(), *calls.values()], default=None),
+        )
+
+    async def _oldest_versions(
+        self, request: Request[AskSamples], size: int
+    ) -> tuple[dict[tuple[str, int], int], ...]:  # fmt: skip
+        """The oldest version in each stored sample of the prompt, and in each of which calls are stored, by group and
+        place. If samples are of use only with all of their group, the former is the oldest in all, and others are left
+        out."""
+        samples = await self._use_spool(request, self._spool.samples, request.message.prompt_index)
+        unfinished = await self._use_spool(request, self._spool.unfinished, request.message.prompt_index)
+        stored = {key: sample.start_version for key, sample in samples.items()}
+        if request.message.all_or_none:
+            of_groups: dict[str, list[int]] = {}
+            for (group, _), version in stored.items():
+                of_groups.setdefault(group, []).append(version)
+            stored = {key: min(of_groups[key[0]]) for key in stored if len(of_groups[key[0]]) == size}
+        return stored, unfinished
+
+    @handles(StoreCalls)
+    async def store_calls(self, request: Request[StoreCalls]) -> Done:
+        stored = request.message
+        key = stored.group, stored.place
+        try:
+            await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
+        except ValueError as error:
+            raise RefusedError(f"group {stored.group}: {error}") from None
+        return Done()
+
+    @handles(AskCalls)
+    async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
+        key = request.message.group, request.message.place
+        frame = await self._use_spool(request, self._spool.calls, *key)
+        return StoredCalls(frame=np.frombuffer(frame, np.uint8))
+
+    async def _use_spool(self, request: Request[Any], use: Callable[..., Any], *arguments: Any) -> Any:
+        """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
+        try:
+            async with parked(request):
+                return await self._on_disk("the spool", use, *arguments)
+        except TimeoutError:
+            raise BusyError("the trainer waits for its disk") from None
+
+    async def _report_ready(self, group: Group | None) -> None:
+        """Report a group that is complete to the master, and drop it if the master does not accept it."""
+        if group is None or group.id in self._reporting:
+            return
+        self._reporting.add(group.id)
+        try:
+            self._keep_in_memory(group)
+            accepted = (await self._ask_master(_ready_report(group), GroupAccepted)).accepted
+        except FencedError:
+            raise
+        except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
+            await self._forget(group)
+            raise
+        finally:
+            self._reporting.remove(group.id)
+        if not accepted:
+            self._add_untrained(group)
+            await self._forget(group)
+
+    def _add_untrained(self, group: Group) -> None:
+        if self._config.filter_zero_signal and not group.has_signal:
+            self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
+        else:
+            self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
+
+    async def _forget(self, group: Group) -> None:
+        self._in_memory.pop(group.id, None)
+        await self._on_disk("the spool", self._spool.forget, [group.id])
+
+    def _keep_in_memory(self, group: Group) -> None:
+        """Keep the group in memory, so that the next steps need not read it from disk. At most as many groups are kept
+        as may be alive, even if groups are stored twice."""
+        self._in_memory.setdefault(group.id, group)
+        while len(self._in_memory) > (self._config.max_staleness + 1) * self._config.batch_size:
+            del self._in_memory[next(iter(self._in_memory))]
+
+    async def load_groups(self, ids: Sequence[str]) -> list[Group]:
+        fresh = {group: self._in_memory.pop(group) for group in ids if group in self._in_memory}
+        if missing := [group for group in ids if group not in fresh]:
+            fresh |= {group.id: group for group in await asyncio.to_thread(self._spool.get, missing)}
+        return [fresh[group] for group in ids]
+
+
+def _ready_report(group: Group) -> GroupReady:
+    """The report that the group is on disk."""
+    samples = group.trajectories
+    rewards = [t.reward for t in samples]
+    return GroupReady(
+        group=group.id,
+        start_version=group.start_version,
+        reward_mean=sum(rewards) / len(rewards),
+        reward_spread=statistics.pstdev(rewards),
+        signal=group.has_signal,
+        tokens=sum(int(t.sampled.sum()) for t in samples),
+        discarded=sum(note.discarded for note in group.notes),
+        reward_parts=mean_parts(note.parts for note in group.notes),
+    )
