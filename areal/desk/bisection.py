@@ -6,6 +6,7 @@ which the condition does not hold; it has to hold with them alone, too.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -212,6 +213,5 @@ def _print(record: Record, result: BisectionResult, console: Console) -> None:
             line(f"\nstep {row['step']} · group {row['group']} · prompt {row['prompt_index']} · row {row['row']}")
             line(f"prompt: {row['prompt'][:EXCERPT]}")
         line(f"reward {row['reward']:g}: {row['completion'][:EXCERPT]}")
-    line(
-        f"\nWithout them in all steps: areal replay {record.folder} --without '\"group\" IN ({_names(result.groups)})'"
-    )
+    command = ["areal", "replay", str(record.folder), "--without", f'"group" IN ({_names(result.groups)})']
+    line(f"\nWithout them in all steps: {shlex.join(command)}")

@@ -171,13 +171,11 @@ def is_arithmetic(side: str) -> bool:
 
 
 def count(latex: str) -> int | None:
-    """How many answers stand in a list without brackets around it; None for anything else."""
+    """How many answers stand in a list without brackets; None for anything else."""
     text = plain(latex)
-    tuples = re.sub(r"[(\[][^()\[\]]*[)\]]", "t", text)
-    if re.search(r"\d_|[()\[\]&±]|\\(?:pm|cup|begin|in)(?![A-Za-z])", tuples) or _RELATION.search(text):
+    if re.search(r"\d_|[()\[\]&±]|\\(?:pm|cup|begin|in)(?![A-Za-z])", text) or _RELATION.search(text):
         return None
-    amount = sum(bool(piece.strip()) for piece in _LIST.split(tuples))
-    return None if tuples != text and amount == 1 else amount  # (1, 2) may be 1, 2
+    return sum(bool(piece.strip()) for piece in _LIST.split(text))
 
 
 def is_relation(latex: str) -> bool:
