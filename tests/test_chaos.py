@@ -26,7 +26,7 @@ import pytest
 import yaml
 from accounts import check_accounts
 from conftest import ROOT, Run
-from helpers import SHORT, Process, check_adapters, descendants, flip_a_bit, processes, processes_mentioning
+from helpers import SHORT, Process, check_adapters, descendants, flip_a_bit, processes, processes_mentioning, read_jsonl
 from safetensors.torch import load_file, save_file
 from scorers import judging, scorer_of, scores_of, token_scores_of, verdict, write_classifier
 
@@ -207,7 +207,7 @@ def test_an_engine_may_hang_then_roles_be_killed_then_the_machine_and_the_run_go
     summary = json.loads((copy / "summary.json").read_text())
     assert summary["masters"] >= 2
     assert summary["lineages"] >= 2
-    assert all(0 < record["reward_parts"]["mine:Short"] < 1 for record in read_metrics(copy / "metrics.jsonl"))
+    assert all(0 < record["reward_parts"]["mine:Short"] < 1 for record in read_jsonl(copy / "metrics.jsonl"))
     check_adapters(copy, tiny_model, summary["checkpoint"])
 
 
