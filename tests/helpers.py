@@ -38,6 +38,15 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
+SHORT = """
+class Short:
+    def __init__(self, characters):
+        self.characters = characters
+
+    async def score(self, prompt, completion, row):
+        return 1 / (self.characters + len(completion))
+"""
+
 # Programs that are run in sandboxes: each `make test` draws another eighth of them.
 an_eighth_or_all = pytest.mark.parametrize(
     "share", [pytest.param(1 / 8, id="an eighth"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
@@ -188,6 +197,20 @@ def descendants(pid: int) -> list[Process]:
         below += found
         parents = {p.pid for p in found}
     return below
+
+
+def check_adapters(folder: Path, model: Path, checkpoint: str) -> None:
+    """They alone are published; the last checkpoint is a whole model, which differs from the first where they are."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    published = list((folder / "weights").glob("*/*.safetensors"))
+    assert {path.name for path in published} == {"adapter_model.safetensors"}
+    assert all(path.stat().st_size < 40_000 for path in published)  # the model has 3 MB
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+    before, after = (load_file(Path(of, "model.safetensors")) for of in (model, checkpoint))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -26,7 +26,7 @@ import pytest
 import yaml
 from accounts import check_accounts
 from conftest import ROOT, Run
-from helpers import Process, descendants, flip_a_bit, processes, processes_mentioning
+from helpers import SHORT, Process, check_adapters, descendants, flip_a_bit, processes, processes_mentioning, read_jsonl
 from safetensors.torch import load_file, save_file
 from scorers import judging, scorer_of, scores_of, token_scores_of, verdict, write_classifier
 
@@ -161,12 +161,20 @@ def check_finished(run: Run, folder: Path, timeout: float) -> None:
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
 @pytest.mark.parametrize("spared", ["generator", pytest.param("nobody", marks=pytest.mark.slow)])
 def test_an_engine_may_hang_then_roles_be_killed_then_the_machine_and_the_run_goes_on_from_its_damaged_backup(
-    run, small, free_port, chaos, tmp_path, spared
+    run, small, tiny_model, free_port, chaos, tmp_path, spared
 ):
-    """A generator that is spared is lost with its engine before, and with the machine: its start takes longest."""
+    """A generator that is spared is lost with its engine before, and with the machine: its start takes longest. The run
+    trains adapters, by a reward of its own; a reward actor that was started by hand joins it."""
     folder, copy = tmp_path / "runs" / "test", tmp_path / "copy"
-    started = run("--config", CONFIG, *small, "generator.count=1", "master.hang_seconds=10")
+    (tmp_path / "mine.py").write_text(SHORT)
+    more = [
+        "reward.functions={addition: 1, mine:Short: 0.1}", "reward.options.mine:Short.characters=1",
+        "trainer.lora.rank=4", "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.kl_coef=0.01",
+        "generator.count=1", "master.hang_seconds=10",
+    ]  # fmt: skip
+    started = run("--config", CONFIG, *small, *more)
     wait_for(started, lambda: engine_keeps_its_core(started))
+    by_hand = run("--role", "reward", "--master", "runs/test")
     hang_engine(started, folder)
     roles = [role for role in chaos.sample(ROLES, len(ROLES)) if role != spared]
     for step, victims in zip(sorted(chaos.sample(KILLED_AT, 2)), (roles[:3], roles[3:]), strict=True):
@@ -181,7 +189,9 @@ def test_an_engine_may_hang_then_roles_be_killed_then_the_machine_and_the_run_go
     after_steps(started, folder, 1)
     print(f"step {steps_done(folder)}: lose_machine")
     lose_machine(started)
+    lose_machine(by_hand)
     assert not processes_mentioning(f"tcp://127.0.0.1:{free_port}")
+    assert '"reward/1#' in log_of(folder, "master-0")
     done = steps_done(folder)
     assert steps_done(copy) in range(backed_up_after, done + 1)
 
@@ -197,6 +207,8 @@ def test_an_engine_may_hang_then_roles_be_killed_then_the_machine_and_the_run_go
     summary = json.loads((copy / "summary.json").read_text())
     assert summary["masters"] >= 2
     assert summary["lineages"] >= 2
+    assert all(0 < record["reward_parts"]["mine:Short"] < 1 for record in read_jsonl(copy / "metrics.jsonl"))
+    check_adapters(copy, tiny_model, summary["checkpoint"])
 
 
 def hang_engine(run: Run, folder: Path) -> None:

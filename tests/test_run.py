@@ -18,7 +18,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 import zmq
-from helpers import descendants, keys_folder, processes_mentioning, read_jsonl
+from helpers import SHORT, check_adapters, descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 from run import keep_report, main, port_is_named
 
@@ -42,16 +42,6 @@ SUMMARY = {
     "steps", "accuracy_before", "accuracy_after", "staleness_max", "max_staleness", "logprob_gap_max",
     "samples_trained", "samples_per_second", "seconds", "trainer_idle",
 }  # fmt: skip
-
-
-SHORT = """
-class Short:
-    def __init__(self, characters):
-        self.characters = characters
-
-    async def score(self, prompt, completion, row):
-        return 1 / (self.characters + len(completion))
-"""
 
 
 @pytest.fixture
@@ -211,10 +201,8 @@ def check_evaluations(evaluations: list[dict], summary: dict) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "reference",
-    ["null", pytest.param("scorer:first", marks=pytest.mark.slow)],  # test_scorer.py has such a scorer
-)
+@pytest.mark.slow  # test_chaos.py has adapters, and a reward that joins by hand; test_scorer.py has such a scorer
+@pytest.mark.parametrize("reference", ["null", "scorer:first"])
 def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_and_a_reference_of_their_own(
     run, small, tmp_path, tiny_model, reference
 ):
@@ -250,20 +238,6 @@ def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_and_a_referen
         assert abs(metrics[0]["kl_teacher"]) < 1e-4 and metrics[0]["teacher_agreement"] > 0.999
         assert metrics[0]["teacher_agreement"] > metrics[-1]["teacher_agreement"]
     check_adapters(folder, tiny_model, summary["checkpoint"])
-
-
-def check_adapters(folder: Path, model: Path, checkpoint: str) -> None:
-    """They alone are published; the last checkpoint is a whole model, which differs from the first where they are."""
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    published = list((folder / "weights").glob("*/*.safetensors"))
-    assert {path.name for path in published} == {"adapter_model.safetensors"}
-    assert all(path.stat().st_size < 40_000 for path in published)  # the model has 3 MB
-    AutoModelForCausalLM.from_pretrained(checkpoint)
-    before, after = (load_file(Path(of, "model.safetensors")) for of in (model, checkpoint))
-    changed = {name for name in before if not before[name].equal(after[name])}
-    assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
 
 
 ROW = '{"prompt": "a12b34=", "answer": "415"}\n'

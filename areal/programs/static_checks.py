@@ -6,6 +6,7 @@ import ast
 import builtins
 import collections
 import symtable
+import sys
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -237,8 +238,9 @@ def _is_callback(value: ast.AST, functions: set[str]) -> bool:
             return True
         case ast.Name(id=name):
             return name in functions
-        case ast.Attribute(value=ast.Name(id=name)):
-            return name == "operator" or hasattr(builtins, name)
+        case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+            owners = (vars(builtins).get(name), sys.modules.get(name), *DATA)
+            return any(callable(getattr(owner, attribute, None)) for owner in owners)
     return False
 
 

@@ -60,9 +60,14 @@ def add_adapters(module: torch.nn.Module, config: LoraConfig, folder: Path | Non
 
 
 def write_adapter(module: torch.nn.Module, parameters: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the trained `parameters`, given by their names in `module`, into an existing folder."""
+    """Write the trained `parameters`, given by their names in `module`, into an existing folder. The same parameters
+    give the same files, which the stamp of a version needs."""
     write_tensors({name.replace(_NAME, ""): tensor for name, tensor in parameters.items()}, folder / ADAPTER_FILE)
     module.peft_config["default"].save_pretrained(str(folder))
+    # peft has the layers in a set, in another order in each process.
+    settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+    settings["target_modules"].sort()
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
 def merged_tensors(base: Path, adapter: Path, shard: int = 0, shards: int = 1) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """Training adapters, with real DeepSpeed on a tiny model; on two ranks in test_engine and test_numerics."""
 
+import json
 import shutil
 
 import pytest
@@ -8,9 +9,10 @@ from safetensors.torch import load_file
 from tiny_training import TEMPERATURE, assert_same_state, make_batch, make_model, settings
 from transformers import AutoModelForCausalLM
 
-from areal.config import UserError
+from areal.config import LoraConfig, UserError
 from areal.training.engine import TrainingEngine
 from areal.weights.folders import write_weights
+from areal.weights.lora import add_adapters, write_adapter
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]
 LORA = {"rank": 4, "alpha": 8}
@@ -56,6 +58,13 @@ def test_what_is_published_is_an_adapter_that_peft_loads_and_a_checkpoint_is_the
     assert (saved / "adapter" / "adapter_model.safetensors").read_bytes() == (
         published / "adapter_model.safetensors"
     ).read_bytes()
+
+
+def test_the_files_of_an_adapter_are_the_same_in_each_process(folder, tmp_path):
+    """A replay compares their stamp with that of the run. peft has the layers in a set, whose order is random."""
+    write_adapter(add_adapters(plain(folder), LoraConfig(**LORA)), {"A": torch.zeros(2)}, tmp_path)
+    layers = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert len(layers) == 14 and layers == sorted(layers)
 
 
 def test_weights_without_an_adapter_stay_as_they_are_to_the_bit(folder, tmp_path):
