@@ -188,7 +188,7 @@ class TrainingEngine:
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_trainable(model, config.sequence_parallel)
         cuda = torch.cuda.is_available()
-        self.config = config = config.on(cuda=cuda)
+        self.config = config = config.for_device(cuda=cuda)
         deepspeed = _import_deepspeed(config, cuda)
         torch.manual_seed(seed)
         self.source = model
