@@ -207,9 +207,9 @@ class Master(HandlesRequests):
 
     def _shortages(self) -> Iterator[Shortage]:
         """Who waits for a disk now."""
-        yield from filter(None, (self.journal.shortage, self._run.patience.shortage))
-        for pulse in self.members.pulses.values():
-            if short := pulse.beat.shortage:
+        yield from filter(None, (self.journal.shortage, self._run.disk_retry.shortage))
+        for last in self.members.last_heartbeats.values():
+            if short := last.beat.shortage:
                 yield Shortage(**short.model_dump())
 
     async def _announce(self) -> None:
@@ -359,14 +359,14 @@ class Master(HandlesRequests):
     @handles(Heartbeat)
     async def heartbeat(self, request: Request[Heartbeat]) -> HeartbeatAnswer:
         member, beat = self._run.member(request), request.message
-        pulse = self.members.pulses[member.identity]
+        last = self.members.last_heartbeats[member.identity]
         changed = self.members.update(member, beat)
         self.members.record_heartbeat(member.identity, beat)
         self._hangs.hear(member, beat)
-        fresh = self._run.meter.count(beat.stats, None if pulse.restored else pulse.beat.stats)
+        fresh = self._run.meter.count(beat.stats, None if last.restored else last.beat.stats)
         if beat.stats.get("samples_scored", 0.0) > 0:
             self._run.failures.any_succeeded = True
-        worked = beat.stats.get("work_done", 0.0) > pulse.beat.stats.get("work_done", 0.0)
+        worked = beat.stats.get("work_done", 0.0) > last.beat.stats.get("work_done", 0.0)
         if changed or worked or fresh["tokens_generated"] > 0:
             self._run.progress.made()
         name, spans = actor_name(member.identity), [(span.name, span.began, span.seconds) for span in beat.spans]

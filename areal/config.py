@@ -72,7 +72,7 @@ def _expanded(path: Path) -> Path:
         return path
 
 
-Place = Annotated[Path, AfterValidator(_expanded)]
+UserPath = Annotated[Path, AfterValidator(_expanded)]
 """A path, in which ~ is the user's folder."""
 
 
@@ -207,7 +207,7 @@ class RowsConfig(SourceConfig):
         (), description="several sources, in place of `source`: the same keys for each, and a `weight`"
     )
     eval_size: int = Field(256, ge=0, description="held-out rows; 0: no evaluation")
-    chat_template: Place | None = Field(None, description="file with a Jinja chat template; null: the tokenizer's")
+    chat_template: UserPath | None = Field(None, description="file with a Jinja chat template; null: the tokenizer's")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
@@ -891,7 +891,7 @@ class WeightsConfig(Section):
         description="folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, "
         "ipc, gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
     )
-    folder: Place | None = Field(
+    folder: UserPath | None = Field(
         None, description="holds a folder of weights per run, for example /dev/shm; null: the run folder"
     )
     delta: bool = Field(True, description="stream only what has changed, bit-exactly, if that is smaller")
@@ -926,12 +926,12 @@ class SandboxConfig(Section):
     processes: int = Field(64, ge=1, description="processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="size of all files together, which are kept in memory, MiB")
     output_kib: int = Field(1024, ge=1, description="size of stdout, and of stderr, KiB")
-    cgroup: Place | None = Field(
+    cgroup: UserPath | None = Field(
         None,
         description="folder of a control group (version 2) delegated to the sandbox; the kernel then counts memory "
         "and CPU time exactly",
     )
-    folders: list[Place] = Field(
+    folders: list[UserPath] = Field(
         default_factory=list, description="folders that programs may read besides those of the system and of Python"
     )
 
@@ -1115,7 +1115,7 @@ class MasterConfig(Section):
 class NetworkConfig(Section):
     """How actors reach each other (docs/security.md). Roles started by hand have command-line options for the same."""
 
-    keys: Place | None = Field(
+    keys: UserPath | None = Field(
         None,
         description="folder made by `python -m areal keys`, required if the master listens beyond this machine; null: "
         "AREAL_KEYS, or on one machine keys of the run's own",
@@ -1136,7 +1136,7 @@ class Config(ScoringConfig):
     """A run. `batch_size` (B) and all bounds count groups; a group is a prompt with its `group_size` (G) samples."""
 
     name: str = Field("run", description="name of the run and of its folder")
-    run_dir: Place = Field(Path("runs"), description="folder that contains the run folders")
+    run_dir: UserPath = Field(Path("runs"), description="folder that contains the run folders")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
     steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (docs/evaluation.md)")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from actors.runtime.actor import Signal
+from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from areal.generation.routing import GeneratorLoad, fullness
 from protocols.messages import Member
@@ -34,7 +34,7 @@ class Router:
         self._index = index
         self._most = most
         self.requests: Counter[str] = Counter()
-        self.room = Signal()
+        self.room = Notifier()
         self.loads: dict[str, GeneratorLoad] = {}
         self._avoid: dict[str, float] = {}
 

@@ -26,7 +26,7 @@ from protocols.messages import StepFailed
 
 if TYPE_CHECKING:
     from areal.config import Config
-    from areal.storage.disk import Patience
+    from areal.storage.disk import DiskRetry
     from areal.training.engine import TrainingEngine
 
 # Errors of a collective: another rank has died, perhaps of an error of its own.
@@ -46,11 +46,11 @@ class Ranks:
         self._thread = thread
 
     @classmethod
-    async def start(cls, config: Config, patience: Patience) -> Ranks:
-        """Start the engine of this rank; all ranks have to start at the same time. patience: with which folders are
+    async def start(cls, config: Config, disk_retry: DiskRetry) -> Ranks:
+        """Start the engine of this rank; all ranks have to start at the same time. disk_retry: with which folders are
         written. Raises UserError if the model cannot be loaded."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config, patience)
+        engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config, disk_retry)
         await asyncio.get_running_loop().run_in_executor(
             thread, engine.broadcast, {"process": os.getpid(), "host": socket.gethostname()}
         )
@@ -127,12 +127,12 @@ class Ranks:
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
 
-def start_engine(config: Config, patience: Patience | None = None) -> TrainingEngine:
+def start_engine(config: Config, disk_retry: DiskRetry | None = None) -> TrainingEngine:
     """Create the engine of this rank. Called on all ranks."""
     with importing():
         from areal.training.engine import TrainingEngine
 
-    return TrainingEngine.of_run(config, keep_values=config.observe.rollouts != "none", patience=patience)
+    return TrainingEngine.of_run(config, keep_values=config.observe.rollouts != "none", disk_retry=disk_retry)
 
 
 def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:

@@ -29,7 +29,7 @@ from actors.mastering.run_state import RunState
 from actors.record.rollback import undone_by
 from actors.reward import Reward
 from actors.runtime.actor import Ending
-from actors.runtime.addresses import Door
+from actors.runtime.addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.scorer import Scorer
 from actors.trainer import Trainer
@@ -302,7 +302,7 @@ class World:
             return self._make_master(one)
         common: dict[str, Any] = {
             "index": one.process.index,
-            "door": Door(one.process.name, one.process.name),
+            "listen_address": ListenAddress(one.process.name, one.process.name),
             "keep_log": _keep_no_log,
         }
         match one.role:
