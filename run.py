@@ -128,6 +128,7 @@ def add_options_of_run(add: Callable[..., object]) -> None:
         "--end", action="store_true",
         help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
     )  # fmt: skip
+    add("--trust", action="store_true", help="with --resume or --fork: run code that another user's run names")
     add("--fork", type=Path, metavar="RUN_FOLDER", help="a new run from a checkpoint of this one, with its settings")
     add("--at-step", type=int, metavar="N", help="with --fork: the step of the checkpoint")
     add(
@@ -253,6 +254,15 @@ def keep_keys(keys: str | Path | None) -> None:
 
 
 def configuration(arguments: argparse.Namespace) -> Config:
+    config = resolved(arguments)
+    if run := arguments.resume or arguments.fork:
+        from areal.plugins import announce_code
+
+        announce_code(run, config.model_dump(mode="json"), arguments.trust)
+    return config
+
+
+def resolved(arguments: argparse.Namespace) -> Config:
     if arguments.resume:
         folder, from_step = arguments.resume, arguments.from_step
         end = end_of(folder, steps_trained(folder) if from_step is None else from_step) if arguments.end else []
