@@ -82,7 +82,7 @@ class RoutedGenerators:
     async def sample(self, call: Call) -> Generation:
         """Raises SampleFailed."""
         sample = call.sample
-        sample.place.close()
+        sample.slot.close()
         home = sample.home
         try:
             while not sample.closed:

@@ -129,7 +129,7 @@ class Characters:
 def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, SampleSession]:
     router = cluster.router
     sampling = cluster.config.sampling.model_copy(update=settings)
-    return router, SampleSession(cluster.services, None, sampling, 3, home=home, place=router.place_at(home))
+    return router, SampleSession(cluster.services, None, sampling, 3, home=home, slot=router.slot_at(home))
 
 
 def moved(session: SampleSession, target: Member, then: Generation):
@@ -381,7 +381,7 @@ async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its
         at0=[[chunk(5, 6, 7, version=3, finish="stop")], [chunk(*range(7), version=5, finish="length")]]
     )
     await session.generate([1, 2])
-    assert not router.requests, "between turns no place is taken"
+    assert not router.requests, "between turns no slot is taken"
     session.min_version = 4  # the group's start is known
     await session.generate([1, 2, 5, 6, 7, 9])
     nothing = await session.generate([1])
