@@ -586,9 +586,9 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     if "RANK" in os.environ:
         choose_interface(host_of(arguments.master).strip("[]"))
         if os.environ["RANK"] != "0":
-            from actors.training.ranks import follow
+            from actors.training.ranks import run_follower
 
-            follow(config, lambda failure: ask_master(arguments, failure))
+            run_follower(config, lambda failure: ask_master(arguments, failure))
             leave(0)
     elif config.trainer.ranks > 1:
         os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process

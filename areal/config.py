@@ -401,7 +401,7 @@ class EngineConfig(Section):
         """Number of devices of one engine; on a CPU, of its processes."""
         return self.tensor_parallel * devices_of(self.engine_options)
 
-    def on(self, *, cuda: bool) -> Self:
+    def for_device(self, *, cuda: bool) -> Self:
         """This configuration for engines on GPUs (cuda) or CPUs, without `auto`."""
         return self.model_copy(update={"dtype": half_on_gpus(cuda) if self.dtype == "auto" else self.dtype})
 
@@ -765,7 +765,7 @@ class TrainerConfig(Section):
     )
     checkpoints_kept: int = Field(3, ge=1, description="how many of the newest checkpoints are kept")
 
-    def on(self, *, cuda: bool) -> TrainerConfig:
+    def for_device(self, *, cuda: bool) -> TrainerConfig:
         """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
         values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
         return self.model_copy(update={key: value for key, value in values.items() if getattr(self, key) == "auto"})
@@ -1382,10 +1382,14 @@ class Config(ScoringConfig):
         anyone = self.steps or self.rollout_manager.is_own
         return [name for name in self.used_scorers if anyone or name in self.rewards]
 
-    def on(self, *, cuda: bool) -> Config:
+    def for_device(self, *, cuda: bool) -> Config:
         """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""
-        scorers = {name: scorer.on(cuda=cuda) for name, scorer in self.scorers.items()}
-        parts = {"trainer": self.trainer.on(cuda=cuda), "generator": self.generator.on(cuda=cuda), "scorers": scorers}
+        scorers = {name: scorer.for_device(cuda=cuda) for name, scorer in self.scorers.items()}
+        parts = {
+            "trainer": self.trainer.for_device(cuda=cuda),
+            "generator": self.generator.for_device(cuda=cuda),
+            "scorers": scorers,
+        }
         return self.model_copy(update=parts)
 
     @property
@@ -1435,7 +1439,7 @@ def from_message(values: Any) -> Config:
     """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code. Raises
     UserError if another version of this program has made it."""
     try:
-        return checked(json.loads(json.dumps(values)), Path("the master's configuration"))
+        return validated(json.loads(json.dumps(values)), Path("the master's configuration"))
     except UserError as error:
         raise UserError(f"Install the version of this program that the master has: {error}") from None
 
@@ -1456,7 +1460,7 @@ def load_config(
     """
     values = {} if file is None else read_values(file)
     reveal(values, secrets or {})
-    return checked(overridden(values, overrides, kind=kind), file, kind)
+    return validated(overridden(values, overrides, kind=kind), file, kind)
 
 
 def overridden(
@@ -1475,7 +1479,7 @@ def overridden(
     return _with_bases(values, Path(), ())
 
 
-def checked(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]
+def validated(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]
     """The configuration with these values. file: where they come from, for messages. Raises UserError."""
     try:
         return kind.model_validate(values)

@@ -27,9 +27,9 @@ class Progress:
         self._successor_until = 0.0
         self._were_served: set[str] = set()
         self._absent: dict[str, float] = {}  # names that were served, and since when nobody serves them
-        self.made()
+        self.note_progress()
 
-    def made(self) -> None:
+    def note_progress(self) -> None:
         """An actor has worked, or what it did has moved the run."""
         self._last = self._clock()
         self._remedies = 0

@@ -113,7 +113,7 @@ class RunControl:
         if not self.end.done():
             self.end.set_result(Ending(ok, reason, stopped=stopped))
 
-    def fail(self, reason: str | None) -> None:
+    def end_if(self, reason: str | None) -> None:
         """End the run if there is a reason."""
         if reason:
             self.finish(False, reason)

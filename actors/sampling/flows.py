@@ -110,7 +110,7 @@ class Flow(Generic[J]):
         self.broken = False
         spawn(self._live(), f"flow to {peer.address}")
 
-    async def do(self, job: J) -> Any:
+    async def run_job(self, job: J) -> Any:
         """The result of a job. If this is cancelled, the server ends the job. Raises a BusError if the server refuses
         it, if it fails there, or if the flow breaks."""
         number = next(self._numbers)

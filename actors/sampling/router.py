@@ -22,7 +22,7 @@ class Router:
     """Chooses an actor of a role: the least loaded one that has not failed a request recently. A generator that holds a
     version older than `min_version` is chosen only if there is no other.
 
-    `requests`: number of this actor's requests at each server, by its identity, including places that samples have
+    `requests`: number of this actor's requests at each server, by its identity, including slots that samples have
     before their first request. `room`: notified when one of them ends. `loads`: the load that each generator has
     reported, as the master passes it on.
     """
@@ -91,11 +91,11 @@ class Router:
                 del self.requests[member.identity]
             self.room.notify()
 
-    def place_at(self, generator: Member) -> ExitStack:
-        """A place in the load of a generator, until it is closed."""
-        place = ExitStack()
-        place.enter_context(self.using(generator))
-        return place
+    def slot_at(self, generator: Member) -> ExitStack:
+        """A slot in the load of a generator, until it is closed."""
+        slot = ExitStack()
+        slot.enter_context(self.using(generator))
+        return slot
 
     async def avoid(self, member: Member) -> None:
         """Prefer other actors for AVOID_SECONDS. Also pauses for RETRY_SECONDS, for the case that there is no other."""

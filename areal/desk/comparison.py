@@ -23,7 +23,7 @@ from areal.config import UserError
 from areal.desk.report import figure_of_points, fork_lines, write_svg
 from areal.observe.alerts import Curve
 from areal.record import Record, number_or_nan
-from areal.settings import SPEED_ONLY, differences, within
+from areal.settings import SPEED_ONLY, differences, is_under
 
 # Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
 LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe")
@@ -172,7 +172,7 @@ def value_of(settings: Mapping[str, Any], key: str, missing: Any = None) -> Any:
 def differing_settings(settings: Sequence[dict[str, Any]], left_out: Sequence[str] = LEFT_OUT) -> list[str]:
     """The keys in which these configurations differ, without those in `left_out`."""
     keys = dict.fromkeys(key for config in settings for key, *_ in differences(settings[0], config))
-    return [key for key in keys if not within(key, left_out)]
+    return [key for key in keys if not is_under(key, left_out)]
 
 
 def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[tuple[str, ...], list[int]]:

@@ -610,7 +610,7 @@ class Ledger(LedgerState):
     def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
         super().__init__(settings)
         self.journal = journal
-        self.choose: Callable[[int], int] = lambda prompt: prompt
+        self.row_of_prompt: Callable[[int], int] = lambda prompt: prompt
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -862,7 +862,7 @@ class Ledger(LedgerState):
 
     def _permit(self, owner: str, lease_expires: float) -> GroupPermit:
         group_id, prompt_index, attempt = self._next_permit()
-        row = self._requeued[0].row if self._requeued else self.choose(prompt_index)
+        row = self._requeued[0].row if self._requeued else self.row_of_prompt(prompt_index)
         self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires, row))
         group = self._groups[group_id]
         return GroupPermit(group_id, prompt_index, group.row, attempt, self._min_version(group), group.resumed)

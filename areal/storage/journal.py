@@ -25,7 +25,7 @@ from typing import Any, Self
 from zlib import crc32
 
 from areal.config import UserError
-from areal.storage.database import copy_store, fact, new_identity, note, note_program, open_store, prepare
+from areal.storage.database import copy_store, new_identity, note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.disk import RETRY_SECONDS, DiskRetry, DiskShortageError, Shortage
 from areal.storage.run_folder import ways_out
 
@@ -58,7 +58,7 @@ class Journal:
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
         prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA)
         self._connection = connection
-        self.run = fact(connection, "run")
+        self.run = read_meta(connection, "run")
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self.file = Path(file)
         self._lock = lock
@@ -84,7 +84,7 @@ class Journal:
         journal.file = original or path
         try:
             journal.run = journal.run or new_identity()
-            note(journal._connection, "run", journal.run)
+            write_meta(journal._connection, "run", journal.run)
             note_program(journal._connection)
         except sqlite3.Error:  # a full disk: the file is opened again
             journal.close()

@@ -188,7 +188,7 @@ class TrainingEngine:
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_trainable(model, config.sequence_parallel)
         cuda = torch.cuda.is_available()
-        self.config = config = config.on(cuda=cuda)
+        self.config = config = config.for_device(cuda=cuda)
         deepspeed = _import_deepspeed(config, cuda)
         torch.manual_seed(seed)
         self.source = model
@@ -518,7 +518,7 @@ class TrainingEngine:
         """What the step has found for each token of the batch (all ranks)."""
         values = torch.zeros(2, len(flat.tokens))
         for row in rows:
-            values[:, torch.from_numpy(row.places)] = torch.stack([row.proximal, row.advantages]).float().cpu()
+            values[:, torch.from_numpy(row.batch_index)] = torch.stack([row.proximal, row.advantages]).float().cpu()
         return TokenValues(*self._sum_over_groups(values)[:, flat.by_sample()])
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
@@ -548,7 +548,7 @@ class TrainingEngine:
         with torch.no_grad(), tally.clock("forward"):
             for row in self._rows(flat, trained, members):
                 logp, _, *values = self._forward(row, temperature, module)
-                found[:, torch.from_numpy(row.places)] = torch.stack([logp, *values]).cpu()
+                found[:, torch.from_numpy(row.batch_index)] = torch.stack([logp, *values]).cpu()
                 tally.operations += self._operations.of(row, backward=False) / self._together.size
                 self.work_done += 1
         return self._sum_over_groups(found)
@@ -655,7 +655,7 @@ class TrainingEngine:
         penalties = torch.zeros(tokens, dtype=torch.float64)
         for row in rows:
             cost = self.config.kl_coef * kl(row.behaviour, row.reference, self.config.kl_estimator)
-            penalties[torch.from_numpy(row.places)] = cost.double().cpu()
+            penalties[torch.from_numpy(row.batch_index)] = cost.double().cpu()
         return self._sum_over_groups(penalties)
 
     def _train_minibatch(
