@@ -198,8 +198,9 @@ def _texts_of(message: Message) -> Iterator[str]:
 
 
 def _stands(text: str, shown: str) -> bool:
-    """Whether the text stands in what is shown, trimmed, as JSON, or at least most of its words in their order."""
-    text = text.strip()
+    """Whether the text stands in what is shown, trimmed, as JSON, or at least most of its words in their order, in
+    whatever case."""
+    text, shown = text.strip().casefold(), shown.casefold()
     if text in shown or json.dumps(text)[1:-1] in shown:
         return True
     words, place, missing = re.findall(r"\w+", text), 0, 0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import inspect
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from actors import trainer
+from actors.runtime.actor import HandlesRequests
 from actors.runtime.membership import Membership
 from actors.weights.weight_service import WeightFetcher
 from areal.config import UserError
@@ -374,6 +374,12 @@ def test_the_master_may_die_at_any_point_of_an_abandoned_evaluation() -> None:
         assert died, point
 
 
+def subclasses_of(kind: type) -> Iterator[type]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from subclasses_of(below)
+
+
 def test_every_handler_of_every_actor_has_fail_points() -> None:
     # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, and what
     # a trainer compares that keeps the log-probs of its steps.
@@ -386,11 +392,16 @@ def test_every_handler_of_every_actor_has_fail_points() -> None:
         "send_weights",
         "transfer_done",
     }
+    rooms = {"master": "actors.mastering.", "trainer": "actors.training."}  # of the parts that answer for a role
     for role in ("master", *ROLES):
-        actor = getattr(import_module(f"actors.{role}"), role.title().replace("_", ""))
-        methods = [method for _, method in inspect.getmembers(actor) if hasattr(method, "handled_kind")]
-        kinds = {method.handled_kind.kind for method in methods} - outsiders
-        assert kinds == set(HANDLERS.get(role, ())), role
+        module = import_module(f"actors.{role}").__name__
+        kinds = {
+            kind.kind
+            for part in subclasses_of(HandlesRequests)
+            if part.__module__ == module or part.__module__.startswith(rooms.get(role, f"{module}."))
+            for kind in part._handlers
+        }
+        assert kinds - outsiders == set(HANDLERS.get(role, ())), role
 
 
 def test_every_kind_of_fault_is_drawn() -> None:

@@ -959,7 +959,7 @@ class RolledBackMachine(LedgerMachine):
         for name, past in deepcopy(book).items():
             setattr(self, name, past)
         self.pasts = {past: state for past, state in self.pasts.items() if past <= version}
-        self.ledger = self.ledger_class.load(dump, self.settings)
+        self.ledger = self.ledger_class.load(dump)
         self.ledger.journal = self.events.append
         lost = data.draw(st.sets(st.sampled_from(sorted(self.ready_groups)))) if self.ready_groups else set()
         for group_id in [*self.leases, *sorted(lost)]:
