@@ -119,7 +119,9 @@ class Router:
         if self.trusts(member):
             return 0.0
         avoided = self._avoid[member.identity]
-        renewed = not avoided.tried and avoided.listed is not self.directory.members.get(member.identity)
+        renewed = (
+            avoided.lost and not avoided.tried and avoided.listed is not self.directory.members.get(member.identity)
+        )
         return 0.0 if self._is_over(avoided) or renewed else avoided.seconds
 
     @staticmethod
@@ -134,7 +136,7 @@ class Router:
             avoided.tried, avoided.until = True, asyncio.get_running_loop().time() + TRY_SECONDS
         with self.using(member):
             yield
-        if (avoided := self._avoid.get(member.identity)) and avoided.lost:
+        if (after := self._avoid.get(member.identity)) and after.lost:
             del self._avoid[member.identity]
 
     @contextlib.contextmanager
@@ -161,11 +163,11 @@ class Router:
         now, identity, listed = asyncio.get_running_loop().time(), member.identity, self.directory.members
         self._avoid = {name: avoided for name, avoided in self._avoid.items() if avoided.until > now or name in listed}
         lost, before = not isinstance(error, RefusedError | BusyError), self._avoid.get(identity)
-        seconds = AVOID_SECONDS
-        if lost and before and before.lost:
+        if before is None or not (lost and before.lost):
+            self._avoid[identity] = _Avoided(now + AVOID_SECONDS, AVOID_SECONDS, lost, listed.get(identity))
+            if lost:
+                log.warning("others get its work until it answers again", actor=identity, error=str(error))
+        elif before.tried or before.until <= now:  # not one of those that have failed together
             seconds = min(2 * before.seconds, AVOID_MOST_SECONDS)
-        elif lost:
-            log.warning("others get its work until it answers again", actor=identity, error=str(error))
-        if not (lost and before and before.lost and before.until > now and not before.tried):  # else: a try fails once
             self._avoid[identity] = _Avoided(now + seconds, seconds, lost, listed.get(identity))
         await asyncio.sleep(RETRY_SECONDS)
