@@ -128,6 +128,7 @@ def add_options_of_run(add: Callable[..., object]) -> None:
         "--end", action="store_true",
         help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
     )  # fmt: skip
+    add("--trust", action="store_true", help="with --resume or --fork: run code that another user's run names")
     add("--fork", type=Path, metavar="RUN_FOLDER", help="a new run from a checkpoint of this one, with its settings")
     add("--at-step", type=int, metavar="N", help="with --fork: the step of the checkpoint")
     add(
@@ -253,6 +254,15 @@ def keep_keys(keys: str | Path | None) -> None:
 
 
 def configuration(arguments: argparse.Namespace) -> Config:
+    config = resolved(arguments)
+    if run := arguments.resume or arguments.fork:
+        from areal.plugins import announce_code
+
+        announce_code(run, config.model_dump(mode="json"), arguments.trust)
+    return config
+
+
+def resolved(arguments: argparse.Namespace) -> Config:
     if arguments.resume:
         folder, from_step = arguments.resume, arguments.from_step
         end = end_of(folder, steps_trained(folder) if from_step is None else from_step) if arguments.end else []
@@ -415,14 +425,14 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
 def open_record(config: Config) -> tuple[Journal, RunFolder]:
     """The journal of a run and its other records, once its disk takes them."""
     from actors.runtime.logs import write_log_file
-    from areal.storage.disk import Patience
+    from areal.storage.disk import DiskRetry
     from areal.storage.journal import Journal
     from areal.storage.run_folder import RunFolder
 
-    patience = Patience(config.folder, "the master")
+    disk_retry = DiskRetry(config.folder, "the master")
     # The lock on the journal also guards the run folder.
-    journal = patience.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
-    folder = patience.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
+    journal = disk_retry.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
+    folder = disk_retry.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
     write_log_file(folder.path / "logs" / "master-0.jsonl")
     return journal, folder
 
@@ -543,19 +553,19 @@ def build(role: str, arguments: argparse.Namespace) -> Membership:
     """An actor of a role. Imports only the module of that role, and so only its engine."""
     from importlib import import_module
 
-    from actors.runtime.addresses import Door, new_bus, open_network
+    from actors.runtime.addresses import ListenAddress, new_bus, open_network
     from actors.runtime.membership import Membership
     from protocols.addresses import host_of
 
-    door = Door.towards(arguments.master, arguments.host, arguments.bind, arguments.ports)
-    network = open_network(host_of(arguments.master), door.bind)
+    listen_address = ListenAddress.towards(arguments.master, arguments.host, arguments.bind, arguments.ports)
+    network = open_network(host_of(arguments.master), listen_address.bind)
     with importing():
         module = import_module(f"actors.{role}")
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
     further: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
     bus = new_bus(f"{role}/{'?' if arguments.index is None else arguments.index}", network)
     options = further.get(role, {})
-    return Membership(kind, bus, arguments.master, arguments.index, door, patience=arguments.wait, **options)
+    return Membership(kind, bus, arguments.master, arguments.index, listen_address, patience=arguments.wait, **options)
 
 
 def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -576,9 +586,9 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     if "RANK" in os.environ:
         choose_interface(host_of(arguments.master).strip("[]"))
         if os.environ["RANK"] != "0":
-            from actors.training.ranks import follow
+            from actors.training.ranks import run_follower
 
-            follow(config, lambda failure: ask_master(arguments, failure))
+            run_follower(config, lambda failure: ask_master(arguments, failure))
             leave(0)
     elif config.trainer.ranks > 1:
         os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process

@@ -34,7 +34,7 @@ from zlib import crc32
 import numpy as np
 import structlog
 
-from actors.runtime.actor import CONTROL_SECONDS, Actor, HandlesRequests, Signal, handles, parked
+from actors.runtime.actor import CONTROL_SECONDS, Actor, HandlesRequests, Notifier, handles, parked
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Membership, Spawn
 from actors.runtime.works import Works
@@ -46,7 +46,7 @@ from areal.devices import shares_devices
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
 from areal.sampled import Generation, joined
-from areal.storage.disk import Patience
+from areal.storage.disk import DiskRetry
 from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
@@ -202,7 +202,7 @@ class Generator(Actor):
         member.serve(self._weights)
         self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)
         self._flows = Flows[_New](lambda new: new.tokens.nbytes + 16, _columns, member.spawn)
-        self._loaded = Signal()
+        self._loaded = Notifier()
         self._samples = member.works.unless_other("sample", self._steps)  # one for all sequences
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine
         self._leaving: set[str] = set()
@@ -396,7 +396,7 @@ class Generator(Actor):
 
     def _arrived(self) -> float:
         """Moves while weights are fetched."""
-        return self._weights.bytes_received + Patience.refusals
+        return self._weights.bytes_received + DiskRetry.refusals
 
     async def _fetch_and_load(self, policy: Policy) -> LoadTimes:
         self.member.activity = f"fetching version {policy.version}"

@@ -67,7 +67,7 @@ from protocols.messages import (
     Welcome,
     actor_name,
 )
-from protocols.transport import Bus, Publisher, Request, mark_of
+from protocols.transport import Bus, Publisher, Request, fingerprint
 
 WATCH_SECONDS = 1.0
 # A member that has missed some heartbeats: its process may be suspended. Until it is heard or fenced, nothing stalls.
@@ -182,7 +182,7 @@ class Master(HandlesRequests):
     def dispatch(self, request: Request[Message]) -> Awaitable[Message]:
         """The answer to a request. It is returned only after every change behind it is on disk. Raises ForgedError if
         the sender is a member and the request is not from it."""
-        if request.sender in self.state.members and not request.sender.endswith(f"#{mark_of(request.token)}"):
+        if request.sender in self.state.members and not request.sender.endswith(f"#{fingerprint(request.token)}"):
             log.warning("a request in the name of another was refused", kind=request.message.kind, name=request.sender)
             raise ForgedError(
                 f"this {request.message.kind!r} is not from {request.sender}, which it names as its sender"
@@ -207,9 +207,9 @@ class Master(HandlesRequests):
 
     def _shortages(self) -> Iterator[Shortage]:
         """Who waits for a disk now."""
-        yield from filter(None, (self.journal.shortage, self._run.patience.shortage))
-        for pulse in self.members.pulses.values():
-            if short := pulse.beat.shortage:
+        yield from filter(None, (self.journal.shortage, self._run.disk_retry.shortage))
+        for last in self.members.last_heartbeats.values():
+            if short := last.beat.shortage:
                 yield Shortage(**short.model_dump())
 
     async def _announce(self) -> None:
@@ -227,7 +227,7 @@ class Master(HandlesRequests):
 
     def _on_crash(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
-        self._run.fail(f"the master failed: {type(error).__name__}: {error}")
+        self._run.end_if(f"the master failed: {type(error).__name__}: {error}")
 
     def _ignore_signal(self, sign: str) -> None:
         """Somebody else than the supervisor sent a signal, perhaps to all processes of the run."""
@@ -295,8 +295,8 @@ class Master(HandlesRequests):
             self._run.changed.notify()
             self._disks.look([*self._shortages()], now)
             if self._run.shortage or self._run.progress.longest_work() or self.members.silent(SILENT_SECONDS):
-                self._run.progress.made()
-            self._run.fail(self._run.failures.verdict(self.ledger.counters, now))
+                self._run.progress.note_progress()
+            self._run.end_if(self._run.failures.verdict(self.ledger.counters, now))
             self.state.compact_if_due()
             counts = self._counts()
             delay = delays.longest()
@@ -313,7 +313,7 @@ class Master(HandlesRequests):
     def _remedy_stall(self) -> None:
         match self._run.progress.remedy():
             case "end":
-                self._run.fail(self._run.progress.describe_stall())
+                self._run.end_if(self._run.progress.describe_stall())
             case "fence":
                 suspects, stall = self._run.progress.suspects(), self._run.progress.describe_stall()
                 log.warning("stalled: fencing the actors that the run waits for", waits=stall, members=suspects)
@@ -337,7 +337,7 @@ class Master(HandlesRequests):
 
     @handles(Join)
     async def join(self, request: Request[Join]) -> Welcome:
-        join, mark = request.message, mark_of(request.token)
+        join, mark = request.message, fingerprint(request.token)
         member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
         return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
 
@@ -359,16 +359,16 @@ class Master(HandlesRequests):
     @handles(Heartbeat)
     async def heartbeat(self, request: Request[Heartbeat]) -> HeartbeatAnswer:
         member, beat = self._run.member(request), request.message
-        pulse = self.members.pulses[member.identity]
+        last = self.members.last_heartbeats[member.identity]
         changed = self.members.update(member, beat)
         self.members.record_heartbeat(member.identity, beat)
         self._hangs.hear(member, beat)
-        fresh = self._run.meter.count(beat.stats, None if pulse.restored else pulse.beat.stats)
+        fresh = self._run.meter.count(beat.stats, None if last.restored else last.beat.stats)
         if beat.stats.get("samples_scored", 0.0) > 0:
             self._run.failures.any_succeeded = True
-        worked = beat.stats.get("work_done", 0.0) > pulse.beat.stats.get("work_done", 0.0)
+        worked = beat.stats.get("work_done", 0.0) > last.beat.stats.get("work_done", 0.0)
         if changed or worked or fresh["tokens_generated"] > 0:
-            self._run.progress.made()
+            self._run.progress.note_progress()
         name, spans = actor_name(member.identity), [(span.name, span.began, span.seconds) for span in beat.spans]
         self.folder.record_heartbeat(name, beat.state, beat.activity, beat.stats, beat.clock, spans)
         return HeartbeatAnswer(

@@ -127,10 +127,10 @@ class RolloutManager(Sampler):
     def _free_groups(self) -> int:
         """Number of groups to start now. It is at least 1 if no group is in progress."""
         generators = self.directory.with_role("generator")
-        places = sum(map(self._router.limit, generators)) / self._router.askers
+        slots = sum(map(self._router.limit, generators)) / self._router.askers
         beginning = self._samples * sum(not sessions for sessions in self._sessions.values())
         requests = sum(self._router.requests[m.identity] for m in generators) + beginning
-        free = groups_that_fit(self._samples, places, requests, self._running)
+        free = groups_that_fit(self._samples, slots, requests, self._running)
         if not self._groups:
             free = max(1, free)
         return min(free, self.config.rollout_manager.max_concurrent_groups - len(self._groups))
@@ -243,7 +243,7 @@ class RolloutManager(Sampler):
         sessions = self._sessions[permit.group] = [
             SampleSession(
                 self.services, row, self.config.sampling, permit.min_version, home=home,
-                place=self._router.place_at(home), on_start=start.count, rewards=permit.rewards,
+                slot=self._router.slot_at(home), on_start=start.count, rewards=permit.rewards,
             )
             for _ in places
         ]  # fmt: skip

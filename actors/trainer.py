@@ -52,14 +52,14 @@ from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.run_files import ROLLOUTS
-from areal.storage.disk import Patience
+from areal.storage.disk import DiskRetry
 from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
 from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
 from areal.trajectory import Group, TokenValues
-from areal.weights.chunks import Holding, Manifest
+from areal.weights.chunks import HeldVersion, Manifest
 from protocols.addresses import host_of
 from protocols.errors import BusError
 from protocols.messages import (
@@ -149,7 +149,7 @@ class Trainer(Actor):
 
     @classmethod
     async def start(
-        cls, member: Membership, start_learner: Callable[[Config, Patience], Awaitable[Learner]] = Ranks.start,
+        cls, member: Membership, start_learner: Callable[[Config, DiskRetry], Awaitable[Learner]] = Ranks.start,
         open_spool: Callable[[Path], Spool] = Spool.open,
         open_rollouts: Callable[[Config], RolloutWriter] = open_rollouts,
     ) -> Self:  # fmt: skip
@@ -181,7 +181,7 @@ class Trainer(Actor):
         self._recovery = recovery
         self._guard = Guard(self.config.guard, self.config.trainer.objective)
         self._weight_server = WeightServer(VERSIONS_KEPT)
-        host = host_of(member.door.reached_at(""))
+        host = host_of(member.listen_address.reached_at(""))
         self._direct = DirectSender(self.config.weights.backend, self.directory, host, VERSIONS_KEPT)
         member.used.callback(self._direct.close)
         member.serve(self._weight_server)
@@ -444,7 +444,7 @@ class Trainer(Actor):
         if manifest is None:
             return policy
         if self.config.weights.transport != "folder":
-            self._weight_server.offer(policy.identity, Holding(Path(policy.folder), manifest))
+            self._weight_server.offer(policy.identity, HeldVersion(Path(policy.folder), manifest))
             self._direct.offer(policy)
         return policy.model_copy(update={"stamp": manifest.stamp})
 

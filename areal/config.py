@@ -72,7 +72,7 @@ def _expanded(path: Path) -> Path:
         return path
 
 
-Place = Annotated[Path, AfterValidator(_expanded)]
+UserPath = Annotated[Path, AfterValidator(_expanded)]
 """A path, in which ~ is the user's folder."""
 
 
@@ -207,7 +207,7 @@ class RowsConfig(SourceConfig):
         (), description="several sources, in place of `source`: the same keys for each, and a `weight`"
     )
     eval_size: int = Field(256, ge=0, description="held-out rows; 0: no evaluation")
-    chat_template: Place | None = Field(None, description="file with a Jinja chat template; null: the tokenizer's")
+    chat_template: UserPath | None = Field(None, description="file with a Jinja chat template; null: the tokenizer's")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
@@ -401,7 +401,7 @@ class EngineConfig(Section):
         """Number of devices of one engine; on a CPU, of its processes."""
         return self.tensor_parallel * devices_of(self.engine_options)
 
-    def on(self, *, cuda: bool) -> Self:
+    def for_device(self, *, cuda: bool) -> Self:
         """This configuration for engines on GPUs (cuda) or CPUs, without `auto`."""
         return self.model_copy(update={"dtype": half_on_gpus(cuda) if self.dtype == "auto" else self.dtype})
 
@@ -765,7 +765,7 @@ class TrainerConfig(Section):
     )
     checkpoints_kept: int = Field(3, ge=1, description="how many of the newest checkpoints are kept")
 
-    def on(self, *, cuda: bool) -> TrainerConfig:
+    def for_device(self, *, cuda: bool) -> TrainerConfig:
         """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
         values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
         return self.model_copy(update={key: value for key, value in values.items() if getattr(self, key) == "auto"})
@@ -891,7 +891,7 @@ class WeightsConfig(Section):
         description="folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, "
         "ipc, gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
     )
-    folder: Place | None = Field(
+    folder: UserPath | None = Field(
         None, description="holds a folder of weights per run, for example /dev/shm; null: the run folder"
     )
     delta: bool = Field(True, description="stream only what has changed, bit-exactly, if that is smaller")
@@ -926,12 +926,12 @@ class SandboxConfig(Section):
     processes: int = Field(64, ge=1, description="processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="size of all files together, which are kept in memory, MiB")
     output_kib: int = Field(1024, ge=1, description="size of stdout, and of stderr, KiB")
-    cgroup: Place | None = Field(
+    cgroup: UserPath | None = Field(
         None,
         description="folder of a control group (version 2) delegated to the sandbox; the kernel then counts memory "
         "and CPU time exactly",
     )
-    folders: list[Place] = Field(
+    folders: list[UserPath] = Field(
         default_factory=list, description="folders that programs may read besides those of the system and of Python"
     )
 
@@ -1115,7 +1115,7 @@ class MasterConfig(Section):
 class NetworkConfig(Section):
     """How actors reach each other (docs/security.md). Roles started by hand have command-line options for the same."""
 
-    keys: Place | None = Field(
+    keys: UserPath | None = Field(
         None,
         description="folder made by `python -m areal keys`, required if the master listens beyond this machine; null: "
         "AREAL_KEYS, or on one machine keys of the run's own",
@@ -1136,7 +1136,7 @@ class Config(ScoringConfig):
     """A run. `batch_size` (B) and all bounds count groups; a group is a prompt with its `group_size` (G) samples."""
 
     name: str = Field("run", description="name of the run and of its folder")
-    run_dir: Place = Field(Path("runs"), description="folder that contains the run folders")
+    run_dir: UserPath = Field(Path("runs"), description="folder that contains the run folders")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
     steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (docs/evaluation.md)")
@@ -1382,10 +1382,14 @@ class Config(ScoringConfig):
         anyone = self.steps or self.rollout_manager.is_own
         return [name for name in self.used_scorers if anyone or name in self.rewards]
 
-    def on(self, *, cuda: bool) -> Config:
+    def for_device(self, *, cuda: bool) -> Config:
         """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""
-        scorers = {name: scorer.on(cuda=cuda) for name, scorer in self.scorers.items()}
-        parts = {"trainer": self.trainer.on(cuda=cuda), "generator": self.generator.on(cuda=cuda), "scorers": scorers}
+        scorers = {name: scorer.for_device(cuda=cuda) for name, scorer in self.scorers.items()}
+        parts = {
+            "trainer": self.trainer.for_device(cuda=cuda),
+            "generator": self.generator.for_device(cuda=cuda),
+            "scorers": scorers,
+        }
         return self.model_copy(update=parts)
 
     @property
@@ -1435,7 +1439,7 @@ def from_message(values: Any) -> Config:
     """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code. Raises
     UserError if another version of this program has made it."""
     try:
-        return checked(json.loads(json.dumps(values)), Path("the master's configuration"))
+        return validated(json.loads(json.dumps(values)), Path("the master's configuration"))
     except UserError as error:
         raise UserError(f"Install the version of this program that the master has: {error}") from None
 
@@ -1456,7 +1460,7 @@ def load_config(
     """
     values = {} if file is None else read_values(file)
     reveal(values, secrets or {})
-    return checked(overridden(values, overrides, kind=kind), file, kind)
+    return validated(overridden(values, overrides, kind=kind), file, kind)
 
 
 def overridden(
@@ -1475,7 +1479,7 @@ def overridden(
     return _with_bases(values, Path(), ())
 
 
-def checked(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]
+def validated(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]
     """The configuration with these values. file: where they come from, for messages. Raises UserError."""
     try:
         return kind.model_validate(values)

@@ -6,12 +6,19 @@ import difflib
 import importlib
 import importlib.util
 import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from areal.config import UserError
+from areal.text import shown
+
+# What a configuration says of code: a file or module with its object, or, under the key `command`, a program. These
+# beginnings name data and addresses instead.
+_OBJECT = re.compile(r"(?!(?:hf|reasoning_gym|verifiers|paper|tcp|https?):)[\w./~-]+:[A-Za-z_]\w*")
 
 
 def load(path: str, what: str) -> Any:
@@ -37,6 +44,37 @@ def load(path: str, what: str) -> Any:
         advice = f"did you mean {close[0]}?" if close else "correct the name or define it there"
         raise UserError(f"{what} {path!r}: {module.__file__ or module_name} has no {name}: {advice}")
     return getattr(module, name)
+
+
+def announce_code(folder: Path, values: Any, trust: bool) -> None:
+    """Say which code of the user's own the configuration in a run folder names, before any of it runs.
+
+    values: the configuration. trust: whether the user has said that it may run. If the folder is another user's, and
+    `trust` is False, a person at the terminal is asked. Raises UserError if it may not run.
+    """
+    names = ", ".join(dict.fromkeys(map(shown, _code_in(values))))
+    if not names:
+        return
+    what = f"{folder / 'config.yaml'} names code that runs with your rights: {names}"
+    print(f"Note: {what}.", file=sys.stderr)
+    if trust or folder.stat().st_uid == os.geteuid():
+        return
+    if not (
+        sys.stdin.isatty() and input("The folder is another user's. Run this code? [y/N] ").lower() in ("y", "yes")
+    ):
+        raise UserError(f"The folder is another user's, and {what}: read it, then repeat the command with --trust.")
+
+
+def _code_in(values: Any, key: str = "") -> Iterator[str]:
+    match values:
+        case dict():
+            for name, value in values.items():
+                yield from _code_in(value, str(name))
+        case list():
+            for value in values:
+                yield from _code_in(value, key)
+        case str() if key == "command" or _OBJECT.fullmatch(values):
+            yield values
 
 
 def _import(name: str) -> ModuleType:

@@ -43,6 +43,6 @@ def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "
             yield f"{prefix}{name}", old, new
 
 
-def within(key: str, names: Iterable[str]) -> bool:
+def is_under(key: str, names: Iterable[str]) -> bool:
     """Whether a key of the configuration is one of `names` or in a section that is."""
     return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -95,7 +95,7 @@ Float64s = Annotated[InstanceOf[Vector], _vector("float64")]
 Bytes = Annotated[InstanceOf[Vector], _vector("uint8")]
 Columns = Annotated[dict[Name, InstanceOf[Vector]], Field(max_length=64)]
 # The number of a sample in its group.
-Place = Annotated[int, Field(ge=0, le=1 << 20)]
+SampleIndex = Annotated[int, Field(ge=0, le=1 << 20)]
 
 
 class Part(BaseModel):
@@ -602,7 +602,7 @@ class ScoredSample(Part):
     """`place`: its number in its group, which may have no other sample there. `frame`: of
     areal.trajectory.Trajectory.frame. The others: as in areal.trajectory.Note."""
 
-    place: Place
+    place: SampleIndex
     frame: Bytes
     parts: dict[Name, Number] = {}
     discarded: Count = 0
@@ -645,7 +645,7 @@ class StoreCalls(Message):
 
     group: Name
     prompt_index: Index
-    place: Place
+    place: SampleIndex
     frame: Bytes
 
 
@@ -653,7 +653,7 @@ class AskCalls(Message):
     """Asks for the calls that are stored of a sample."""
 
     group: Name
-    place: Place
+    place: SampleIndex
 
 
 class StoredCalls(Message):

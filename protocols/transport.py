@@ -76,7 +76,7 @@ class Request(NamedTuple, Generic[M]):
     @property
     def owner(self) -> str:
         """The key for what an actor keeps for the asker. Nobody else's requests have it, whatever their senders."""
-        return f"{self.sender} {mark_of(self.token)}"
+        return f"{self.sender} {fingerprint(self.token)}"
 
 
 def token_for(server: str, secret: bytes) -> bytes:
@@ -84,7 +84,7 @@ def token_for(server: str, secret: bytes) -> bytes:
     return blake2b(server.encode(), key=secret, digest_size=16).digest()
 
 
-def mark_of(token: bytes) -> str:
+def fingerprint(token: bytes) -> str:
     """The incarnation of a member that shares this token with the master. The token cannot be found from it."""
     return blake2b(token, digest_size=8).hexdigest()
 

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 from helpers import network
 
-from actors.runtime.addresses import Door
+from actors.runtime.addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.scorer import Scorer
 from areal.config import Config
@@ -50,8 +50,8 @@ def write_classifier(folder: Path, model: Path) -> None:
 @contextlib.asynccontextmanager
 async def scorer_of(config: Config, name: str) -> Any:
     """A scorer of this name, with its engine, that no run disturbs."""
-    bus, door = Bus("scorer/0#1", network()), Door("127.0.0.1", "127.0.0.1")
-    member = Membership(Scorer, bus, "tcp://127.0.0.1:1", 0, door)
+    bus, listen_address = Bus("scorer/0#1", network()), ListenAddress("127.0.0.1", "127.0.0.1")
+    member = Membership(Scorer, bus, "tcp://127.0.0.1:1", 0, listen_address)
     member.config = config
     async with member.used:
         yield await Scorer.start(member, name=name)

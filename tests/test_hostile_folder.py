@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from actors.mastering.run_state import RunState
 from areal.__main__ import main
 from areal.config import dump_config, load_config
+from areal.plugins import announce_code
 from areal.processes import ROOT
 from areal.storage.journal import Journal
+from areal.storage.records import line_of
 
 PRIVATE = '{"text": "the private text of the user"}'
 
@@ -36,7 +39,7 @@ async def hostile(tiny_model, tmp_path, private) -> Path:
     overrides = ["name=adder", f"run_dir={folder.parent}", f"model={tiny_model}", "observe.tensorboard=true"]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
     (folder / "config.yaml").write_text(dump_config(config))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 20, "reward_mean": 0.5, "staleness_max": 3}) + "\n")
+    (folder / "metrics.jsonl").write_text(line_of({"step": 20, "reward_mean": 0.5, "staleness_max": 3}))
     (folder / "summary.json").write_text(json.dumps({"ok": True, "staleness_max": 3, "checkpoint": str(checkpoint)}))
     journal = Journal.open(folder / "journal.db")
     RunState(config, journal)
@@ -47,6 +50,48 @@ async def hostile(tiny_model, tmp_path, private) -> Path:
     (folder / "logs" / "ssh").symlink_to(private)
     (checkpoint / "extra.json").symlink_to(private / "private.json")
     return folder
+
+
+@pytest.fixture
+def armed(hostile, tmp_path) -> Path:
+    """The folder with an objective that leaves a mark where it is imported; returns the place of the mark."""
+    mark, code = tmp_path / "mark", hostile / "loss.py"
+    code.write_text(f"open({str(mark)!r}, 'w')\ndef loss(*values):\n    return None, {{}}\n")
+    config = (hostile / "config.yaml").read_text()
+    (hostile / "config.yaml").write_text(config.replace("objective: decoupled_ppo", f"objective: {code}:loss"))
+    assert f"{code}:loss" in (hostile / "config.yaml").read_text()
+    return mark
+
+
+READERS = [
+    "report RUN", "trace RUN", "compare RUN RUN", "rollouts RUN", "push RUN", "export RUN --output OUT.jsonl",
+    "audit RUN", "replay RUN", "track RUN",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", READERS, ids=lambda words: words.split()[0])
+def test_code_in_the_folder_of_another_user_is_named_and_does_not_run(
+    armed, hostile, tmp_path, monkeypatch, capsys, words
+):
+    monkeypatch.setattr("os.geteuid", lambda: hostile.stat().st_uid + 1)
+    words = words.replace("RUN", str(hostile)).replace("OUT", str(tmp_path / "out")).split()
+    main(words)
+    assert not armed.exists()
+    if words[0] in ("audit", "replay"):
+        error = capsys.readouterr().err
+        assert f"{hostile / 'loss.py'}:loss" in error and "repeat the command with --trust" in error
+
+
+def test_a_resume_names_the_code_of_the_folder_before_it_runs(armed, hostile, capsys):
+    config = yaml.safe_load((hostile / "config.yaml").read_text())
+    announce_code(hostile, config, trust=False)  # the folder is the user's own
+    assert f"names code that runs with your rights: {hostile / 'loss.py'}:loss" in capsys.readouterr().err
+    assert not armed.exists()
+
+
+def test_a_configuration_without_code_of_its_own_asks_nothing(hostile, capsys):
+    announce_code(hostile, yaml.safe_load((hostile / "config.yaml").read_text()), trust=False)
+    assert capsys.readouterr().err == ""
 
 
 def texts_in(folder: Path) -> list[str]:

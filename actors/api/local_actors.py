@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import structlog
 
 from actors.runtime.actor import Actor
-from actors.runtime.addresses import Door, new_bus, open_network
+from actors.runtime.addresses import ListenAddress, new_bus, open_network
 from actors.runtime.logs import configure_logging
 from actors.runtime.membership import Membership, ask_once
 from areal.config import UserError
@@ -81,7 +81,7 @@ class LocalActors:
         again = True
         while again and not self._leaving:
             actor = Membership(
-                kind, new_bus(f"{kind.role}/?", self._network()), self.master, None, Door.towards(self.master),
+                kind, new_bus(f"{kind.role}/?", self._network()), self.master, None, ListenAddress.towards(self.master),
                 patience=READY_SECONDS, own_process=False, **options,
             )  # fmt: skip
             self._actors.append(actor)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.api import rows
-from areal.config import EXTERNAL, Config, UserError, checked, merged, overridden, read_values, write_yaml
+from areal.config import EXTERNAL, Config, UserError, merged, overridden, read_values, validated, write_yaml
 from areal.processes import ROOT
 from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
 from areal.storage.claim import check_room, claim
@@ -83,7 +83,7 @@ def _configured(values: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
     """The configuration with the given keys, which may have dots, over other values. Raises UserError."""
     dotted = {key: value for key, value in given.items() if "." in key}
     plain = {key: value for key, value in given.items() if "." not in key}
-    config: Config = checked(overridden(merged(dict(values), plain), settings=dotted), Path("the call"))
+    config: Config = validated(overridden(merged(dict(values), plain), settings=dotted), Path("the call"))
     return config
 
 

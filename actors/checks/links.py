@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, cast
 
 from actors.checks.preflight import check_port
-from actors.runtime.addresses import Door, find_master, new_bus, open_network
+from actors.runtime.addresses import ListenAddress, find_master, new_bus, open_network
 from actors.watching.health import status_of
 from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config import Config, UserError, WeightsConfig, from_message
@@ -22,7 +22,7 @@ from areal.processes import KEYS
 from areal.selftest.disk import check_folder
 from areal.selftest.findings import Finding, judged
 from areal.storage.claim import ADDRESS
-from areal.weights.chunks import Holding, Manifest
+from areal.weights.chunks import HeldVersion, Manifest
 from areal.weights.folders import WEIGHTS_FILE
 from protocols.addresses import host_of, is_loopback
 from protocols.errors import BusError, PreparingError
@@ -77,7 +77,7 @@ async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
     try:
         address = bus.serve(LOOPBACK, server.dispatch, crashes.append)
         manifest = Manifest.of(version)
-        server.offer((0, 1), Holding(version, manifest))
+        server.offer((0, 1), HeldVersion(version, manifest))
         policy = Policy(lineage=0, version=1, folder=str(version), stamp=manifest.stamp)
         received = await asyncio.to_thread(
             ask, "receive", sender=address, keys=str(keys), policy=policy.model_dump_json(), folder=str(version.parent)
@@ -122,12 +122,12 @@ def check_way_to(master: str) -> list[Finding]:
     """The way from this node to the master of a run: keys, round trip, clocks, ports, the shared folder."""
     try:
         address = find_master(master, ANSWER_SECONDS)
-        door = Door.towards(address)
+        listen_address = ListenAddress.towards(address)
         network = open_network(host_of(address))
     except UserError as error:
         return [Finding("master", "FAILED", "", str(error))]
     findings = asyncio.run(_ask_master(address, network))
-    return [*findings, _port(door.address.replace("*", "0")), _interface(host_of(address))]
+    return [*findings, _port(listen_address.address.replace("*", "0")), _interface(host_of(address))]
 
 
 def _interface(master: str) -> Finding:

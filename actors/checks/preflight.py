@@ -215,7 +215,7 @@ def check_options(config: Config) -> None:
     """Let DeepSpeed and vLLM themselves check the options that are passed on to them; they would at the start of the
     engines, which takes longer. For the quickstart's model, which need not be there, vLLM is not asked. Raises
     UserError."""
-    here, folder = config.on(cuda=bool(visible_devices())), None
+    here, folder = config.for_device(cuda=bool(visible_devices())), None
     if config.model != "quickstart" and config.generator.engine_options:
         folder = resolve_model(config, weights=False)
     if config.steps and config.trainer.deepspeed_options:
@@ -327,7 +327,7 @@ def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str
 
     Raises UserError if the least that they need is more than there is; prints a note if engines share cores.
     """
-    config, cores = config.on(cuda=False), len(os.sched_getaffinity(0))
+    config, cores = config.for_device(cuda=False), len(os.sched_getaffinity(0))
     engines = config.generator.count * config.generator.devices
     if engines > MOST_ENGINES_PER_CORE * cores:
         raise UserError(

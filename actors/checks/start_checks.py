@@ -20,7 +20,7 @@ from protocols.messages import MAX_SERVED
 
 def on_this_machine(config: Config) -> Config:
     """`config` with the values that `auto` stands for on the devices of this machine."""
-    return config.on(cuda=bool(visible_devices()))
+    return config.for_device(cuda=bool(visible_devices()))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from actors.sampling.services import Endpoint, Programs, Services, load_parsers
 from actors.sampling.sessions import LIBRARIES, SampleSession, place_of
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
-from areal.config import Config, UserError, checked, merged, overridden, read_values
+from areal.config import Config, UserError, merged, overridden, read_values, validated
 from areal.data.rows import Row
 from areal.data.sources import open_source, read_row
 from areal.generation.engine import EngineError, GenerationEngine
@@ -98,7 +98,7 @@ def _configured(
         overrides["data"] = {"source": str(rows)}
     elif rows is None and file is None and "data" not in values:
         raise UserError("There is no row to try: give --row FILE, or --config FILE.yaml with data.")
-    config: Config = checked(merged(values, overrides), file)
+    config: Config = validated(merged(values, overrides), file)
     config = rewards.with_groups(config).model_copy(update={"model": str(resolve_model(config))})
     return (agents[0] if agents else None), config
 

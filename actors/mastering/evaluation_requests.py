@@ -46,7 +46,7 @@ class EvaluationRequests(HandlesRequests):
         if not all(0 <= row < self._run.config.data.eval_size for row in scored):
             raise RefusedError(f"there are {self._run.config.data.eval_size} held-out rows, not {max(scored)}")
         if self._run.evaluations.keep_scores(version, scored):
-            self._run.progress.made()
+            self._run.progress.note_progress()
         return Done()
 
     @handles(EvaluationDone)
@@ -56,7 +56,7 @@ class EvaluationRequests(HandlesRequests):
             return Done()
         record = evaluation_record(request.message)
         log.info("evaluated", **record)
-        self._run.progress.made()
+        self._run.progress.note_progress()
         await self._run.journal.durable()
         await self._run.record("an evaluation", self._run.folder.append_evaluation, record)
         await self._run.end_if_complete()
@@ -70,10 +70,10 @@ class EvaluationRequests(HandlesRequests):
         if due is None or due.version != abandoned.version:
             return Done()
         if not self._run.config.steps:  # nothing is noted: whoever starts the evaluation again wants it done
-            self._run.fail(f"The model was not evaluated: {abandoned.reason}.")
+            self._run.end_if(f"The model was not evaluated: {abandoned.reason}.")
             return Done()
         self._run.evaluations.give_up(due, abandoned.reason)
-        self._run.progress.made()
+        self._run.progress.note_progress()
         await self._run.end_if_complete()
         self._run.changed.notify()
         return Done()

@@ -51,5 +51,5 @@ class Hangs:
         return list(hung.items())
 
     def _works(self) -> Iterator[tuple[str, Work]]:
-        for identity, pulse in self._members.pulses.items():
-            yield from ((identity, work) for work in pulse.beat.works if work.kind)
+        for identity, last in self._members.last_heartbeats.items():
+            yield from ((identity, work) for work in last.beat.works if work.kind)

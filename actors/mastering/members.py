@@ -31,7 +31,7 @@ NO_BEAT = Heartbeat(state="stale", serves=(), activity="starting", stats={})
 
 
 @dataclass(slots=True)
-class Pulse:
+class LastHeartbeat:
     """The last heartbeat of a member, and its time by the master's clock. `restored`: the member joined an earlier
     master, and this one has not heard from it yet. `sequences`: all those in the engagement."""
 
@@ -49,7 +49,7 @@ class Members:
         self._state = state
         self._publish = publish
         self.clock = clock
-        self.pulses = {identity: Pulse(clock(), restored=True) for identity in state.members}
+        self.last_heartbeats = {identity: LastHeartbeat(clock(), restored=True) for identity in state.members}
         self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
         self._sizes = Counter({identity: _bytes_of(member) for identity, member in state.members.items()})
 
@@ -79,7 +79,7 @@ class Members:
     def add(self, member: Member) -> None:
         """Raises BusyError if the directory has no room for the member."""
         self._check_room(member)
-        self.pulses[member.identity] = Pulse(self.clock())
+        self.last_heartbeats[member.identity] = LastHeartbeat(self.clock())
         self._enter(Joined(member=member))
 
     def update(self, member: Member, beat: Heartbeat) -> bool:
@@ -100,7 +100,7 @@ class Members:
         self.removed[identity] = reason
         while len(self.removed) > REMOVED_KEPT:
             del self.removed[next(iter(self.removed))]
-        del self.pulses[identity], self._sizes[identity]
+        del self.last_heartbeats[identity], self._sizes[identity]
         self._publish(MembersChanged(gone=(identity,)))
 
     def _enter(self, change: Joined | MemberChanged) -> None:
@@ -117,23 +117,25 @@ class Members:
 
     def silent(self, seconds: float) -> list[tuple[str, float]]:
         """The members that were silent for longer than `seconds`, and for how long."""
-        silences = [(identity, self.clock() - pulse.time) for identity, pulse in self.pulses.items()]
+        silences = [(identity, self.clock() - last.time) for identity, last in self.last_heartbeats.items()]
         return [(identity, silence) for identity, silence in silences if silence > seconds]
 
     def record_heartbeat(self, identity: str, beat: Heartbeat) -> None:
         sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
-        self.pulses[identity] = Pulse(self.clock(), beat, sequences=sequences)
+        self.last_heartbeats[identity] = LastHeartbeat(self.clock(), beat, sequences=sequences)
 
     def activity(self, role: str) -> str:
         """What the first member of the role does."""
-        return next((self.pulses[m.identity].beat.activity for m in self.with_role(role, healthy=False)), "gone")
+        return next(
+            (self.last_heartbeats[m.identity].beat.activity for m in self.with_role(role, healthy=False)), "gone"
+        )
 
     def loads_for(self, asker: str) -> LoadColumns:
         """The load of each generator, and how much of it is the asker's."""
-        loads = {name: p.beat.engagement for name, p in self.pulses.items() if p.beat.engagement is not None}
+        loads = {name: p.beat.engagement for name, p in self.last_heartbeats.items() if p.beat.engagement is not None}
         return LoadColumns(
             names=tuple(loads),
-            sequences=np.array([self.pulses[name].sequences for name in loads], np.int64),
+            sequences=np.array([self.last_heartbeats[name].sequences for name in loads], np.int64),
             asker_sequences=np.array([load.sequences.get(asker, 0) for load in loads.values()], np.int64),
             limits=np.array([load.limit for load in loads.values()], np.int64),
             versions=np.array([load.version for load in loads.values()], np.int64),
@@ -144,8 +146,8 @@ class Members:
         master heard from a member; None if it never did."""
         rows, size, now = [], 0, self.clock()
         for identity, member in self._state.members.items():
-            pulse = self.pulses[identity]
-            beat, silent = pulse.beat, None if pulse.restored else now - pulse.time
+            last = self.last_heartbeats[identity]
+            beat, silent = last.beat, None if last.restored else now - last.time
             size += len(beat.activity.encode()) + sum(len(name.encode()) + 11 for name in beat.stats)
             fits = size <= MAX_STATUS_BYTES
             details = {"activity": beat.activity if fits else "", "stats": beat.stats if fits else {}}

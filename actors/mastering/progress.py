@@ -27,9 +27,9 @@ class Progress:
         self._successor_until = 0.0
         self._were_served: set[str] = set()
         self._absent: dict[str, float] = {}  # names that were served, and since when nobody serves them
-        self.made()
+        self.note_progress()
 
-    def made(self) -> None:
+    def note_progress(self) -> None:
         """An actor has worked, or what it did has moved the run."""
         self._last = self._clock()
         self._remedies = 0
@@ -115,10 +115,8 @@ class Progress:
     def longest_work(self) -> str:
         """The member that has been at its present work for longest, what that is, and for how long; empty if every
         member only waits. While a member works, the run does not stall: one that hangs is no member for long."""
-        pulses = self._members.pulses.items()
-        working = [
-            (pulse.beat.works[0].seconds, i, pulse.beat.works[0].what) for i, pulse in pulses if pulse.beat.works
-        ]
+        works = {identity: last.beat.works[:1] for identity, last in self._members.last_heartbeats.items()}
+        working = [(work.seconds, identity, work.what) for identity, first in works.items() for work in first]
         if not working:
             return ""
         seconds, identity, what = max(working)

@@ -93,7 +93,7 @@ class RolloutRequests(HandlesRequests):
         owner, failed = self._run.member(request, "rollout_manager").identity, request.message
         if self._give_back(failed, owner) is ReportAnswer.ACCEPTED:
             if failed.cause == "long":
-                self._run.fail(self._run.failures.too_long(failed.reason))
+                self._run.end_if(self._run.failures.too_long(failed.reason))
             else:
                 self._count_failure(failed)
             self._log_first_failure(failed.cause, failed.reason, owner)
@@ -120,7 +120,7 @@ class RolloutRequests(HandlesRequests):
     async def scoring_failed(self, request: Request[ScoringFailed]) -> Done:
         sender, failed = self._run.member(request).identity, request.message
         self._log_first_failure(failed.cause, failed.reason, sender)
-        self._run.fail(self._run.failures.sample_failed(failed.reason, self._run.now()))
+        self._run.end_if(self._run.failures.sample_failed(failed.reason, self._run.now()))
         return Done()
 
     def _log_first_failure(self, cause: Cause, reason: str, sender: str) -> None:

@@ -15,12 +15,12 @@ from actors.mastering.evaluations import Evaluations
 from actors.mastering.members import Members
 from actors.mastering.progress import Progress
 from actors.mastering.run_state import RunState
-from actors.runtime.actor import Ending, Signal, parked
+from actors.runtime.actor import Ending, Notifier, parked
 from areal.config import Config
 from areal.data.sources import PromptSource
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Ledger
-from areal.storage.disk import Patience, Shortage
+from areal.storage.disk import DiskRetry, Shortage
 from areal.storage.journal import Journal
 from protocols.errors import FencedError, RefusedError
 from protocols.messages import (
@@ -63,13 +63,13 @@ class RunControl:
         self.folder = folder
         self.journal = journal
         self.state = RunState(config, journal, source)
-        self.changed = Signal()
-        self.patience = Patience(folder.path, "the master")
+        self.changed = Notifier()
+        self.disk_retry = DiskRetry(folder.path, "the master")
         self._recording = asyncio.Lock()
         self.unrecorded: int | None = self.state.last_step.get("step")
         self.end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.outbox: deque[Message] = deque()
-        self.mail = Signal()
+        self.mail = Notifier()
         self.suspended = 0.0  # seconds
         self.meter = StepMeter(self.state, asyncio.get_running_loop().time)
         # Not journaled: a resumed run, perhaps with other settings, starts all counts at 0.
@@ -93,7 +93,7 @@ class RunControl:
     async def record(self, what: str, write: Callable[[dict[str, Any]], None], record: dict[str, Any]) -> None:
         """Write a record into the run folder, after those before, once its disk has room."""
         async with self._recording:
-            await self.patience.write(lambda: asyncio.to_thread(write, record), what)
+            await self.disk_retry.write(lambda: asyncio.to_thread(write, record), what)
 
     async def record_step(self, metrics: dict[str, Any]) -> None:
         await self.record("the metrics", self.folder.append_metrics, metrics)
@@ -102,7 +102,7 @@ class RunControl:
     @property
     def shortage(self) -> Shortage | None:
         """Why the master waits for its disk; None if it does not."""
-        return self.journal.shortage or self.patience.shortage
+        return self.journal.shortage or self.disk_retry.shortage
 
     def send_out(self, event: Message) -> None:
         self.outbox.append(event)
@@ -113,7 +113,7 @@ class RunControl:
         if not self.end.done():
             self.end.set_result(Ending(ok, reason, stopped=stopped))
 
-    def fail(self, reason: str | None) -> None:
+    def end_if(self, reason: str | None) -> None:
         """End the run if there is a reason."""
         if reason:
             self.finish(False, reason)

@@ -115,7 +115,7 @@ class RunState:
         self.ledger.journal = self._ledger_event
         if chooses and source is not None:
             sampler = open_sampler(config.data, source)
-            self.ledger.choose = lambda prompt: safe_choice(config.data.sampler, sampler, self.history, prompt)
+            self.ledger.row_of_prompt = lambda prompt: safe_choice(config.data.sampler, sampler, self.history, prompt)
 
     @property
     def coverage(self) -> float | None:

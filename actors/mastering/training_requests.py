@@ -76,10 +76,10 @@ class TrainingRequests(HandlesRequests):
                 discarded=ready.discarded,
             )  # fmt: skip
             self._run.state.emit(rewarded)
-            self._run.progress.made()
+            self._run.progress.note_progress()
             self._run.changed.notify()
             mean = self._run.state.score / self._run.state.scored
-            self._run.fail(self._run.failures.ready(answer is ReportAnswer.FILTERED, mean))
+            self._run.end_if(self._run.failures.end_reason_after_ready(answer is ReportAnswer.FILTERED, mean))
         return GroupAccepted(accepted=answer in (ReportAnswer.ACCEPTED, ReportAnswer.UNCHANGED))
 
     @handles(AskBatch)
@@ -132,7 +132,7 @@ class TrainingRequests(HandlesRequests):
         self._run.keep_state()
         self._run.state.compact_if_due()
         self._run.failures.filtered_in_a_row = 0
-        self._run.progress.made()
+        self._run.progress.note_progress()
         self._run.changed.notify()
         await self._run.journal.durable()
         await self._run.record_step(metrics)
@@ -156,7 +156,7 @@ class TrainingRequests(HandlesRequests):
         if policy.version > current.version:
             self._run.evaluations.plan(policy)
         self._run.send_out(PolicyPublished(policy=policy))
-        self._run.progress.made()
+        self._run.progress.note_progress()
         return Done()
 
     @handles(CheckpointSaved)
@@ -166,7 +166,7 @@ class TrainingRequests(HandlesRequests):
         if saved.version > self._run.state.checkpoint_version:
             self._run.ledger.checkpointed(saved.covered)
             self._run.state.emit(changes.CheckpointSavedChange(version=saved.version, folder=saved.folder))
-            self._run.progress.made()
+            self._run.progress.note_progress()
         return CheckpointAnswer(drop=self._needless_payloads(saved.spooled))
 
     @handles(TrainingFinished)
@@ -174,7 +174,7 @@ class TrainingRequests(HandlesRequests):
         self._run.check_trainer(request)
         if self._run.state.finished != self._run.ledger.version:
             self._run.state.emit(changes.Finished(version=self._run.ledger.version))
-            self._run.progress.made()
+            self._run.progress.note_progress()
         await self._run.end_if_complete()
         return Done()
 
@@ -198,4 +198,4 @@ class TrainingRequests(HandlesRequests):
         """End the run for this reason, and say where it can go on."""
         saved, folder = self._run.state.checkpoint, self._run.folder.path
         go_on = f"The last checkpoint is {saved}: resume from it with --resume {folder} and other settings."
-        self._run.fail(f"{reason} {go_on if saved else 'No checkpoint was saved before that.'}")
+        self._run.end_if(f"{reason} {go_on if saved else 'No checkpoint was saved before that.'}")

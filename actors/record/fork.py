@@ -19,7 +19,7 @@ from actors.record.rollback import versions_kept
 from areal.config import Config, UserError, parsed
 from areal.hiding import hidden_in
 from areal.run_files import EVALUATIONS, FORK, JOURNAL, METRICS
-from areal.settings import differences, within
+from areal.settings import differences, is_under
 from areal.storage.disk import replace
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.records import line_of, read_records
@@ -55,7 +55,7 @@ def configuration_of_fork(run: Path, step: int, overrides: Sequence[str]) -> Con
         raise UserError(f"The fork begins with {step} steps and is to have {config.steps}: give it more, steps=N.")
     if hidden := hidden_in(config.model_dump(mode="json")):
         raise UserError(f"{hidden} is hidden in {run / 'config.yaml'}: give it again, {hidden}=VALUE.")
-    if changed := [key for key in _changed(parent.config, config) if within(key, KEPT)]:
+    if changed := [key for key in _changed(parent.config, config) if is_under(key, KEPT)]:
         raise UserError(f"{changed[0]} says what the checkpoint is of that a fork of {run} begins with: keep it.")
     return config
 
@@ -71,7 +71,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
     is written last: without it, this was not completed, and the folder is no run that could be resumed."""
     parent, past = _state_at(run, step)
     changed = _changed(parent.config, config)
-    is_comparable = not any(within(key, OF_EVALUATIONS) for key in changed)
+    is_comparable = not any(is_under(key, OF_EVALUATIONS) for key in changed)
     journal = Journal.open(config.folder / JOURNAL)
     try:
         for name, key in [(METRICS, "step"), *[(EVALUATIONS, "version")] * is_comparable]:
@@ -83,7 +83,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
         _take_checkpoint(checkpoint_of(run, step), checkpoint_of(config.folder, step), journal.run)
         if not is_comparable:
             parent.evaluations, parent.not_evaluated = {}, {}
-        if has_other_rows := any(within(key, OF_ROWS) for key in changed):
+        if has_other_rows := any(is_under(key, OF_ROWS) for key in changed):
             past = _without_prompts(past)
         state = RunState(config, journal)
         state.become_fork(parent, past, keeps_history=not has_other_rows)

@@ -57,7 +57,7 @@ class HandlesRequests:
         return getattr(self, handler)(request)
 
 
-class Signal:
+class Notifier:
     """Wakes all tasks that wait for a condition to become true."""
 
     def __init__(self) -> None:

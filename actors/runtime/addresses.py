@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ListenAddress:
     """The address of an actor. host: name or address by which other actors reach it. bind: the interface that it
     listens on. ports: `*` for any free port, or a range such as 20000-20100.
     """
@@ -47,8 +47,8 @@ class Door:
     ports: str = "*"
 
     @classmethod
-    def towards(cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*") -> Door:
-        """The door of an actor of this master's run. By default, `host` and `bind` are the address of the interface
+    def towards(cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*") -> ListenAddress:
+        """That of an actor of this master's run. By default, `host` and `bind` are the address of the interface
         that leads to the master. Raises UserError for an invalid address."""
         nearest = host_towards(master)
         listens = bind or (host if host and is_number(host) else nearest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from actors.runtime.actor import Signal
+from actors.runtime.actor import Notifier
 from protocols.messages import Member, Policy
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ class Directory:
     def __init__(self, policy: Policy, members: Iterable[Member] = ()) -> None:
         self.policy = policy
         self.members = {member.identity: member for member in members}
-        self.changed = Signal()
+        self.changed = Notifier()
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         return [m for m in self.members.values() if m.role == role and (m.state == "healthy" or not healthy)]

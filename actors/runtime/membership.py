@@ -35,14 +35,14 @@ import structlog
 
 from actors.runtime import delays
 from actors.runtime.actor import CONTROL_SECONDS, Actor, Ending, HandlesRequests, M, first_error
-from actors.runtime.addresses import Door, new_bus
+from actors.runtime.addresses import ListenAddress, new_bus
 from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
 from areal.config import Config, UserError, from_message
 from areal.devices import CORES, settle
-from areal.storage.disk import Patience
+from areal.storage.disk import DiskRetry
 from protocols.addresses import host_of, reachable
 from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
 from protocols.messages import (
@@ -107,17 +107,17 @@ class Membership:
 
     config: Config
     directory: Directory
-    disk: Patience
+    disk: DiskRetry
 
     def __init__(
-        self, kind: type[Actor], bus: Bus, master: str, index: int | None = None, door: Door | None = None, *,
-        patience: float = JOIN_SECONDS, keep_log: Callable[[Path], None] = write_log_file,
-        own_process: bool = True, **options: Any,
+        self, kind: type[Actor], bus: Bus, master: str, index: int | None = None,
+        listen_address: ListenAddress | None = None, *, patience: float = JOIN_SECONDS,
+        keep_log: Callable[[Path], None] = write_log_file, own_process: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         """patience: seconds to wait for the master to answer the first request. own_process: whether the actor has the
         process for itself, and so may settle it and leave on its signals. options: of the role."""
         self.kind, self.bus, self.master, self.index = kind, bus, master, index
-        self.door = door or Door.towards(master)
+        self.listen_address = listen_address or ListenAddress.towards(master)
         self.role = Actor()  # until it is made
         self.state: State = "stale"
         self.activity = "starting"
@@ -198,7 +198,7 @@ class Membership:
     async def on_disk(self, what: str, write: Callable[..., T], *arguments: Any, optional: bool = False) -> T:
         """Do a write in a thread, and again until the disk has room for it. what: is written; a kind of work of its
         own, as some take longer than others. optional: nobody waits for it for good, so it never counts as a hang."""
-        with self.working(f"writing {what}", "" if optional else what, lambda: Patience.refusals):
+        with self.working(f"writing {what}", "" if optional else what, lambda: DiskRetry.refusals):
             return await self.disk.write(lambda: asyncio.to_thread(write, *arguments), what)
 
     def took(self, what: str, began: float, seconds: float) -> None:
@@ -241,7 +241,7 @@ class Membership:
         for sign in (signal.SIGTERM, signal.SIGINT) if self._own_process else ():
             loop.add_signal_handler(sign, self.leave, sign.name)
         try:
-            if not await self._join_unless_stopped(self.door.reached_at(self._listen())):
+            if not await self._join_unless_stopped(self.listen_address.reached_at(self._listen())):
                 return self.stopped.result()
             ending = await self._live()
             if not ending.fenced:
@@ -257,11 +257,11 @@ class Membership:
 
     def _listen(self) -> str:
         try:
-            return self.bus.serve(self.door.address, self._dispatch, self._on_crash)
+            return self.bus.serve(self.listen_address.address, self._dispatch, self._on_crash)
         except OSError as error:
             raise UserError(
-                f"The {self.kind.role} cannot listen at {self.door.address} ({error.strerror}): change --bind, --host "
-                f"or --ports."
+                f"The {self.kind.role} cannot listen at {self.listen_address.address} ({error.strerror}): "
+                f"change --bind, --host or --ports."
             ) from None
 
     def _dispatch(self, request: Request[Message]) -> Any:
@@ -291,7 +291,7 @@ class Membership:
         self.bus.identity.name = welcome.identity
         self.config = from_message(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
-        self.disk = Patience(self.config.folder, f"the {role.replace('_', ' ')}")
+        self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")
         prometheus.serve(self.config.observe, role, self.index, lambda: self._numbers)

@@ -55,7 +55,7 @@ async def score_with_retries(
 class SampleState:
     """What the calls of a sample have in common.
 
-    `home`: the generator on which the next call starts, because it has the prefix; None: any. `place`: counts as a
+    `home`: the generator on which the next call starts, because it has the prefix; None: any. `slot`: counts as a
     request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
     `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
     `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
@@ -63,13 +63,13 @@ class SampleState:
     """
 
     def __init__(
-        self, sampling: SamplingConfig, min_version: int, home: Member | None, place: ExitStack | None,
+        self, sampling: SamplingConfig, min_version: int, home: Member | None, slot: ExitStack | None,
         on_start: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.sampling = sampling
         self.min_version = min_version
         self.home = home
-        self.place = place or ExitStack()
+        self.slot = slot or ExitStack()
         self.first_version: int | None = None
         self.tokens_sampled = 0
         self.generators: dict[str, None] = {}

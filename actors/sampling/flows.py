@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from actors.runtime.actor import CONTROL_SECONDS, Signal
+from actors.runtime.actor import CONTROL_SECONDS, Notifier
 from protocols.errors import (
     BusError,
     BusyError,
@@ -44,7 +44,7 @@ MAX_FLOWS, MAX_JOBS = 64, 16_384
 J = TypeVar("J", bound="Job")
 R = TypeVar("R")
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-Work = Callable[[Callable[[R], None]], Awaitable[None]]
+JobFunction = Callable[[Callable[[R], None]], Awaitable[None]]
 """A job at its server: gets the function that adds results, and may raise a BusError."""
 
 
@@ -110,7 +110,7 @@ class Flow(Generic[J]):
         self.broken = False
         spawn(self._live(), f"flow to {peer.address}")
 
-    async def do(self, job: J) -> Any:
+    async def run_job(self, job: J) -> Any:
         """The result of a job. If this is cancelled, the server ends the job. Raises a BusError if the server refuses
         it, if it fails there, or if the flow breaks."""
         number = next(self._numbers)
@@ -205,7 +205,7 @@ class Flows(Generic[R]):
         self._part = part
         self._spawn = spawn
         self._open: dict[tuple[str, int], _Served[R]] = {}
-        self._emptied = Signal()
+        self._emptied = Notifier()
 
     async def serve(self, request: Request[OpenFlow]) -> AsyncGenerator[Message, None]:
         """The answer to OpenFlow: the results and the failures, as they come. The first part has none: it says that the
@@ -228,7 +228,7 @@ class Flows(Generic[R]):
                 task.cancel()
             self._emptied.notify()
 
-    def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, Work[R]]) -> None:
+    def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, JobFunction[R]]) -> None:
         """Begin jobs on a flow, by their numbers. Those that are already running are not begun again. Raises
         StreamBrokenError if the flow is not open, BusyError if it has too many jobs."""
         served = self._open.get((request.owner, flow))
@@ -294,7 +294,7 @@ class _Served(Generic[R]):
         self.filled.set()
 
 
-async def _run_job(served: _Served[R], job: int, work: Work[R]) -> None:
+async def _run_job(served: _Served[R], job: int, work: JobFunction[R]) -> None:
     try:
         await work(served.add)
     except BusError as error:

@@ -59,14 +59,14 @@ class Servers:
         self._numbers = itertools.count()
         self._flows: dict[str, Flow[Any]] = {}  # by identity of the server
 
-    async def do(self, member: Member, job: Call | ScoreJob | TokensJob) -> Any:
-        """The result of a job that an actor of its role does. Raises BusError."""
+    async def run_job(self, member: Member, job: Call | ScoreJob | TokensJob) -> Any:
+        """The result of a job that an actor of its role runs. Raises BusError."""
         flow = self._flows.get(member.identity)
         if flow is None or flow.broken:
             self._flows = {name: open_flow for name, open_flow in self._flows.items() if not open_flow.broken}
             flow = Flow(self._bus.peer(member.address), self._numbers, type(job), self._spawn)
             self._flows[member.identity] = flow
-        return await flow.do(job)
+        return await flow.run_job(job)
 
 
 class RoutedGenerators:
@@ -79,7 +79,7 @@ class RoutedGenerators:
     async def sample(self, call: Call) -> Generation:
         """Raises SampleFailed."""
         sample = call.sample
-        sample.place.close()
+        sample.slot.close()
         home = sample.home
         try:
             while not sample.closed:
@@ -91,7 +91,7 @@ class RoutedGenerators:
                 call.run_at(generator.identity)
                 try:
                     with self._router.asking(generator):
-                        completion: Generation = await self._servers.do(generator, call)
+                        completion: Generation = await self._servers.run_job(generator, call)
                         return completion
                 except (FencedError, MalformedError) as error:
                     raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
@@ -232,7 +232,7 @@ class RoutedRewards:
             member = await self._choose(job, role, name)
             try:
                 with self._router.asking(member):
-                    return await self._servers.do(member, job)
+                    return await self._servers.run_job(member, job)
             except MalformedError as error:  # this row cannot travel, to no actor and at no time
                 raise SampleFailed("row", f"{role} {name!r}: {error}") from None
             except BusError as error:

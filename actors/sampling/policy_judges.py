@@ -39,6 +39,6 @@ class PolicyJudges:
         """The policy's answer, and how many tokens it and the prompt have. Raises SampleFailed."""
         talk = Conversation(self._tokenizer)
         prompt = np.asarray(talk.prompt([user(text)]), np.int32)
-        sample = SampleState(sampling, min_version=0, home=None, place=None, on_start=lambda version: None)
+        sample = SampleState(sampling, min_version=0, home=None, slot=None, on_start=lambda version: None)
         sampled = await self._generators.sample(Call(sample, prompt, sampling.max_new_tokens, None))
         return talk.text(sampled), len(prompt) + len(sampled.tokens)

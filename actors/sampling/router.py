@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from actors.runtime.actor import Signal
+from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from areal.generation.routing import GeneratorLoad, fullness
 from protocols.errors import BusError, BusyError, RefusedError
@@ -45,7 +45,7 @@ class Router:
     """Chooses an actor of a role: the least loaded one that has not failed a request recently. A generator that holds a
     version older than `min_version` is chosen only if there is no other.
 
-    `requests`: number of this actor's requests at each server, by its identity, including places that samples have
+    `requests`: number of this actor's requests at each server, by its identity, including slots that samples have
     before their first request. `room`: notified when one of them ends. `loads`: the load that each generator has
     reported, as the master passes it on.
     """
@@ -57,7 +57,7 @@ class Router:
         self._index = index
         self._most = most
         self.requests: Counter[str] = Counter()
-        self.room = Signal()
+        self.room = Notifier()
         self.loads: dict[str, GeneratorLoad] = {}
         self._avoid: dict[str, _Avoided] = {}
 
@@ -141,7 +141,7 @@ class Router:
 
     @contextlib.contextmanager
     def using(self, member: Member) -> Iterator[None]:
-        """Count a request to this member, or a place for one, until the end of the block."""
+        """Count a request to this member, or a slot for one, until the end of the block."""
         self.requests[member.identity] += 1
         try:
             yield
@@ -151,11 +151,11 @@ class Router:
                 del self.requests[member.identity]
             self.room.notify()
 
-    def place_at(self, generator: Member) -> ExitStack:
-        """A place in the load of a generator, until it is closed."""
-        place = ExitStack()
-        place.enter_context(self.using(generator))
-        return place
+    def slot_at(self, generator: Member) -> ExitStack:
+        """A slot in the load of a generator, until it is closed."""
+        slot = ExitStack()
+        slot.enter_context(self.using(generator))
+        return slot
 
     async def avoid(self, member: Member, error: BusError) -> None:
         """Prefer other actors, because a request to this one has failed: for AVOID_SECONDS, or until it answers again

@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.runtime.actor import Actor, handles
 from actors.runtime.membership import Membership
-from actors.sampling.flows import Flows, Work
+from actors.sampling.flows import Flows, JobFunction
 from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
     Completion,
@@ -78,7 +78,7 @@ class Serving(Actor):
         self._flows.cancel(request)
         return Done()
 
-    def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, Work[Any]]) -> Done:
+    def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, JobFunction[Any]]) -> Done:
         """Begin jobs, which have no deadline while this actor is alive, however long its queue is. Raises BusError."""
         if self.member.state != "healthy":
             raise BusyError(f"this {self.role} actor accepts no jobs: it is {self.member.state}")

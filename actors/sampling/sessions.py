@@ -54,11 +54,11 @@ class SampleSession(SampleState):
 
     def __init__(
         self, services: Services, row: Row, sampling: SamplingConfig, min_version: int = 0, *,
-        home: Member | None = None, place: ExitStack | None = None,
+        home: Member | None = None, slot: ExitStack | None = None,
         on_start: Callable[[int], None] = lambda version: None, generators: Generators | None = None,
         rewards: Mapping[str, float] = NO_CHANGES,
     ) -> None:  # fmt: skip
-        super().__init__(sampling, min_version, home, place, on_start)
+        super().__init__(sampling, min_version, home, slot, on_start)
         self._changed_weights = rewards
         self.tokenizer = services.tokenizer
         self.parsers = services.parsers
@@ -203,7 +203,7 @@ class SampleSession(SampleState):
             self._saving.cancel()
         for call in self.running:
             call.abort()
-        self.place.close()
+        self.slot.close()
 
     async def logprobs(self, scorer: str, tokens: Tokens) -> np.ndarray:
         """See areal.workflows.Session. Raises SampleFailed."""

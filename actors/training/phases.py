@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from actors.runtime.works import Evidence, Works
-from areal.storage.disk import Patience
+from areal.storage.disk import DiskRetry
 
 # Phases of a step whose seconds are reported with it, and what the trainer does to a version in each of them; None: it
 # waits for others, or for its own work in another phase. `write` ran in parallel to the step, for the version before.
@@ -48,4 +48,4 @@ class Phases:
 
 def refusals() -> float:
     """The evidence of a write: it moves while the disk refuses writes, which are repeated."""
-    return Patience.refusals
+    return DiskRetry.refusals

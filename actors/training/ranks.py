@@ -1,4 +1,4 @@
-"""The training engine of all ranks behind one interface. Rank 0 uses a `Ranks`; the other ranks call `follow`.
+"""The training engine of all ranks behind one interface. Rank 0 uses a `Ranks`; the other ranks call `run_follower`.
 
 The engine runs in a thread of its own, so that the trainer still handles messages while it computes a step.
 """
@@ -26,7 +26,7 @@ from protocols.messages import StepFailed
 
 if TYPE_CHECKING:
     from areal.config import Config
-    from areal.storage.disk import Patience
+    from areal.storage.disk import DiskRetry
     from areal.training.engine import TrainingEngine
 
 # Errors of a collective: another rank has died, perhaps of an error of its own.
@@ -46,11 +46,11 @@ class Ranks:
         self._thread = thread
 
     @classmethod
-    async def start(cls, config: Config, patience: Patience) -> Ranks:
-        """Start the engine of this rank; all ranks have to start at the same time. patience: with which folders are
+    async def start(cls, config: Config, disk_retry: DiskRetry) -> Ranks:
+        """Start the engine of this rank; all ranks have to start at the same time. disk_retry: with which folders are
         written. Raises UserError if the model cannot be loaded."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config, patience)
+        engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config, disk_retry)
         await asyncio.get_running_loop().run_in_executor(
             thread, engine.broadcast, {"process": os.getpid(), "host": socket.gethostname()}
         )
@@ -122,20 +122,20 @@ class Ranks:
     async def _on_all_ranks(self, command: dict[str, Any], groups: Sequence[Group] | None = None) -> Any:
         def run() -> Any:
             self._engine.broadcast(command)
-            return obey(self._engine, command, groups)
+            return execute(self._engine, command, groups)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
 
-def start_engine(config: Config, patience: Patience | None = None) -> TrainingEngine:
+def start_engine(config: Config, disk_retry: DiskRetry | None = None) -> TrainingEngine:
     """Create the engine of this rank. Called on all ranks."""
     with importing():
         from areal.training.engine import TrainingEngine
 
-    return TrainingEngine.of_run(config, keep_values=config.observe.rollouts != "none", patience=patience)
+    return TrainingEngine.of_run(config, keep_values=config.observe.rollouts != "none", disk_retry=disk_retry)
 
 
-def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:
+def execute(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:
     """Carry out one command of rank 0. Called on all ranks."""
     arguments = {key: value for key, value in command.items() if key != "do"}
     if command["do"] == "step":
@@ -155,8 +155,8 @@ def failure_of_step(version: int, error: Exception) -> StepFailed | None:
     return None if COLLECTIVE.search(reason) else StepFailed(version=version, reason=text_of(reason))
 
 
-def follow(config: Config, report: Callable[[StepFailed], object]) -> None:
-    """The main loop of every rank but 0: obey the commands of rank 0 until it says that the run has ended. report:
+def run_follower(config: Config, report: Callable[[StepFailed], object]) -> None:
+    """The main loop of every rank but 0: execute the commands of rank 0 until it says that the run has ended. report:
     sends the failure of a step to the master, before it is raised."""
     engine = start_engine(config)
     settle(CORES)
@@ -165,7 +165,7 @@ def follow(config: Config, report: Callable[[StepFailed], object]) -> None:
     outlive_sigterm(leader["process"] if leader["host"] == socket.gethostname() else None)
     while (command := engine.broadcast(None))["do"] != "end":
         try:
-            obey(engine, command, None)
+            execute(engine, command, None)
         except UserError:  # on all ranks, and rank 0 decides what follows
             if command["do"] != "load":
                 raise

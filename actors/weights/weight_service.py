@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from actors.runtime.actor import HandlesRequests, M, Signal, handles
+from actors.runtime.actor import HandlesRequests, M, Notifier, handles
 from areal.config import WeightsConfig
-from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, Holding, Manifest, TornWeights, apply, difference
+from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, HeldVersion, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
@@ -56,13 +56,13 @@ class WeightServer(HandlesRequests):
     def __init__(self, limit: int) -> None:
         self.bytes_sent = 0
         self._limit = limit
-        self._holdings: dict[Version, Holding] = {}
-        self._progress = Signal()
+        self._held_versions: dict[Version, HeldVersion] = {}
+        self._progress = Notifier()
 
-    def offer(self, version: Version, holding: Holding) -> None:
+    def offer(self, version: Version, held_version: HeldVersion) -> None:
         """Serve this version from now on: the chunks that it has, and further ones as they arrive."""
-        self._holdings[version] = holding
-        for old in sorted(self._holdings.keys() - {version})[: 1 - self._limit]:
+        self._held_versions[version] = held_version
+        for old in sorted(self._held_versions.keys() - {version})[: 1 - self._limit]:
             self._drop(old)
         self._progress.notify()
 
@@ -72,17 +72,17 @@ class WeightServer(HandlesRequests):
         does not arrive in time, RefusedError for one that is no longer kept, StreamBrokenError if a chunk cannot be
         sent."""
         message = request.message
-        holding = await self._holding((message.lineage, message.version))
-        base = self._base(message.base, holding)
-        yield WeightFiles(files=tuple(_file_message(file) for file in holding.manifest.files))
+        held_version = await self._held_version((message.lineage, message.version))
+        base = self._base(message.base, held_version)
+        yield WeightFiles(files=tuple(_file_message(file) for file in held_version.manifest.files))
         first = message.first
-        while first < holding.chunks:
-            await self._progress.until(lambda: holding.ready > first or holding.given_up)  # noqa: B023 - awaited here
-            if holding.ready <= first:
+        while first < held_version.chunks:
+            await self._progress.until(lambda: held_version.ready > first or held_version.given_up)  # noqa: B023 - awaited here
+            if held_version.ready <= first:
                 raise StreamBrokenError(f"this actor has given up receiving version {message.version}")
-            numbers = range(first, min(holding.ready, first + CHUNKS_AT_ONCE))
+            numbers = range(first, min(held_version.ready, first + CHUNKS_AT_ONCE))
             try:
-                chunks = await asyncio.to_thread(_packed, holding, base, numbers)
+                chunks = await asyncio.to_thread(_packed, held_version, base, numbers)
             except (TornWeights, OSError) as error:
                 raise StreamBrokenError(str(error)) from None
             for chunk in chunks:
@@ -90,26 +90,26 @@ class WeightServer(HandlesRequests):
                 yield chunk
             first = numbers.stop
 
-    async def _holding(self, version: Version) -> Holding:
-        def decide() -> Holding | bool:
-            return self._holdings.get(version) or any(offered > version for offered in self._holdings)
+    async def _held_version(self, version: Version) -> HeldVersion:
+        def decide() -> HeldVersion | bool:
+            return self._held_versions.get(version) or any(offered > version for offered in self._held_versions)
 
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                holding = await self._progress.until(decide)
+                held_version = await self._progress.until(decide)
         except TimeoutError:
             raise BusyError(f"this actor does not have version {version[1]} yet") from None
-        if not isinstance(holding, Holding):
+        if not isinstance(held_version, HeldVersion):
             raise RefusedError(f"this actor no longer has version {version[1]}")
-        return holding
+        return held_version
 
-    def _base(self, version: Version | None, holding: Holding) -> Holding | None:
-        base = self._holdings.get(version) if version else None
-        return base if base and base.complete and base.manifest.is_laid_out_like(holding.manifest) else None
+    def _base(self, version: Version | None, held_version: HeldVersion) -> HeldVersion | None:
+        base = self._held_versions.get(version) if version else None
+        return base if base and base.complete and base.manifest.is_laid_out_like(held_version.manifest) else None
 
     def _drop(self, version: Version) -> None:
-        holding = self._holdings.pop(version)
-        holding.given_up = not holding.complete
+        held_version = self._held_versions.pop(version)
+        held_version.given_up = not held_version.complete
         self._progress.notify()
 
 
@@ -167,14 +167,14 @@ class WeightFetcher(WeightServer):
     async def _fetch_files(self, policy: Policy) -> Path:
         version = policy.identity
         folder = self._folder_of(version)
-        if version in self._holdings:
+        if version in self._held_versions:
             return folder
         try:
             with atomic_folder(folder, durable=False) as partial:
                 try:
                     await self._fetch_into(partial, policy)
                 finally:
-                    if version in self._holdings and not self._holdings[version].complete:
+                    if version in self._held_versions and not self._held_versions[version].complete:
                         self._drop(version)
         finally:
             await asyncio.gather(*self._removals)
@@ -183,8 +183,8 @@ class WeightFetcher(WeightServer):
 
     async def _fetch_into(self, partial: Path, policy: Policy) -> None:
         version = policy.identity
-        base = max(self._holdings, default=None) if self._config.delta else None
-        while version not in self._holdings or not self._holdings[version].complete:
+        base = max(self._held_versions, default=None) if self._config.delta else None
+        while version not in self._held_versions or not self._held_versions[version].complete:
             now = asyncio.get_running_loop().time()
             # After a direct transfer no generator has files that it could pass on.
             senders = self._members("generator") if self._streams else ()
@@ -214,21 +214,21 @@ class WeightFetcher(WeightServer):
         """Receive the chunks that are still missing. Raises BusError, TornWeights, and TimeoutError if the sender sends
         nothing for STALL_SECONDS."""
         version = policy.identity
-        holding = self._holdings.get(version)
+        held_version = self._held_versions.get(version)
         ask = FetchWeights(
-            lineage=policy.lineage, version=policy.version, first=holding.ready if holding else 0, base=base
+            lineage=policy.lineage, version=policy.version, first=held_version.ready if held_version else 0, base=base
         )
-        older = self._holdings.get(base) if base else None
+        older = self._held_versions.get(base) if base else None
         async with contextlib.aclosing(self._bus.peer(address).stream(ask, FETCH_SECONDS)) as parts:
             manifest = _manifest(await _next(parts, WeightFiles))
             if manifest.stamp != policy.stamp:
                 raise TornWeights(f"the files of version {policy.version} at {address} are not the published ones")
-            if holding is None:
-                holding = Holding(partial, manifest, arriving=True)
-                self.offer(version, holding)
-            intake = _ChunkIntake(holding, older, self._progress)
+            if held_version is None:
+                held_version = HeldVersion(partial, manifest, arriving=True)
+                self.offer(version, held_version)
+            intake = _ChunkIntake(held_version, older, self._progress)
             try:
-                for _ in range(holding.chunks - holding.ready):
+                for _ in range(held_version.chunks - held_version.ready):
                     part = await _next(parts, WeightChunk)
                     self.bytes_received += part.data.nbytes
                     await intake.add(part)
@@ -276,10 +276,10 @@ async def _next(parts: AsyncIterator[Message], kind: type[M]) -> M:
 
 
 class _ChunkIntake:
-    """Adds received chunks to `holding`, in a thread, while further ones arrive. base: what differences are from."""
+    """Adds received chunks to `held_version`, in a thread, while more arrive. base: what differences are from."""
 
-    def __init__(self, holding: Holding, base: Holding | None, progress: Signal) -> None:
-        self._holding = holding
+    def __init__(self, held_version: HeldVersion, base: HeldVersion | None, progress: Notifier) -> None:
+        self._held_version = held_version
         self._base = base
         self._progress = progress
         self._waiting: list[WeightChunk] = []
@@ -303,13 +303,13 @@ class _ChunkIntake:
     async def _add_waiting(self) -> None:
         while self._waiting:
             parts, self._waiting = self._waiting, []
-            await asyncio.to_thread(_add, self._holding, self._base, parts)
+            await asyncio.to_thread(_add, self._held_version, self._base, parts)
             self._progress.notify()
 
 
-def _packed(holding: Holding, base: Holding | None, numbers: Sequence[int]) -> list[WeightChunk]:
+def _packed(held_version: HeldVersion, base: HeldVersion | None, numbers: Sequence[int]) -> list[WeightChunk]:
     def chunk(number: int) -> WeightChunk:
-        data = holding.read(number)
+        data = held_version.read(number)
         packed = difference(data, base.read(number)) if base else None
         payload = data if packed is None else packed
         return WeightChunk(number=number, data=np.frombuffer(payload, np.uint8), difference=packed is not None)
@@ -317,15 +317,15 @@ def _packed(holding: Holding, base: Holding | None, numbers: Sequence[int]) -> l
     return list((PACKERS.map if base else map)(chunk, numbers))
 
 
-def _add(holding: Holding, base: Holding | None, parts: Sequence[WeightChunk]) -> None:
-    """Add received chunks to `holding`. Raises TornWeights."""
+def _add(held_version: HeldVersion, base: HeldVersion | None, parts: Sequence[WeightChunk]) -> None:
+    """Add received chunks to `held_version`. Raises TornWeights."""
     for part in parts:
         data: Data = part.data.data
         if part.difference:
-            if base is None or not base.manifest.is_laid_out_like(holding.manifest):
+            if base is None or not base.manifest.is_laid_out_like(held_version.manifest):
                 raise TornWeights("received a chunk as a difference from a version that this generator does not have")
-            data = apply(data, base.read(holding.ready))
-        holding.put(part.number, data)
+            data = apply(data, base.read(held_version.ready))
+        held_version.put(part.number, data)
 
 
 def _file_message(file: FileSums) -> WeightFile:

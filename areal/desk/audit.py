@@ -27,6 +27,7 @@ from areal.command_line import output as terminal
 from areal.config import Config, UserError
 from areal.desk.replay import Replay, plan, run_variant
 from areal.devices import set_allocator
+from areal.plugins import announce_code
 from areal.record import Record
 from areal.staleness.ledger import (
     BatchLogged,
@@ -90,7 +91,9 @@ def run(options: Namespace) -> int:
     """`areal audit`."""
     set_allocator()
     console = terminal(160)
-    report = Audit(options.run, options.full).report()
+    audit = Audit(options.run, options.full)
+    announce_code(options.run, audit.config.model_dump(mode="json"), options.trust)
+    report = audit.report()
     console.print(_page(report))
     if options.json:
         replace(options.json, json.dumps(report, indent=2) + "\n")

@@ -87,6 +87,7 @@ def _declare_replays(tools: RoomTools) -> None:
     epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (docs/objectives.md)."
     add = tools.add("replay", "commands:replay", summary, epilog).add_argument
     add("run", **RUN)
+    add("--trust", action="store_true", help="run code that the configuration of another user's run names")
     grid = "a replay for each value, such as trainer.objective=ppo,gspo; may be repeated, for each combination"
     add("--sweep", action="append", default=[], metavar="key=value,value,...", help=grid)
     add("--steps", default=":", metavar="A:B", help="only the steps after A up to B, from the checkpoint of A")
@@ -101,6 +102,7 @@ def _declare_replays(tools: RoomTools) -> None:
     epilog = "Exit code 1: a check fails, or the record does not have what it takes (docs/observe.md)."
     add = tools.add("audit", "audit:run", summary, epilog).add_argument
     add("run", **RUN)
+    add("--trust", action="store_true", help="run code that the configuration of another user's run names")
     add("--full", action="store_true", help="train all steps again, not only those between two checkpoints")
     add("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
 
@@ -108,7 +110,10 @@ def _declare_replays(tools: RoomTools) -> None:
 def replay(options: Namespace) -> int:
     from areal.desk import bisection
     from areal.desk.replay import run
+    from areal.plugins import announce_code
+    from areal.record import Record
 
+    announce_code(options.run, Record(options.run).config.model_dump(mode="json"), options.trust)
     return bisection.run(options) if options.bisect else run(options)
 
 

@@ -23,7 +23,7 @@ from areal.config import UserError
 from areal.desk.report import figure_of_points, fork_lines, write_svg
 from areal.observe.alerts import Curve
 from areal.record import Record, number_or_nan
-from areal.settings import SPEED_ONLY, differences, within
+from areal.settings import SPEED_ONLY, differences, is_under
 
 # Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
 LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe")
@@ -44,7 +44,7 @@ class Figure(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The runs at one place x of the axis: how many, their mean held-out accuracy with the half width of its interval,
+    """The runs at one point x of the axis: how many, their mean held-out accuracy with the half width of its interval,
     and the mean of their second figure."""
 
     x: float
@@ -54,8 +54,8 @@ class Point(NamedTuple):
     second: float
 
 
-Place = tuple[str, float, list[tuple[float, float]]]
-"""The label of a line, a place on the axis, and of each run there its held-out accuracy and its second figure."""
+AxisPoint = tuple[str, float, list[tuple[float, float]]]
+"""The label of a line, a point on the axis, and of each run there its held-out accuracy and its second figure."""
 
 
 def compare(options: Namespace) -> None:
@@ -128,7 +128,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
     return table
 
 
-def _at_the_end(groups: Iterable[tuple[str, Sequence[Record]]], axis: str) -> list[Place]:
+def _at_the_end(groups: Iterable[tuple[str, Sequence[Record]]], axis: str) -> list[AxisPoint]:
     """The groups of runs by their value of the setting `axis`: final accuracies, and mean stalenesses."""
 
     def figures(group: Sequence[Record]) -> list[tuple[float, float]]:
@@ -137,9 +137,9 @@ def _at_the_end(groups: Iterable[tuple[str, Sequence[Record]]], axis: str) -> li
     return [(label, value_of(group[0].settings, axis), figures(group)) for label, group in groups]
 
 
-def _by_step(groups: Iterable[tuple[str, Sequence[Record]]]) -> list[Place]:
+def _by_step(groups: Iterable[tuple[str, Sequence[Record]]]) -> list[AxisPoint]:
     """The accuracies at each evaluation, and the mean rewards of the steps since the one before it."""
-    places: list[Place] = []
+    points: list[AxisPoint] = []
     for label, group in groups:
         values: dict[int, list[tuple[float, float]]] = {}
         for run in group:
@@ -149,14 +149,14 @@ def _by_step(groups: Iterable[tuple[str, Sequence[Record]]]) -> list[Place]:
                 since = _mean([reward for step, reward in rewards.items() if earlier < step <= version])
                 values.setdefault(version, []).append((number_or_nan(evaluation.get("accuracy")), since))
                 earlier = version
-        places += [(label, version, of_runs) for version, of_runs in values.items()]
-    return places
+        points += [(label, version, of_runs) for version, of_runs in values.items()]
+    return points
 
 
-def _lines(places: Sequence[Place]) -> dict[str, list[Point]]:
-    accuracies = means([accuracy for accuracy, _ in values] for _, _, values in places)
+def _lines(points: Sequence[AxisPoint]) -> dict[str, list[Point]]:
+    accuracies = means([accuracy for accuracy, _ in values] for _, _, values in points)
     lines: dict[str, list[Point]] = {}
-    for (label, x, values), (accuracy, error) in zip(places, accuracies, strict=True):
+    for (label, x, values), (accuracy, error) in zip(points, accuracies, strict=True):
         second = _mean([second for _, second in values])
         lines.setdefault(label, []).append(Point(x, len(values), accuracy, 2 * error, second))
     return {label: sorted(line) for label, line in lines.items()}
@@ -172,7 +172,7 @@ def value_of(settings: Mapping[str, Any], key: str, missing: Any = None) -> Any:
 def differing_settings(settings: Sequence[dict[str, Any]], left_out: Sequence[str] = LEFT_OUT) -> list[str]:
     """The keys in which these configurations differ, without those in `left_out`."""
     keys = dict.fromkeys(key for config in settings for key, *_ in differences(settings[0], config))
-    return [key for key in keys if not within(key, left_out)]
+    return [key for key in keys if not is_under(key, left_out)]
 
 
 def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[tuple[str, ...], list[int]]:

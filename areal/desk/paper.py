@@ -15,13 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal.config import Config, UserError, checked, overridden, read_values
+from areal.config import Config, UserError, overridden, read_values, validated
 from areal.desk.comparison import differing_settings, mean_text, means, value_of
 from areal.desk.plan import count_parameters
 from areal.models import name_of
 from areal.processes import ROOT
 from areal.record import Record
-from areal.settings import SPEED_ONLY, within
+from areal.settings import SPEED_ONLY, is_under
 
 PUBLISHED = ROOT / "configs" / "paper" / "published.yaml"
 # Of a measure: its name and unit in the table, the number in a run's summary, and the factor to that unit.
@@ -82,7 +82,7 @@ class TableRow:
         self.measures = {key: value for key, value in values.items() if key in MEASURES}
         self.keys = {key: value for key, value in values.items() if key not in (*MEASURES, "config")}
         file = PUBLISHED.with_name(f"{values['config']}.yaml")
-        self.config: Config = checked(overridden(read_values(file), settings=self.keys), file)
+        self.config: Config = validated(overridden(read_values(file), settings=self.keys), file)
         self.model = _model_name(self.config.model)
 
     def has(self, run: RunMeasures) -> bool:
@@ -199,7 +199,7 @@ def _print_differences(
         console.print(differing)
     console.print(f"What the paper has besides, and a run does not record: {table['apart']}.", highlight=False)
     for what, without in ("Scores", SPEED_ONLY), ("Speeds", SCORE_ONLY):
-        keys = list(dict.fromkeys(key for key, _ in pairs if not within(key, without)))
+        keys = list(dict.fromkeys(key for key, _ in pairs if not is_under(key, without)))
         verdict = (
             f"cannot be compared with the paper's, since these differ: {', '.join(keys)}"
             if keys

@@ -48,7 +48,7 @@ def plan_run(options: Namespace) -> None:
     if config.colocate:
         raise UserError("A plan divides devices between trainer and generators, which colocate shares: colocate=false.")
     checkpointing = config.trainer.gradient_checkpointing  # if it is auto, the plan says whether
-    config = config.on(cuda=True)
+    config = config.for_device(cuda=True)
     trainer = config.trainer.model_copy(update={"gradient_checkpointing": checkpointing})
     config = config.model_copy(update={"trainer": trainer})
     measured = measure(record) if record else {}

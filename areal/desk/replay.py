@@ -36,10 +36,10 @@ from areal.config import (
     Config,
     GuardConfig,
     UserError,
-    checked,
     dump_config,
     overridden,
     parsed,
+    validated,
 )
 from areal.desk.metric_condition import Condition
 from areal.desk.rollouts import Rollouts, sql_condition
@@ -48,7 +48,7 @@ from areal.grid import name_of, points, read_grid
 from areal.processes import die_with_parent, torchrun
 from areal.record import Record
 from areal.run_files import CONFIG, METRICS, SUMMARY
-from areal.settings import differences, within
+from areal.settings import differences, is_under
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage.disk import replace
 from areal.storage.records import line_of
@@ -127,7 +127,7 @@ class Replay:
         if not settings:
             return self.config
         values = overridden(self.config.model_dump(mode="json"), settings=settings)
-        config: Config = checked(values, self.run.folder / CONFIG)
+        config: Config = validated(values, self.run.folder / CONFIG)
         return config
 
     def what_matters(self) -> str:
@@ -253,7 +253,7 @@ def _changed(run: Record, config: Config, changes: Mapping[str, Any]) -> Config:
     """The run's settings with `changes`. Raises UserError for a change that is none of the training."""
     settings = run.config_with(settings=changes)
     for key, _, _ in differences(config.model_dump(mode="json"), settings.model_dump(mode="json")):
-        if not within(key, ["trainer"]) or within(key, ["trainer.checkpoint_every", "trainer.checkpoints_kept"]):
+        if not is_under(key, ["trainer"]) or is_under(key, ["trainer.checkpoint_every", "trainer.checkpoints_kept"]):
             raise UserError(
                 f"{key} cannot be changed in a replay, which trains what the run has sampled: change how it trains, "
                 f"trainer.KEY=VALUE."

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from areal.config import Config, UserError, checked, load_config, overridden, read_values, write_yaml
+from areal.config import Config, UserError, load_config, overridden, read_values, validated, write_yaml
 from areal.grid import name_of, points
 from areal.hiding import without_secrets
 from areal.processes import ROOT, SUPERVISED
 from areal.record import has_begun, has_finished
-from areal.settings import MAY_CHANGE, differences, within
+from areal.settings import MAY_CHANGE, differences, is_under
 from areal.storage.disk import replace
 
 # The configuration keys that do not change what a run computes.
@@ -81,11 +81,11 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
         )
     combinations = points(grid, f"The grid of {file}")
     sweep = {"name": overridden({}, overrides).get("name", file.stem)}
-    folder = str(checked(overridden(values, settings=combinations[0] | sweep), file).folder)
+    folder = str(validated(overridden(values, settings=combinations[0] | sweep), file).folder)
     runs = []
     for point in combinations:
         run_values = overridden(values, settings=point | {"run_dir": folder, "name": name_of(point)})
-        run = SweptRun(checked(run_values, file), run_values)
+        run = SweptRun(validated(run_values, file), run_values)
         _check_begun(run)
         runs.append(run)
     return runs
@@ -98,7 +98,7 @@ def _check_begun(run: SweptRun) -> None:
     free = OPERATION if run.finished else MAY_CHANGE
     previous: Config = load_config(run.file)
     for key, old, new in differences(previous.model_dump(mode="json"), run.config.model_dump(mode="json")):
-        if not within(key, free):
+        if not is_under(key, free):
             old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
             raise UserError(
                 f"{key} was {old!r} in the run {run.config.folder} and is {new!r} now: give the sweep another name, "

@@ -168,7 +168,7 @@ class GenerationEngine:
         Every process that starts an engine needs the guard `if __name__ == "__main__"`: the child imports its main
         module. Raises UserError if `model` or `config` is at fault, EngineError if the engine does not start.
         """
-        config = config.on(cuda=bool(visible_devices()))
+        config = config.for_device(cuda=bool(visible_devices()))
         shapes, tied = _read_model_folder(model)
         # In a thread: importing vLLM and waiting for its process take seconds; the actor has to send heartbeats then.
         core, stops = await asyncio.to_thread(_start_core, model, config, seed, lora, sleeps, transfer)

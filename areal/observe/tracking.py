@@ -26,7 +26,7 @@ import structlog
 from areal.config import Config, ObserveConfig, UserError
 from areal.processes import ROOT, LenientOutput, tied
 from areal.run_files import EVALUATIONS, METRICS
-from areal.storage.disk import Patience, leaves, refusal, replace
+from areal.storage.disk import DiskRetry, leaves, refusal, replace
 from areal.storage.records import NewRecords
 from areal.storage.run_folder import config_of_run, read_summary
 
@@ -120,7 +120,7 @@ class Tracker:
 
     def __init__(self, folder: Path, sinks: dict[str, Sink]) -> None:
         self._folder = folder
-        self._patience = Patience(folder, "the tracker")
+        self._disk_retry = DiskRetry(folder, "the tracker")
         self._sinks = sinks
         self._new = {file: NewRecords(folder / file) for file in FILES}
         self._state = folder / "tracked.json"
@@ -144,7 +144,7 @@ class Tracker:
                     newest[file] = record[key]
         if newest != self._newest:
             self._newest = newest
-            self._patience.write_in_thread(lambda: replace(self._state, json.dumps(newest)), self._state.name)
+            self._disk_retry.write_in_thread(lambda: replace(self._state, json.dumps(newest)), self._state.name)
 
     def _send(self, key: str, record: dict[str, Any]) -> None:
         prefix = "step" if key == "step" else "evaluation"
@@ -157,7 +157,7 @@ class Tracker:
         for name, sink in list(self._sinks.items()):
             send = partial(sink, record[key], numbers, record.get("time", time.time()))
             try:
-                self._patience.write_in_thread(send, name)
+                self._disk_retry.write_in_thread(send, name)
             except Exception as error:  # third-party code, which may raise anything
                 log.warning("a sink failed and gets no more records", sink=name, error=repr(error))
                 del self._sinks[name]

@@ -52,7 +52,7 @@ class GenerationChecks:
     _engine: GenerationEngine  # set by `start`
 
     def __init__(self, config: Config) -> None:
-        self._config = config.on(cuda=bool(visible_devices()))
+        self._config = config.for_device(cuda=bool(visible_devices()))
         self._receiving: Receiving | None = None
         self._asleep: list[asyncio.Task[Sampled]] = []
 

@@ -144,7 +144,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
     weights = torch.randn(len(flat.tokens), generator=torch.Generator().manual_seed(0)).to(device)
     logprobs = torch.zeros(len(flat.tokens), device=device)
     for row in rows:
-        places = torch.from_numpy(row.places).to(device)
+        places = torch.from_numpy(row.batch_index).to(device)
         logps, _ = forward(row)
         (logps @ weights[places]).backward()
         logprobs[places] = logps.detach()

@@ -54,7 +54,7 @@ class TrainingChecks:
     _engine: TrainingEngine  # set by `start`
 
     def __init__(self, config: Config) -> None:
-        self._config = config.on(cuda=torch.cuda.is_available())
+        self._config = config.for_device(cuda=torch.cuda.is_available())
         self._sizes = sizes_of(config.model)
         self._device = torch.device("cpu")
         if torch.cuda.is_available():

@@ -66,8 +66,9 @@ class Failures:
     def outage(self) -> bool:
         return self.in_a_row >= self._limit
 
-    def ready(self, filtered: bool, mean: float) -> str | None:
-        """A group became ready, or was filtered. `mean`: the mean reward of the last groups."""
+    def end_reason_after_ready(self, filtered: bool, mean: float) -> str | None:
+        """Why the run ends after a group became ready or was `filtered`; None: it goes on. `mean`: the mean reward of
+        the last groups."""
         self.in_a_row = self._long = 0
         self.any_succeeded = True
         self.filtered_in_a_row = self.filtered_in_a_row + 1 if filtered else 0

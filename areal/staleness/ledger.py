@@ -310,7 +310,7 @@ class QueuedPrompt:
     resumed: bool = False
 
 
-Place = tuple[int, int, str]
+QueuePosition = tuple[int, int, str]
 """Deadline, prompt index and id of a group. Among groups with the same deadline the lower prompt index comes first."""
 
 
@@ -339,7 +339,7 @@ class LedgerState:
         self.version = 0
         self.counters = Counters()
         self._groups: dict[str, LedgerGroup] = {}  # in order of admission
-        self._lines: dict[GroupState, list[Place]] = {GroupState.ADMITTED: [], GroupState.READY: []}  # sorted
+        self._lines: dict[GroupState, list[QueuePosition]] = {GroupState.ADMITTED: [], GroupState.READY: []}  # sorted
         self._requeued: deque[QueuedPrompt] = deque()
         self._next_prompt = 0
         self._batch: Batch | None = None  # logged for `version`, not committed
@@ -357,7 +357,7 @@ class LedgerState:
             **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
         )
         for row in dump["groups"]:
-            ledger._place(LedgerGroup(**row | {"state": GroupState(row["state"])}))
+            ledger._put(LedgerGroup(**row | {"state": GroupState(row["state"])}))
         for prompt in dump["requeued"]:
             ledger._requeued.append(QueuedPrompt(**prompt))
         ledger._batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
@@ -489,7 +489,7 @@ class LedgerState:
             failures=prompt.failures, owner=event.owner, lease_expires=event.lease_expires,
             admission_version=event.version, max_staleness=self.settings.max_staleness, resumed=prompt.resumed,
         )  # fmt: skip
-        self._place(group)
+        self._put(group)
         self.counters.admitted += 1
 
     def _apply_batch_logged(self, event: BatchLogged) -> None:
@@ -511,12 +511,12 @@ class LedgerState:
     def _update(self, group_id: str, **changes: Any) -> None:
         group = self._groups[group_id]
         self._leave_line(group)
-        self._place(replace(group, **changes))
+        self._put(replace(group, **changes))
 
-    def _place(self, group: LedgerGroup) -> None:
+    def _put(self, group: LedgerGroup) -> None:
         self._groups[group.group_id] = group
         if group.state in self._lines:
-            insort(self._lines[group.state], self._place_of(group))
+            insort(self._lines[group.state], self._position_of(group))
 
     def _drop(self, group_id: str) -> LedgerGroup:
         group = self._groups.pop(group_id)
@@ -526,9 +526,9 @@ class LedgerState:
     def _leave_line(self, group: LedgerGroup) -> None:
         if group.state in self._lines:
             line = self._lines[group.state]
-            del line[bisect_left(line, self._place_of(group))]
+            del line[bisect_left(line, self._position_of(group))]
 
-    def _place_of(self, group: LedgerGroup) -> Place:
+    def _position_of(self, group: LedgerGroup) -> QueuePosition:
         return self.deadline(group), group.prompt_index, group.group_id
 
     def _keep_step(self, record: StepRecord) -> None:
@@ -589,7 +589,9 @@ class LedgerState:
             raise self._error(f"broken at version {self.version}: {'; '.join(broken)}", *self._groups)
 
     def _is_in_line(self, state: GroupState) -> bool:
-        return self._lines[state] == sorted(self._place_of(row) for row in self._groups.values() if row.state is state)
+        return self._lines[state] == sorted(
+            self._position_of(row) for row in self._groups.values() if row.state is state
+        )
 
     def _is_sound(self, row: LedgerGroup) -> bool:
         """True if exactly the unfinished groups have a lease, finished ones a start version, and versions are valid."""
@@ -608,7 +610,7 @@ class Ledger(LedgerState):
     def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
         super().__init__(settings)
         self.journal = journal
-        self.choose: Callable[[int], int] = lambda prompt: prompt
+        self.row_of_prompt: Callable[[int], int] = lambda prompt: prompt
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -860,7 +862,7 @@ class Ledger(LedgerState):
 
     def _permit(self, owner: str, lease_expires: float) -> GroupPermit:
         group_id, prompt_index, attempt = self._next_permit()
-        row = self._requeued[0].row if self._requeued else self.choose(prompt_index)
+        row = self._requeued[0].row if self._requeued else self.row_of_prompt(prompt_index)
         self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires, row))
         group = self._groups[group_id]
         return GroupPermit(group_id, prompt_index, group.row, attempt, self._min_version(group), group.resumed)

@@ -76,7 +76,7 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
     if not new and marks[0] != mark:
         raise sqlite3.DatabaseError("it is a database of another program or purpose")
     if not new and marks[1] != version:
-        program = fact(connection, "program") or "an earlier version"
+        program = read_meta(connection, "program") or "an earlier version"
         raise FormatError(f"{program} wrote it in format version {marks[1]}, this program reads {version}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
@@ -85,7 +85,7 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
         connection.executescript(f"BEGIN; {schema} {FACTS} {marked} COMMIT;")
 
 
-def fact(connection: sqlite3.Connection, name: str) -> str:
+def read_meta(connection: sqlite3.Connection, name: str) -> str:
     """What the file says of itself; empty if it does not."""
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
         return ""
@@ -93,15 +93,15 @@ def fact(connection: sqlite3.Connection, name: str) -> str:
     return row[0] if row else ""
 
 
-def note(connection: sqlite3.Connection, name: str, value: str) -> None:
+def write_meta(connection: sqlite3.Connection, name: str, value: str) -> None:
     """Make the file say something of itself."""
-    if fact(connection, name) != value:
+    if read_meta(connection, name) != value:
         with connection:
             connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
 
 def note_program(connection: sqlite3.Connection) -> None:
-    note(connection, "program", f"version {areal.__version__}")
+    write_meta(connection, "program", f"version {areal.__version__}")
 
 
 def new_identity() -> str:

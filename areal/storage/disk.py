@@ -1,6 +1,6 @@
 """A disk that takes no write for a while: it is full, its quota or its inodes are used up, or it is read-only.
 
-Every writer of a run repeats what the disk has refused until the disk takes it: `Patience` waits and says so, `append`
+Every writer of a run repeats what the disk has refused until the disk takes it: `DiskRetry` waits and says so, `append`
 leaves no part of a line behind, and `Reserve` has the room in which a run can be ended on a full disk.
 """
 
@@ -200,7 +200,7 @@ def mebibytes(size: float) -> str:
     return f"{size / (1 << 20):.1f} MiB"
 
 
-class Patience:
+class DiskRetry:
     """Repeats writes that the disk refuses, until it takes them, and logs when that begins and ends. folder: where
     writes go that name no other. writer: who writes. logs: False if another process does. `refusals`: of the disks of
     this process, since its start.
@@ -258,7 +258,7 @@ class Patience:
         cause = shortage(error, folder)
         if cause is None:
             return False
-        Patience.refusals += 1
+        DiskRetry.refusals += 1
         begins = not self._waiting
         self._refused = str(self._folder if _same_disk(folder, self._folder) else folder), cause, _free_or_none(folder)
         self._waiting[mark] = what

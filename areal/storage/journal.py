@@ -25,8 +25,8 @@ from typing import Any, Self
 from zlib import crc32
 
 from areal.config import UserError
-from areal.storage.database import copy_store, fact, new_identity, note, note_program, open_store, prepare
-from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience, Shortage
+from areal.storage.database import copy_store, new_identity, note_program, open_store, prepare, read_meta, write_meta
+from areal.storage.disk import RETRY_SECONDS, DiskRetry, DiskShortageError, Shortage
 from areal.storage.run_folder import ways_out
 
 FORMAT_VERSION = 8
@@ -58,7 +58,7 @@ class Journal:
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
         prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA)
         self._connection = connection
-        self.run = fact(connection, "run")
+        self.run = read_meta(connection, "run")
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self.file = Path(file)
         self._lock = lock
@@ -71,7 +71,7 @@ class Journal:
         self._retry: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
         self._newest = 0
-        self._patience = Patience(self.file.parent, "the master")
+        self._disk_retry = DiskRetry(self.file.parent, "the master")
         (self.size,) = connection.execute("SELECT count(*) FROM events").fetchone()
 
     @classmethod
@@ -84,7 +84,7 @@ class Journal:
         journal.file = original or path
         try:
             journal.run = journal.run or new_identity()
-            note(journal._connection, "run", journal.run)
+            write_meta(journal._connection, "run", journal.run)
             note_program(journal._connection)
         except sqlite3.Error:  # a full disk: the file is opened again
             journal.close()
@@ -138,7 +138,7 @@ class Journal:
     @property
     def shortage(self) -> Shortage | None:
         """Why the journal waits for the disk; None if it does not."""
-        return self._patience.shortage
+        return self._disk_retry.shortage
 
     async def durable(self, wait_for_room: bool = True) -> None:
         """Return once everything that was appended before this call is on disk. Raises JournalError if the disk write
@@ -172,7 +172,7 @@ class Journal:
         loop = asyncio.get_running_loop()
         self._commit = commit = loop.run_in_executor(self._executor, self._write, snapshot, events, states)
         silence = DiskShortageError("not answering")
-        timer = loop.call_later(SILENT_SECONDS, self._patience.must_wait, silence, "the journal")
+        timer = loop.call_later(SILENT_SECONDS, self._disk_retry.must_wait, silence, "the journal")
         commit.add_done_callback(lambda _: timer.cancel())
         commit.add_done_callback(partial(self._committed, self._appended, snapshot, events, states))
         return commit
@@ -201,8 +201,8 @@ class Journal:
         error = commit.exception()
         if error is None:
             self._durable = up_to
-            self._patience.goes_on()
-        elif self._patience.must_wait(error, "the journal"):
+            self._disk_retry.goes_on()
+        elif self._disk_retry.must_wait(error, "the journal"):
             if self._snapshot is None:  # a newer one stands for all of it
                 self._snapshot, self._events = snapshot, events + self._events
             self._states = states | self._states

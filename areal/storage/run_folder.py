@@ -23,10 +23,10 @@ from areal.config import (
     Config,
     TrainerConfig,
     UserError,
-    checked,
     dump_config,
     load_config,
     overridden,
+    validated,
 )
 from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
@@ -41,7 +41,7 @@ from areal.run_files import (
     SECRETS,
     SUMMARY,
 )
-from areal.settings import MAY_CHANGE, REDONE, differences, within
+from areal.settings import MAY_CHANGE, REDONE, differences, is_under
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
 from areal.storage.records import line_of, read_records, record_of, whole_records
@@ -254,7 +254,7 @@ def config_with(folder: Path, settings: Mapping[str, Any], *, secrets: bool = Fa
         for key in set().union(*OBJECTIVE_SETTINGS.values()):
             if getattr(stored.trainer, key) == brought.get(key, TrainerConfig.model_fields[key].default):
                 del values["trainer"][key]
-    return checked(overridden(values, settings=settings), folder / CONFIG)
+    return validated(overridden(values, settings=settings), folder / CONFIG)
 
 
 def origins_of(folder: Path) -> list[Origin]:
@@ -310,7 +310,7 @@ def configuration_to_resume(
         config = with_folders(config)
     for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
         again = hidden_in(old) is not None  # a secret that is given again
-        if not again and not within(key, MAY_CHANGE) and not is_elsewhere(old, new):
+        if not again and not is_under(key, MAY_CHANGE) and not is_elsewhere(old, new):
             old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
             raise UserError(f"{key} was {old!r} when the run in {folder} began and cannot become {new!r}: keep it.")
     return config
@@ -330,7 +330,7 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
     stored = config_of_run(config.folder, secrets=True)
     sentences, lines = [], ""
     for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
-        step = 1 + (checkpoint if within(key, REDONE) else trained)
+        step = 1 + (checkpoint if is_under(key, REDONE) else trained)
         old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
         lines += line_of({"step": step, "key": key, "before": old, "now": new, "time": time.time()})
         sentences.append(f"{key} was {old!r} and is {new!r} from step {step} on")
@@ -371,5 +371,5 @@ def hold_changes_from(folder: Path, step: int) -> None:
 
 def changed_back(folder: Path, step: int) -> dict[str, Any]:
     """The settings by which the run in `folder` has trained `step`, as far as they were changed since, by key."""
-    changes = [change for change in read_records(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
+    changes = [change for change in read_records(folder / CHANGES) if is_under(change["key"], MAY_CHANGE)]
     return {change["key"]: change["before"] for change in reversed(changes) if change["step"] > step}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from zlib import crc32
 
 from areal.config import UserError
-from areal.storage.database import fact, note, note_program, open_store, prepare
+from areal.storage.database import note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked
 from areal.trajectory import Group, Note, Trajectory, of_parts
@@ -104,11 +104,11 @@ class Spool:
     def assign(self, run: str) -> None:
         """Make this the spool of a run. Raises UserError if it is that of another one."""
         with self._transaction() as connection:
-            if fact(connection, "run") not in ("", run):
+            if read_meta(connection, "run") not in ("", run):
                 raise UserError(
                     f"{self._file} is the spool of another run: move it away, or put back that of this run."
                 )
-            note(connection, "run", run)
+            write_meta(connection, "run", run)
 
     def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
         """Store parts of a group, all of them or none, by the place that each has in it, unless that is taken, or the

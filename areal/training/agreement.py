@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from areal.config import UserError
-from areal.storage.disk import DiskShortageError, Patience, mebibytes, shortage
+from areal.storage.disk import DiskRetry, DiskShortageError, mebibytes, shortage
 from areal.weights.chunks import Manifest
 from areal.weights.folders import atomic_folder
 
@@ -82,10 +82,10 @@ class Contents(Protocol):
 
 
 class Writer:
-    """Writes folders, one after another, in a thread of its own on every rank (all ranks). patience: of rank 0."""
+    """Writes folders, one after another, in a thread of its own on every rank (all ranks). disk_retry: of rank 0."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, disk_retry: DiskRetry) -> None:
+        self._disk_retry = disk_retry
         self._group = dist.new_group(backend="gloo", timeout=SILENCE) if dist.get_world_size() > 1 else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
 
@@ -98,7 +98,7 @@ class Writer:
         """
         what = f"{folder.name} ({mebibytes(contents.size)})"
         write = partial(self._write, folder, contents)
-        return self._thread.submit(self._patience.write_in_thread, write, what, folder.parent)
+        return self._thread.submit(self._disk_retry.write_in_thread, write, what, folder.parent)
 
     def _write(self, folder: Path, contents: Contents) -> Manifest | None:
         first = dist.get_rank() == 0

@@ -35,7 +35,7 @@ from areal.models import check_trainable
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
-from areal.storage.disk import Patience
+from areal.storage.disk import DiskRetry
 from areal.training.advantages import advantages, gae
 from areal.training.agreement import SILENCE, Writer
 from areal.training.checkpoint import Share, TrainingState
@@ -54,7 +54,7 @@ from areal.training.objectives import (
     value_loss,
     within_second_moment,
 )
-from areal.training.offload import Residence, tensors_in
+from areal.training.offload import OffloadedTensors, tensors_in
 from areal.training.optimizer import (
     bucket_elements,
     deepspeed_config,
@@ -175,20 +175,20 @@ class TrainingEngine:
 
     model: folder of a Hugging Face model. The number of ranks comes from torchrun's environment; without it there is
     one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. keep_values: whether a
-    step leaves what it found for each token in `values`. patience: with which folders are written. longest: the most
+    step leaves what it found for each token in `values`. disk_retry: with which folders are written. longest: the most
     tokens of a sequence; None: the model's limit. Raises UserError if the model cannot be loaded, or not be trained on
     such sequences or with this number of ranks, or if a C++ compiler is missing.
     """
 
     def __init__(
         self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1, keep_values: bool = False,
-        patience: Patience | None = None, longest: int | None = None,
+        disk_retry: DiskRetry | None = None, longest: int | None = None,
     ) -> None:  # fmt: skip
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_trainable(model, config.sequence_parallel)
         cuda = torch.cuda.is_available()
-        self.config = config = config.on(cuda=cuda)
+        self.config = config = config.for_device(cuda=cuda)
         deepspeed = _import_deepspeed(config, cuda)
         torch.manual_seed(seed)
         self.source = model
@@ -220,8 +220,8 @@ class TrainingEngine:
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
         self._share_out_weights()
-        patience = patience or Patience(model, "the trainer", logs=self.rank == 0)
-        self._publisher, self._saver = Writer(patience), Writer(patience)
+        disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
+        self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)
         self.work_done = 0
         """Micro-batches computed plus parameters gathered since the start. Rises during long work, not if it hangs."""
 
@@ -265,10 +265,10 @@ class TrainingEngine:
             self._deepspeed.enable_backward_allreduce = False  # useless here, yet a tenth of a small model's step
 
     @classmethod
-    def of_run(cls, config: Config, *, keep_values: bool, patience: Patience | None = None) -> TrainingEngine:
+    def of_run(cls, config: Config, *, keep_values: bool, disk_retry: DiskRetry | None = None) -> TrainingEngine:
         """The engine with which the run of `config` begins (all ranks)."""
         return cls(
-            Path(config.model), config.trainer, seed=config.seed, keep_values=keep_values, patience=patience,
+            Path(config.model), config.trainer, seed=config.seed, keep_values=keep_values, disk_retry=disk_retry,
             optimizer_steps=config.optimizer_steps, longest=config.generator.max_model_len,
         )  # fmt: skip
 
@@ -348,7 +348,7 @@ class TrainingEngine:
         self._writers: int = self.broadcast(here)["ranks"]
         self._written_by = share_out(sizes, 1 if self.config.lora else self._writers)
         self._snapshot: dict[str, Tensor] = {}
-        self._residence = Residence()
+        self._offloaded = OffloadedTensors()
 
     def _saved_buffers(self) -> dict[str, Tensor]:
         return {} if self.config.lora else saved_buffers(self._module)
@@ -518,7 +518,7 @@ class TrainingEngine:
         """What the step has found for each token of the batch (all ranks)."""
         values = torch.zeros(2, len(flat.tokens))
         for row in rows:
-            values[:, torch.from_numpy(row.places)] = torch.stack([row.proximal, row.advantages]).float().cpu()
+            values[:, torch.from_numpy(row.batch_index)] = torch.stack([row.proximal, row.advantages]).float().cpu()
         return TokenValues(*self._sum_over_groups(values)[:, flat.by_sample()])
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
@@ -548,7 +548,7 @@ class TrainingEngine:
         with torch.no_grad(), tally.clock("forward"):
             for row in self._rows(flat, trained, members):
                 logp, _, *values = self._forward(row, temperature, module)
-                found[:, torch.from_numpy(row.places)] = torch.stack([logp, *values]).cpu()
+                found[:, torch.from_numpy(row.batch_index)] = torch.stack([logp, *values]).cpu()
                 tally.operations += self._operations.of(row, backward=False) / self._together.size
                 self.work_done += 1
         return self._sum_over_groups(found)
@@ -655,7 +655,7 @@ class TrainingEngine:
         penalties = torch.zeros(tokens, dtype=torch.float64)
         for row in rows:
             cost = self.config.kl_coef * kl(row.behaviour, row.reference, self.config.kl_estimator)
-            penalties[torch.from_numpy(row.places)] = cost.double().cpu()
+            penalties[torch.from_numpy(row.batch_index)] = cost.double().cpu()
         return self._sum_over_groups(penalties)
 
     def _train_minibatch(
@@ -800,13 +800,13 @@ class TrainingEngine:
     def offload(self) -> None:
         """Move weights, gradients and the optimizer's state to host memory, so that others can have the devices' memory
         until `reload` (all ranks). Nothing else may be called in between."""
-        self._residence.leave(tensor for tensor in self._resident() if tensor.device == self.device)
+        self._offloaded.leave(tensor for tensor in self._resident() if tensor.device == self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
         """Undo `offload` (all ranks)."""
-        self._residence.come_back()
+        self._offloaded.come_back()
 
     def _resident(self) -> Iterator[Tensor]:
         """What this rank has on its device."""

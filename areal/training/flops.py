@@ -58,7 +58,7 @@ class Operations:
 
     def of(self, row: PackedRow, *, backward: bool) -> float:
         """The operations of a row's forward pass, and if `backward` of its backward pass too."""
-        if not len(row.places):
+        if not len(row.batch_index):
             return 0.0
         tokens, predicted = sum(row.added), len(row.predicts)
         pairs = sum(

@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage
 DEPTH = 4
 
 
-class Residence:
+class OffloadedTensors:
     """The memory of tensors that may be away from their device: `leave` copies it to host memory and frees it,
     `come_back` undoes this. All views of a memory stay valid, whoever holds them. In between nobody may use them."""
 

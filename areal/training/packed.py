@@ -186,7 +186,7 @@ class PackedRow:
 
     tokens, positions: int64 [1, T]. lengths: the length of each sequence. added: how many tokens each sequence adds to
     the row. paths: int64 [sum(lengths)], the places in the row of each sequence's tokens, one sequence after another.
-    places: int64 [S], the places of the S tokens in the batch. sequence: int64 [S], the index of the row's sequence
+    batch_index: int64 [S], where the S tokens are in the batch. sequence: int64 [S], the index of the row's sequence
     that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
@@ -200,7 +200,7 @@ class PackedRow:
     lengths: list[int]
     added: list[int]
     paths: Tensor
-    places: np.ndarray
+    batch_index: np.ndarray
     sequence: Tensor
     predicts: Tensor
     distribution: Tensor
@@ -221,7 +221,7 @@ class PackedRow:
     def pick(self, values: np.ndarray) -> Tensor:
         """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch; or several,
         [T, k], then [S, k]."""
-        return torch.from_numpy(values[self.places]).float().to(self.tokens.device)
+        return torch.from_numpy(values[self.batch_index]).float().to(self.tokens.device)
 
     def with_top_tokens(self) -> PackedRow:
         """The row with targets for which log-probabilities are wanted, too: S + S k, the teacher's likeliest tokens
@@ -281,7 +281,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
         lengths=lengths,
         added=added,
         paths=on_device(places),
-        places=chosen,
+        batch_index=chosen,
         sequence=on_device(np.repeat(np.arange(len(lengths)), lengths)[in_loss]),
         predicts=on_device(predicts),
         distribution=on_device(distribution),
@@ -296,8 +296,10 @@ def empty_row(device: torch.device, tokens: int = 1) -> PackedRow:
     zeros = torch.zeros(1, tokens, dtype=torch.int64, device=device)
     positions = torch.arange(tokens, device=device)
     none = torch.zeros(0, device=device)
-    no, places = none.long(), np.zeros(0, np.int64)
-    return PackedRow(zeros, positions[None], [tokens], [tokens], positions, places, no, no, no, no, none, none.int())
+    no, batch_index = none.long(), np.zeros(0, np.int64)
+    return PackedRow(
+        zeros, positions[None], [tokens], [tokens], positions, batch_index, no, no, no, no, none, none.int()
+    )
 
 
 def choose_attention(dtype: str) -> str:

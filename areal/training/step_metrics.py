@@ -125,7 +125,7 @@ class Tally:
             "token_staleness_mean": version - row.versions,
             "gap": (row.behaviour - logp).abs()[current],
             "current": current,
-            "computed": torch.tensor(sum(row.added) if len(row.places) else 0),
+            "computed": torch.tensor(sum(row.added) if len(row.batch_index) else 0),
         }
         self.sums += torch.stack([sums[name].sum().double().to(self.sums.device) for name in self.SUMS])
         if len(weight) and (A := row.advantages) is not None:

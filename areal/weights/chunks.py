@@ -132,7 +132,7 @@ def _read(descriptor: int, size: int, offset: int) -> memoryview:
     return data.data[: os.preadv(descriptor, [data.data], offset)]
 
 
-class Holding:
+class HeldVersion:
     """The open files of a version. They can be read while they are still arriving, and after their folder is removed.
 
     `ready`: the number of chunks that are there, counted from the first. `given_up`: True if no more will arrive.

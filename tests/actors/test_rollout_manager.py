@@ -11,7 +11,7 @@ import scripted_policy
 
 from actors.evaluator import Evaluator
 from actors.rollout_manager import RolloutManager, _GroupStart, _Scored
-from actors.runtime.actor import Signal
+from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
@@ -248,7 +248,7 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
 
     manager = alone(RolloutManager, workflow=counted)
     manager._source = SimpleNamespace(row=lambda index: Row(index, "", "", None, {}))
-    manager._router = SimpleNamespace(choose=choose, place_at=lambda home: None, room=Signal())
+    manager._router = SimpleNamespace(choose=choose, slot_at=lambda home: None, room=Notifier())
     manager._unfinished, manager._sessions, manager._samples_finished, manager._ask_trainer = {}, {}, 0, refuse
     reports = []
 

@@ -49,7 +49,7 @@ class AtOnce:
 
 def serve(folder: str) -> None:
     """Be the scorer of the run in the folder."""
-    from actors.runtime.addresses import Door, find_master, new_bus, open_network
+    from actors.runtime.addresses import ListenAddress, find_master, new_bus, open_network
     from actors.runtime.membership import Membership
     from actors.scorer import Scorer
     from protocols.addresses import host_of
@@ -59,9 +59,9 @@ def serve(folder: str) -> None:
 
     async def run() -> None:
         master = find_master(folder, 300.0)
-        door = Door.towards(master)
-        bus = new_bus("scorer/?", open_network(host_of(master), door.bind))
-        await Membership(Scorer, bus, master, None, door, name="idle", start_engine=start).run()
+        listen_address = ListenAddress.towards(master)
+        bus = new_bus("scorer/?", open_network(host_of(master), listen_address.bind))
+        await Membership(Scorer, bus, master, None, listen_address, name="idle", start_engine=start).run()
 
     asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
 

@@ -41,7 +41,7 @@ from actors.runtime.directory import Directory
 from actors.weights.direct_weights import DirectSender
 from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config import WeightsConfig
-from areal.weights.chunks import CHUNK_BYTES, Holding, Manifest, difference
+from areal.weights.chunks import CHUNK_BYTES, HeldVersion, Manifest, difference
 from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder
 from protocols.messages import FetchWeights, Member, Policy
 from protocols.transport import Bus, Request
@@ -149,7 +149,7 @@ class Trainer:
         manifest = await asyncio.to_thread(self._model.write, folder)
         published = time.perf_counter()
         if self._config["transport"] == "stream":
-            self._server.offer((0, self._version), Holding(folder, manifest))
+            self._server.offer((0, self._version), HeldVersion(folder, manifest))
         policy = Policy(lineage=0, version=self._version, folder=str(folder), stamp=manifest.stamp)
         self._direct.offer(policy)
         order = {"policy": policy.model_dump_json(), "members": [m.model_dump_json() for m in self._members]}

@@ -47,7 +47,7 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
         "rewards": (len(state.rewards), ledger.alive),
         "token counts": (len(state.tokens), ledger.alive),
         "members": (len(state.members), members),
-        "pulses": (len(master.members.pulses), len(state.members)),
+        "last heartbeats": (len(master.members.last_heartbeats), len(state.members)),
         "events in the journal": (master.journal.size, model.compact_events + 40 * most + 10 * members),
     }
 

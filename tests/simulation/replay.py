@@ -19,7 +19,7 @@ from areal.storage.journal import Journal
 Events = Sequence[tuple[str, dict[str, Any]]]
 # What is not kept: where events go, what is chosen from, events for messages to people, and when leases end, since all
 # are renewed.
-NOT_KEPT = ("config", "journal", "choose", "source", "_unseen", "_story", "lease_expires")
+NOT_KEPT = ("config", "journal", "row_of_prompt", "source", "_unseen", "_story", "lease_expires")
 
 
 class Replay(Journal):

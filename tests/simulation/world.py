@@ -29,7 +29,7 @@ from actors.mastering.run_state import RunState
 from actors.record.rollback import undone_by
 from actors.reward import Reward
 from actors.runtime.actor import Ending
-from actors.runtime.addresses import Door
+from actors.runtime.addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.scorer import Scorer
 from actors.trainer import Trainer
@@ -40,7 +40,7 @@ from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import Trajectory
 from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
-from protocols.transport import mark_of, token_for
+from protocols.transport import fingerprint, token_for
 from simulation import faults
 from simulation.book import Violation
 from simulation.cluster.loop import EndlessCallbacks
@@ -275,7 +275,7 @@ class World:
         )
         loop.on_exception = self._unhandled
         network = FaultyNetwork(self.wire, process.name, loop)
-        one = Incarnation(process, loop, network, mark_of(token_for(MASTER, loop.name.encode())))
+        one = Incarnation(process, loop, network, fingerprint(token_for(MASTER, loop.name.encode())))
         process.running = one
         self.incarnations.append(one)
         self._disturb()
@@ -302,7 +302,7 @@ class World:
             return self._make_master(one)
         common: dict[str, Any] = {
             "index": one.process.index,
-            "door": Door(one.process.name, one.process.name),
+            "listen_address": ListenAddress(one.process.name, one.process.name),
             "keep_log": _keep_no_log,
         }
         match one.role:

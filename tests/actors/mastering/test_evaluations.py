@@ -189,7 +189,7 @@ def test_a_stall_has_two_remedies_before_its_end():
     for role in ("trainer", "generator", "rollout_manager", "evaluator"):
         run.join(role)
     run.join("reward", serves=("addition",))
-    run.progress.made()
+    run.progress.note_progress()
     remedies = [next_second(run) for _ in range(91)]
     assert {n: remedy for n, remedy in enumerate(remedies, 1) if remedy} == {31: "requeue", 61: "fence", 91: "end"}
 

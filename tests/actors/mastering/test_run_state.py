@@ -44,5 +44,5 @@ def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_f
         later = state_of(config, connection)
         assert later.history == state.history
         assert later.history.rows[later.history.data.key(permits[1].row)].tokens == 7
-        assert later.ledger.choose(4) == state.ledger.choose(4)
+        assert later.ledger.row_of_prompt(4) == state.ledger.row_of_prompt(4)
         state.journal.compact(state.dump())

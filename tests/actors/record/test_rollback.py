@@ -19,7 +19,7 @@ from actors.record import rollback
 from actors.record.fork import OTHER_DATA, configuration_of_fork, fork
 from actors.record.record import check_record
 from areal.config import Config, UserError, dump_config
-from areal.run_files import CHANGES
+from areal.run_files import CHANGES, ROLLOUTS
 from areal.staleness.ledger import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
 from areal.storage import rollouts
 from areal.storage.journal import Journal
@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> Config:
     journal, spool = Journal.open(config.folder / "journal.db"), Spool.open(config.folder / "spool.db")
     folder = RunFolder(config, journal.run)
     state = RunState(config, journal)
-    writer = rollouts.RolloutWriter(config.folder / rollouts.FOLDER, "all", 1 << 30, lambda texts: [""] * len(texts))
+    writer = rollouts.RolloutWriter(config.folder / ROLLOUTS, "all", 1 << 30, lambda texts: [""] * len(texts))
     for name in [permit.group_id for permit in state.ledger.admit("manager", 3 * B, 0.0, 60.0)][: 2 * B]:
         ready(state, spool, name)
     for step in range(1, 6):
@@ -111,7 +111,7 @@ def alive_at(config: Config, version: int) -> dict[str, str]:
 
 def steps_in(folder: Path) -> tuple[list[int], list[int]]:
     metrics = [record["step"] for record in read_records(folder / "metrics.jsonl")]
-    return metrics, sorted(rollouts.groups_by_step(folder / rollouts.FOLDER))
+    return metrics, sorted(rollouts.groups_by_step(folder / ROLLOUTS))
 
 
 def test_what_came_after_is_moved_away_and_what_was_ready_then_is_still(config):

@@ -10,7 +10,7 @@ from helpers import network
 from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
 from areal.config import UserError
-from areal.storage.disk import Patience
+from areal.storage.disk import DiskRetry
 from protocols.errors import BusyError
 from protocols.transport import Bus
 
@@ -47,7 +47,7 @@ async def test_one_who_is_not_in_the_run_is_busy_for_whoever_asks_it_for_work(fr
 
 async def test_each_thing_that_is_written_is_a_kind_of_work_and_rollouts_never_count_as_a_hang(free_port, tmp_path):
     actor = waiting(free_port, patience=1.0)
-    actor.disk = Patience(tmp_path, "the trainer")
+    actor.disk = DiskRetry(tmp_path, "the trainer")
     begun, go_on = threading.Barrier(3), threading.Event()
 
     def write():

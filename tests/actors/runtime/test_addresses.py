@@ -6,7 +6,7 @@ import stat
 import pytest
 from helpers import keys_folder
 
-from actors.runtime.addresses import Door, check_place, find_master, open_network, take_folder
+from actors.runtime.addresses import ListenAddress, check_place, find_master, open_network, take_folder
 from areal.config import UserError, load_config
 from areal.processes import KEYS
 from protocols.addresses import is_loopback, on_this_machine, reachable
@@ -108,9 +108,9 @@ def test_keys_that_are_named_have_to_be_there_on_one_machine_too(monkeypatch, tm
     ],
 )
 def test_an_actor_listens_where_it_is_told_and_is_called_what_it_is_told(options, listens, called):
-    door = Door.towards(MASTER, **options)
-    assert door.address == listens
-    assert door.reached_at("tcp://[::]:20007") == f"tcp://{called}:20007"
+    listen_address = ListenAddress.towards(MASTER, **options)
+    assert listen_address.address == listens
+    assert listen_address.reached_at("tcp://[::]:20007") == f"tcp://{called}:20007"
 
 
 @pytest.mark.parametrize("ports", ["20000", "20100-20000", "a-b", "0-10", "1-70000", "-5"])

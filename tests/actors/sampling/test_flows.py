@@ -98,9 +98,9 @@ class Pair:
         peer = self.bus.peer(self.server.address)
         return Flow(peer, self._numbers, Kind(), lambda work, name: asyncio.create_task(work, name=name))
 
-    def do(self, text: str) -> asyncio.Task:
+    def run_job(self, text: str) -> asyncio.Task:
         self.last = Task(text)
-        return asyncio.create_task(self.flow.do(self.last))
+        return asyncio.create_task(self.flow.run_job(self.last))
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -117,7 +117,7 @@ async def pair():
 
 
 async def test_jobs_of_a_moment_go_together_and_so_do_their_results(pair):
-    jobs = [pair.do("x" * n) for n in range(100)]
+    jobs = [pair.run_job("x" * n) for n in range(100)]
     assert await asyncio.gather(*jobs) == list(range(100))
     assert pair.server.requests == [100]
     assert len(pair.server.parts) == 1
@@ -126,7 +126,7 @@ async def test_jobs_of_a_moment_go_together_and_so_do_their_results(pair):
 async def test_a_request_and_a_part_have_a_limit(pair, monkeypatch):
     monkeypatch.setattr(flows, "JOBS", 30)
     monkeypatch.setattr(flows, "PART_BYTES", 4000)
-    await asyncio.gather(*(pair.do("x") for _ in range(100)))
+    await asyncio.gather(*(pair.run_job("x") for _ in range(100)))
     assert pair.server.requests == [30, 30, 30, 10]
     assert max(pair.server.parts) == 4 and sum(pair.server.parts) == 100
 
@@ -134,22 +134,22 @@ async def test_a_request_and_a_part_have_a_limit(pair, monkeypatch):
 async def test_results_that_come_quickly_gather(pair, monkeypatch):
     monkeypatch.setattr(flows, "GATHER_SECONDS", 0.2)
     for _ in range(2):
-        await asyncio.gather(*(pair.do("x") for _ in range(3)))
-    first = pair.do("x")
+        await asyncio.gather(*(pair.run_job("x") for _ in range(3)))
+    first = pair.run_job("x")
     await pair.until(lambda: len(pair.server.requests) == 3)
-    await asyncio.gather(first, *(pair.do("x") for _ in range(3)))
+    await asyncio.gather(first, *(pair.run_job("x") for _ in range(3)))
     assert pair.server.parts[2:] == [4]
 
 
 async def test_a_failure_arrives_as_the_error_it_was_and_harms_no_other_job(pair):
-    harm, other = pair.do("harm"), pair.do("abc")
+    harm, other = pair.run_job("harm"), pair.run_job("abc")
     with pytest.raises(HarmfulError, match="it does harm"):
         await harm
     assert await other == 3
 
 
 async def test_another_of_the_same_name_cannot_end_the_jobs_or_add_to_them(pair):
-    waiting = pair.do("wait")
+    waiting = pair.run_job("wait")
     await pair.until(lambda: pair.server.running)
     thief = Bus("rollout_manager/0#a", network())
     try:
@@ -166,13 +166,13 @@ async def test_another_of_the_same_name_cannot_end_the_jobs_or_add_to_them(pair)
 
 async def test_jobs_that_the_server_refuses_fail_and_the_flow_goes_on(pair):
     with pytest.raises(RefusedError, match="not these"):
-        await pair.do("refuse all")
-    assert await pair.do("ab") == 2
+        await pair.run_job("refuse all")
+    assert await pair.run_job("ab") == 2
     assert not pair.flow.broken
 
 
 async def test_a_job_that_cannot_travel_fails_alone(pair):
-    jobs = [pair.do(text) for text in ("a", "\udc80", None, "abc", "abcd")]  # None is no text
+    jobs = [pair.run_job(text) for text in ("a", "\udc80", None, "abc", "abcd")]  # None is no text
     ends = await asyncio.gather(*jobs, return_exceptions=True)
     assert isinstance(ends.pop(1), MalformedError) and isinstance(ends.pop(1), MalformedError)
     assert ends == [1, 3, 4]
@@ -180,12 +180,12 @@ async def test_a_job_that_cannot_travel_fails_alone(pair):
 
 async def test_jobs_too_large_for_one_request_go_in_several(pair):
     texts = ["y" * 16_000] * 100  # too short to travel as frames of their own
-    assert await asyncio.gather(*map(pair.do, texts)) == [16_000] * 100
+    assert await asyncio.gather(*map(pair.run_job, texts)) == [16_000] * 100
     assert len(pair.server.requests) > 1
 
 
 async def test_a_job_that_is_cancelled_ends_at_the_server(pair):
-    waits, other = pair.do("wait"), pair.do("wait too")
+    waits, other = pair.run_job("wait"), pair.run_job("wait too")
     await pair.until(lambda: len(pair.server.running) == 2)
     waits.cancel()
     await pair.until(lambda: pair.server.running == {"wait too"})
@@ -194,15 +194,15 @@ async def test_a_job_that_is_cancelled_ends_at_the_server(pair):
 
 
 async def test_a_job_that_is_cancelled_at_once_never_begins(pair):
-    job = pair.do("wait")
+    job = pair.run_job("wait")
     await asyncio.sleep(0)
     job.cancel()
-    assert await pair.do("a") == 1
+    assert await pair.run_job("a") == 1
     assert not pair.server.running
 
 
 async def test_a_job_that_has_failed_may_begin_again_under_another_name(pair):
-    waits = pair.do("wait")
+    waits = pair.run_job("wait")
     await pair.until(lambda: pair.server.running)
     job, first = pair.last, pair.last.number
     job.stop()
@@ -211,12 +211,12 @@ async def test_a_job_that_has_failed_may_begin_again_under_another_name(pair):
     with pytest.raises(StreamBrokenError):
         await waits
     pair.server.goes_on.set()
-    assert await pair.flow.do(job) == 4
+    assert await pair.flow.run_job(job) == 4
     assert job.number != first
 
 
 async def test_results_arrive_before_the_last_one(pair):
-    job = pair.do("wait")
+    job = pair.run_job("wait")
     task = pair.last
     await pair.until(lambda: task.heard)
     pair.server.goes_on.set()
@@ -225,7 +225,7 @@ async def test_results_arrive_before_the_last_one(pair):
 
 
 async def test_where_a_server_is_lost_all_its_jobs_fail(pair):
-    jobs = [pair.do(f"wait {n}") for n in range(5)]
+    jobs = [pair.run_job(f"wait {n}") for n in range(5)]
     await pair.until(lambda: len(pair.server.running) == 5)
     pair.bus.forget(pair.server.address)
     for job in jobs:
@@ -233,11 +233,11 @@ async def test_where_a_server_is_lost_all_its_jobs_fail(pair):
             await job
     assert pair.flow.broken
     pair.flow = pair.opened()
-    assert await pair.do("ab") == 2
+    assert await pair.run_job("ab") == 2
 
 
 async def test_where_the_asker_leaves_the_server_ends_its_jobs(pair):
-    jobs = [pair.do(f"wait {n}") for n in range(5)]
+    jobs = [pair.run_job(f"wait {n}") for n in range(5)]
     await pair.until(lambda: len(pair.server.running) == 5)
     await pair.bus.close()
     await asyncio.gather(*jobs, return_exceptions=True)
@@ -250,7 +250,7 @@ async def test_a_job_needs_an_open_flow(pair):
 
 
 async def test_a_flow_that_the_server_gives_up_breaks(pair):
-    job = pair.do("wait")
+    job = pair.run_job("wait")
     await pair.until(lambda: pair.server.running)
     await pair.server.bus.close()
     with pytest.raises(BusError):
@@ -261,22 +261,22 @@ async def test_a_flow_that_the_server_gives_up_breaks(pair):
 async def test_a_sender_has_a_limit_of_flows_and_of_jobs_on_each(pair, monkeypatch):
     monkeypatch.setattr(flows, "MAX_FLOWS", 2)
     monkeypatch.setattr(flows, "MAX_JOBS", 3)
-    jobs = [pair.do("wait") for _ in range(3)]
+    jobs = [pair.run_job("wait") for _ in range(3)]
     await pair.until(lambda: len(pair.server.requests) == 1)
     with pytest.raises(BusyError, match="3 jobs of rollout_manager/0#a are running already"):
-        await pair.do("a")
+        await pair.run_job("a")
     pair.flow, first = pair.opened(), pair.flow
-    assert await pair.do("a") == 1
+    assert await pair.run_job("a") == 1
     pair.flow = pair.opened()
     with pytest.raises(BusyError, match="2 flows"):
-        await pair.do("a")
+        await pair.run_job("a")
     pair.server.goes_on.set()
     assert await asyncio.gather(*jobs) == [4, 4, 4]
     assert pair.flow.broken and not first.broken
 
 
 async def test_a_server_knows_when_everything_is_sent(pair):
-    job = pair.do("wait")
+    job = pair.run_job("wait")
     await pair.until(lambda: pair.server.running)
     emptied = asyncio.create_task(pair.server.flows.wait_until_empty())
     await asyncio.sleep(0.05)

@@ -24,7 +24,7 @@ from helpers import processes_mentioning
 from scripted_policy import END, Recorded, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from actors.runtime.actor import Signal
+from actors.runtime.actor import Notifier
 from actors.sampling import openai_endpoint
 from actors.sampling.openai_endpoint import OpenAIEndpoint
 from areal.config import DataConfig, UserError
@@ -66,7 +66,7 @@ class Policy(Recorded):
         self.prompts: list[str] = []
         self.scored: list[str] = []
         self.busy = self.stopped = 0
-        self.changed = Signal()
+        self.changed = Notifier()
         self.refused: list[str] = []
         self._endpoint = OpenAIEndpoint("policy", "127.0.0.1", self.refused.append)
         self._parsers = parsers or Parsers(tokenizer)

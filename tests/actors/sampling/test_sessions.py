@@ -58,8 +58,8 @@ class Cluster:
     def report_failure(self, cause: str, reason: str) -> None:
         self.failures.append((cause, reason))
 
-    async def do(self, member: Member, job):
-        return await self.servers.do(member, job)
+    async def run_job(self, member: Member, job):
+        return await self.servers.run_job(member, job)
 
 
 def generator(index: int, held: int | None = None) -> Member:
@@ -198,7 +198,7 @@ class Streams:
         self.streams = streams
         self.asked, self.prompts = [], []
 
-    async def do(self, member: Member, call):
+    async def run_job(self, member: Member, call):
         asked = Call.request(0, [call])
         self.asked.append((member.address[-1], asked.sequences[0]))
         self.prompts.append(asked.prompts[0].tolist())
@@ -226,7 +226,7 @@ class Characters:
 def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, SampleSession]:
     router = cluster.router
     sampling = cluster.config.sampling.model_copy(update=settings)
-    return router, SampleSession(cluster.services, None, sampling, 3, home=home, place=router.place_at(home))
+    return router, SampleSession(cluster.services, None, sampling, 3, home=home, slot=router.slot_at(home))
 
 
 def moved(session: SampleSession, target: Member, then: Generation):
@@ -378,7 +378,7 @@ class Rewards(Cluster):
         )  # fmt: skip
         self.answers, self.asked = answers, []
 
-    async def do(self, member: Member, job):
+    async def run_job(self, member: Member, job):
         self.asked.append(job)
         answer = self.answers[job.function].pop(0)
         if isinstance(answer, Exception):
@@ -478,7 +478,7 @@ async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its
         at0=[[chunk(5, 6, 7, version=3, finish="stop")], [chunk(*range(7), version=5, finish="length")]]
     )
     await session.generate([1, 2])
-    assert not router.requests, "between turns no place is taken"
+    assert not router.requests, "between turns no slot is taken"
     session.min_version = 4  # the group's start is known
     await session.generate([1, 2, 5, 6, 7, 9])
     nothing = await session.generate([1])
@@ -749,7 +749,7 @@ async def test_time_in_which_a_sample_waits_for_actors_of_the_run_has_no_limit(l
         await asyncio.sleep(0.15)
         return [Result(1.0, {})]
 
-    limited._services.rewards._servers.do = slow
+    limited._services.rewards._servers.run_job = slow
     async with limited.in_workflow():
         assert await limited.score("done") == 1.0
         assert await limited.score("again") == 1.0

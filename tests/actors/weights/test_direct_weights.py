@@ -30,7 +30,7 @@ from transfer_end import TransferEnd
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.generator import Generator
-from actors.runtime.addresses import Door
+from actors.runtime.addresses import ListenAddress
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
 from actors.weights.direct_weights import DirectReceiver, DirectSender, load_transport
@@ -39,7 +39,7 @@ from areal.cpu.fork_server import IMPORTED
 from areal.generation import engine as engines
 from areal.generation.engine import EngineError, GenerationEngine, WeightLoadError
 from areal.sampled import Generation
-from areal.storage.disk import Patience
+from areal.storage.disk import DiskRetry
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy, SendWeights
@@ -136,7 +136,7 @@ class Cluster:
             trainer=SimpleNamespace(lora=None), weights_folder=self.folder,
         )  # fmt: skip
         member.directory = self.directory = Directory(self.policy, [self.trainer.member])
-        member.disk = Patience(self.folder, "the generator")
+        member.disk = DiskRetry(self.folder, "the generator")
         self.generator = await Generator.start(member, self._start_engine)
 
     async def _start_engine(self, *_, **options):
@@ -356,7 +356,9 @@ async def test_two_are_sent_to_at_once_and_a_third_in_its_turn(cluster):
 
 async def test_one_whose_turn_does_not_come_in_its_time_is_not_sent_to():
     trainer = SimpleNamespace(
-        config=SimpleNamespace(weights=WEIGHTS), directory=dict.fromkeys(NAMES), door=Door("127.0.0.1", "127.0.0.1")
+        config=SimpleNamespace(weights=WEIGHTS),
+        directory=dict.fromkeys(NAMES),
+        listen_address=ListenAddress("127.0.0.1", "127.0.0.1"),
     )
     sender = DirectSender(trainer, 2)
     for _ in range(2):

@@ -13,7 +13,7 @@ from actors.weights.weight_service import WeightFetcher, WeightServer
 from areal.config import UserError, WeightsConfig
 from areal.storage import disk
 from areal.weights import chunks as weight_files
-from areal.weights.chunks import Holding, Manifest, TornWeights
+from areal.weights.chunks import HeldVersion, Manifest, TornWeights
 from protocols.errors import RefusedError, StreamBrokenError
 from protocols.messages import FetchWeights, Member, Policy, WeightChunk
 from protocols.transport import Bus
@@ -70,7 +70,7 @@ class Cluster:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(data)
         manifest = Manifest.of(folder)
-        self.trainer.weights.offer((0, version), Holding(folder, manifest))
+        self.trainer.weights.offer((0, version), HeldVersion(folder, manifest))
         self.policy = Policy(lineage=0, version=version, folder=str(folder), stamp=manifest.stamp)
         return self.policy
 
@@ -126,16 +126,16 @@ async def test_weights_that_find_no_room_arrive_once_there_is_some(cluster, tmp_
     monkeypatch.setattr(disk, "RETRY_SECONDS", 0.05)
     one = cluster(1)
     one.publish(data := random_bytes())
-    receiver, patience = one.generators[0].weights, disk.Patience(tmp_path, "the generator")
+    receiver, disk_retry = one.generators[0].weights, disk.DiskRetry(tmp_path, "the generator")
     small = receiver._folder
     small.mkdir()
     with mounted_small_disk(small, inodes=100):
         hog = fill_disk(small)
         async with asyncio.timeout(PATIENCE):
-            fetching = asyncio.create_task(patience.write(lambda: receiver.fetch(one.policy), "weights", small))
-            while not (patience.shortage or fetching.done()):  # noqa: ASYNC110 - it tells nobody
+            fetching = asyncio.create_task(disk_retry.write(lambda: receiver.fetch(one.policy), "weights", small))
+            while not (disk_retry.shortage or fetching.done()):  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
-            assert patience.shortage.folder == str(small) and not fetching.done()
+            assert disk_retry.shortage.folder == str(small) and not fetching.done()
             hog.unlink()
             assert read(await fetching) == data
 
@@ -144,15 +144,15 @@ async def test_a_version_is_passed_on_while_it_arrives(cluster, monkeypatch):
     two = cluster(2)
     two.publish(random_bytes())
     receiver = two.generators[1].weights
-    passed_on, put = asyncio.Event(), Holding.put
+    passed_on, put = asyncio.Event(), HeldVersion.put
 
-    def put_and_tell(holding, number, data):
-        put(holding, number, data)
-        if holding in receiver._holdings.values():
+    def put_and_tell(held_version, number, data):
+        put(held_version, number, data)
+        if held_version in receiver._held_versions.values():
             loop.call_soon_threadsafe(passed_on.set)
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(Holding, "put", put_and_tell)
+    monkeypatch.setattr(HeldVersion, "put", put_and_tell)
 
     async def slowly(request):
         async for part in WeightServer.serve(two.trainer.weights, request):

@@ -128,11 +128,11 @@ def test_tensorboard_has_every_record_also_of_a_while_in_which_its_disk_was_full
         tracker = Tracker(tmp_path, {"tensorboard": tracking._tensorboard(None, board)})
         write(tmp_path, 1)
         tracker.look()
-        hog, before = fill_disk(board), disk.Patience.refusals
+        hog, before = fill_disk(board), disk.DiskRetry.refusals
         write(tmp_path, *range(2, 200))  # more than the last block of its file takes
         looking = threading.Thread(target=tracker.look)
         looking.start()
-        while disk.Patience.refusals == before and looking.is_alive():
+        while disk.DiskRetry.refusals == before and looking.is_alive():
             time.sleep(0.01)
         hog.unlink()
         looking.join()
@@ -180,10 +180,10 @@ def test_a_full_disk_that_takes_not_even_the_log_of_the_process_does_not_end_it(
         monkeypatch.setattr(sys, "stderr", out)
         shutil.copy(ROOT / "configs" / "quickstart.yaml", folder / "config.yaml")
         write(folder, 1)
-        hog, before = fill_disk(folder), disk.Patience.refusals
+        hog, before = fill_disk(folder), disk.DiskRetry.refusals
         following = threading.Thread(target=tracking.track, args=[SimpleNamespace(folder=folder)])
         following.start()
-        while disk.Patience.refusals < before + 2 and following.is_alive():
+        while disk.DiskRetry.refusals < before + 2 and following.is_alive():
             time.sleep(0.01)
         hog.unlink()
         (folder / "summary.json").write_text("{}")

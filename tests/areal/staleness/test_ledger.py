@@ -108,7 +108,7 @@ def through_json(value: Any) -> Any:
 def state_of(ledger: Ledger) -> dict[str, Any]:
     """All but what its owner has set."""
     state = vars(ledger) | {"order": list(ledger._groups)}
-    return {name: value for name, value in state.items() if name not in ("journal", "choose")}
+    return {name: value for name, value in state.items() if name not in ("journal", "row_of_prompt")}
 
 
 def all_but_the_story(ledger: Ledger) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def test_a_group_keeps_the_bound_of_its_admission(bounds: tuple[int, int]):
 def test_the_row_of_a_prompt_is_chosen_once_and_outlives_replays_dumps_and_attempts():
     events: list[Event] = []
     ledger = Ledger(make_settings(max_staleness=2), journal=events.append)
-    ledger.choose = lambda prompt: 70 + prompt % 2
+    ledger.row_of_prompt = lambda prompt: 70 + prompt % 2
     assert [permit.row for permit in ledger.admit("manager/0#1", 3, 0.0, 30.0)] == [70, 71, 70]
     ledger.release("manager/0#1")
     for copy in (replay(Ledger, events, ledger.settings), Ledger.load(through_json(ledger.dump()))):

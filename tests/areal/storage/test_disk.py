@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from areal.config import UserError
 from areal.storage import claim, disk
 from areal.storage.claim import check_room
-from areal.storage.disk import Backlog, Patience, Reserve, append, rename, replace, running_out, shortage
+from areal.storage.disk import Backlog, DiskRetry, Reserve, append, rename, replace, running_out, shortage
 from areal.storage.events import EventLog
 from areal.storage.journal import Journal
 from areal.storage.spool import Spool, SpoolError
@@ -84,7 +84,7 @@ def test_other_errors_are_not_waited_for(tmp_path: Path):
 
 
 async def test_a_write_is_repeated_until_there_is_room_and_that_is_said_once(small: Path):
-    hog, patience = fill_disk(small), Patience(small, "the trainer")
+    hog, disk_retry = fill_disk(small), DiskRetry(small, "the trainer")
 
     def write(name: str) -> None:
         (small / name).write_bytes(bytes(100_000))
@@ -92,16 +92,16 @@ async def test_a_write_is_repeated_until_there_is_room_and_that_is_said_once(sma
     with capture_logs() as logs:
         names = ("a", "b")
         writes = [
-            asyncio.create_task(patience.write(lambda n=name: asyncio.to_thread(write, n), name)) for name in names
+            asyncio.create_task(disk_retry.write(lambda n=name: asyncio.to_thread(write, n), name)) for name in names
         ]
         await asyncio.sleep(0.1)
-        waiting = patience.shortage
+        waiting = disk_retry.shortage
         assert waiting and waiting.disk == f"the disk of {small} is full (0.0 MiB free)"
         assert waiting.waits in [f"the trainer waits to write {text}" for text in ("a, b", "b, a")]
         assert not any(task.done() for task in writes)
         hog.unlink()
         await asyncio.gather(*writes)
-    assert patience.shortage is None and [(small / name).stat().st_size for name in names] == [100_000] * 2
+    assert disk_retry.shortage is None and [(small / name).stat().st_size for name in names] == [100_000] * 2
     first, last = [entry["event"] for entry in logs]
     assert str(small) in first and "0.0 MiB free" in first and "goes on" in last
 
@@ -109,21 +109,23 @@ async def test_a_write_is_repeated_until_there_is_room_and_that_is_said_once(sma
 def test_a_disk_is_named_by_one_of_its_folders(small: Path):
     weights, elsewhere = small / "weights", Path("/proc")
     weights.mkdir()
-    patience, full = Patience(small, "the trainer"), OSError(errno.ENOSPC, "full")
+    disk_retry, full = DiskRetry(small, "the trainer"), OSError(errno.ENOSPC, "full")
     for folder, named in ((weights, small), (None, small), (elsewhere, elsewhere)):
-        assert patience.must_wait(full, "a", folder=folder)
-        assert patience.shortage and patience.shortage.folder == str(named)
+        assert disk_retry.must_wait(full, "a", folder=folder)
+        assert disk_retry.shortage and disk_retry.shortage.folder == str(named)
 
 
 async def test_a_wait_for_a_disk_can_be_cancelled(small: Path):
     fill_disk(small)
-    patience = Patience(small, "the trainer")
-    write = asyncio.create_task(patience.write(lambda: asyncio.to_thread((small / "a").write_bytes, bytes(8192)), "a"))
+    disk_retry = DiskRetry(small, "the trainer")
+    write = asyncio.create_task(
+        disk_retry.write(lambda: asyncio.to_thread((small / "a").write_bytes, bytes(8192)), "a")
+    )
     await asyncio.sleep(0.05)
     write.cancel()
     with pytest.raises(asyncio.CancelledError):
         await write
-    assert patience.shortage is None
+    assert disk_retry.shortage is None
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_behind(small: Path):
@@ -231,14 +233,14 @@ async def test_a_journal_that_waits_for_its_disk_can_be_closed(small: Path):
 
 
 def test_a_group_that_did_not_fit_is_in_the_spool_once_there_is_room(small: Path):
-    spool, patience = Spool.open(small / "spool.db"), Patience(small, "the trainer")
+    spool, disk_retry = Spool.open(small / "spool.db"), DiskRetry(small, "the trainer")
     tokens = np.arange(20_000, dtype=np.int32)
     sample = Trajectory(
         tokens=tokens, logprobs=np.zeros(20_000, np.float32), versions=tokens, reward=1.0, finish="stop"
     )
     hog = fill_disk(small)
     threading.Timer(0.1, hog.unlink).start()
-    patience.write_in_thread(lambda: put(spool, Group("g1.0", 1, (sample,))), "the spool")
+    disk_retry.write_in_thread(lambda: put(spool, Group("g1.0", 1, (sample,))), "the spool")
     assert spool.ids() == ["g1.0"]
     spool.close()
 
@@ -260,14 +262,14 @@ def test_writers_wait_until_a_disk_that_is_read_only_or_without_inodes_takes_new
         "weights": write_folder,
     }
     for cause in ("read-only", "full (it has no inodes left)"):
-        patience = Patience(small, "the trainer")
+        disk_retry = DiskRetry(small, "the trainer")
         taken = [] if cause == "read-only" else use_up_inodes(small)
         if not taken:
             remount(small, "ro")
-        waiting = [threading.Thread(target=patience.write_in_thread, args=(w, name)) for name, w in writes.items()]
+        waiting = [threading.Thread(target=disk_retry.write_in_thread, args=(w, name)) for name, w in writes.items()]
         for thread in waiting:
             thread.start()
-        while not (found := patience.shortage) or not all(name in found.waits for name in writes):
+        while not (found := disk_retry.shortage) or not all(name in found.waits for name in writes):
             time.sleep(0.01)
         assert found.cause == cause
         for file in taken:

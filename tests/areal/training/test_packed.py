@@ -62,7 +62,7 @@ def test_a_row_has_the_sampled_tokens_and_the_places_that_predict_them():
     assert row.targets.tolist() == [31, 21, 23]
     assert row.predicts.tolist() == [0, 2, 4]
     assert row.versions.tolist() == [2, 4, 4]
-    assert row.places.tolist() == [9, 5, 7]
+    assert row.batch_index.tolist() == [9, 5, 7]
     assert row.sequence.tolist() == [0, 1, 1]
 
 

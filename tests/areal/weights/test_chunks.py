@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal.weights.chunks import CHUNK_BYTES, Holding, Manifest, TornWeights, apply, difference
+from areal.weights.chunks import CHUNK_BYTES, HeldVersion, Manifest, TornWeights, apply, difference
 from areal.weights.folders import sums_of, write_weights
 
 
@@ -51,9 +51,9 @@ def test_the_sums_of_tensors_in_memory_are_those_of_their_file(tmp_path):
 
 
 def test_chunks_make_the_same_files_and_a_wrong_one_is_not_taken(folder, tmp_path):
-    sent = Holding(folder, Manifest.of(folder))
+    sent = HeldVersion(folder, Manifest.of(folder))
     (tmp_path / "here").mkdir()
-    here = Holding(tmp_path / "here", sent.manifest, arriving=True)
+    here = HeldVersion(tmp_path / "here", sent.manifest, arriving=True)
     here.put(0, sent.read(0))
     with pytest.raises(TornWeights, match="in place of chunk 1"):
         here.put(2, sent.read(2))
@@ -90,7 +90,7 @@ def test_a_difference_that_is_cut_short_or_nonsense_is_told(packed):
 
 def test_a_version_can_be_read_after_its_folder_is_gone(folder):
     manifest = Manifest.of(folder)
-    held = Holding(folder, manifest)
+    held = HeldVersion(folder, manifest)
     for path in folder.iterdir():
         path.unlink()
     assert held.read(held.chunks - 1) is not None

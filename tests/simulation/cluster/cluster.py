@@ -22,7 +22,7 @@ from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
-from actors.runtime.addresses import Door
+from actors.runtime.addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.trainer import Trainer
 from areal.config import Config
@@ -207,8 +207,8 @@ class Cluster:
         self._tasks.append(task)
 
     def _make(self, role: str, index: int, bus: Bus) -> Any:
-        door = Door(f"{role}-{index}", f"{role}-{index}")
-        common: dict[str, Any] = {"index": index, "door": door, "keep_log": lambda path: None}
+        listen_address = ListenAddress(f"{role}-{index}", f"{role}-{index}")
+        common: dict[str, Any] = {"index": index, "listen_address": listen_address, "keep_log": lambda path: None}
         match role:
             case "master":
                 journal = Journal(_memory())
