@@ -150,8 +150,9 @@ class RolloutManager(Sampler):
         while True:
             await asyncio.sleep(BALANCE_SECONDS)
             generators = {
-                m.identity: m for m in self.directory.with_role("generator") if m.identity in self._router.loads
-            }
+                m.identity: m for m in self.directory.with_role("generator")
+                if m.identity in self._router.loads and self._router.trusts(m)
+            }  # fmt: skip
             loads = {identity: self._router.loads[identity] for identity in generators}
             calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
             moves = plan_moves(loads, calls, self._router.askers, asyncio.get_running_loop().time())

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import structlog
 
 from actors.sampling.calls import Call, SampleFailed, ended, score_with_retries
 from actors.sampling.flows import Flow, Job, Spawn
@@ -50,8 +49,6 @@ REWARDS_LOST = 10
 
 ScoringRole = Literal["reward", "scorer"]
 
-log = structlog.get_logger()
-
 
 class Servers:
     """The flows of an actor to generators, reward actors and scorers, one to each: it does jobs of one kind."""
@@ -86,12 +83,14 @@ class RoutedGenerators:
         home = sample.home
         try:
             while not sample.closed:
-                generator = home or await self._router.choose("generator", min_version=sample.min_version)
+                if home is None or self._router.avoids(home):
+                    home = await self._router.choose("generator", min_version=sample.min_version)
+                generator = home
                 sample.home = generator
                 sample.generators[actor_name(generator.identity)] = None
                 call.run_at(generator.identity)
                 try:
-                    with self._router.using(generator):
+                    with self._router.asking(generator):
                         completion: Generation = await self._servers.run_job(generator, call)
                         return completion
                 except (FencedError, MalformedError) as error:
@@ -110,11 +109,7 @@ class RoutedGenerators:
         call.generator = None
         target, call.target = call.target, None
         if target is None:
-            log.warning(
-                "the sequence continues on another generator", generator=generator.identity, sampled=call.sampled,
-                error=str(error),
-            )  # fmt: skip
-            await self._router.avoid(generator)
+            await self._router.avoid(generator, error)
         elif not self._router.knows(target):
             target = None
         if call.sample.home is generator:
@@ -236,7 +231,7 @@ class RoutedRewards:
         while True:
             member = await self._choose(job, role, name)
             try:
-                with self._router.using(member):
+                with self._router.asking(member):
                     return await self._servers.run_job(member, job)
             except MalformedError as error:  # this row cannot travel, to no actor and at no time
                 raise SampleFailed("row", f"{role} {name!r}: {error}") from None
@@ -251,7 +246,7 @@ class RoutedRewards:
                     self._quarantine.lost(_digest(job))
                 if refused > self._config.retries or lost > REWARDS_LOST:
                     raise SampleFailed(role, f"{role} {name!r}: {error}") from None
-                await self._router.avoid(member)
+                await self._router.avoid(member, error)
 
     async def _choose(self, job: ScoreJob | TokensJob, role: ScoringRole, name: str) -> Member:
         """The actor to ask next. Raises SampleFailed if none is to be asked, or none comes."""

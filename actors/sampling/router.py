@@ -7,15 +7,38 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+
+import structlog
 
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from areal.generation.routing import GeneratorLoad, fullness
+from protocols.errors import BusError, BusyError, RefusedError
 from protocols.messages import Member
+from protocols.transport import STREAM_SILENCE_SECONDS
 
-# After a failed request, other actors of the role are preferred to this one for this long.
-AVOID_SECONDS = 5.0
+# After a failed request, other actors of the role are preferred to this one for this long. The wait for one that does
+# not answer doubles with each further try, up to the second value.
+AVOID_SECONDS, AVOID_MOST_SECONDS = 5.0, 60.0
+# A request to an actor that is gone has failed after this long.
+TRY_SECONDS = 2 * STREAM_SILENCE_SECONDS
 RETRY_SECONDS = 0.1
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Avoided:
+    """Others are preferred to an actor `until` then (the loop's time), for `seconds`. Afterwards one that is `lost`,
+    because it did not answer, gets a single request: it is `tried`. That is due earlier if the directory has changed
+    since, which had it as `listed`."""
+
+    until: float
+    seconds: float
+    lost: bool
+    listed: Member | None
+    tried: bool = False
 
 
 class Router:
@@ -36,7 +59,7 @@ class Router:
         self.requests: Counter[str] = Counter()
         self.room = Notifier()
         self.loads: dict[str, GeneratorLoad] = {}
-        self._avoid: dict[str, float] = {}
+        self._avoid: dict[str, _Avoided] = {}
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
         """The actor of `role` to ask next. Waits until one is healthy.
@@ -47,15 +70,15 @@ class Router:
         candidates = await self.directory.until(
             lambda: [m for m in self.directory.with_role(role) if serves in (None, *m.serves)]
         )
-        now, askers = asyncio.get_running_loop().time(), self.askers
+        askers = self.askers
         # Reported loads are out of date. Each asker begins its choice at another actor, so that not all of them fill
         # the same few.
         first = self._index * len(candidates) // askers % len(candidates)
         candidates = candidates[first:] + candidates[:first]
 
-        def cost(m: Member) -> tuple[bool, bool, float]:
+        def cost(m: Member) -> tuple[bool, float, float]:
             held_back = m.held is not None and m.held.version < min_version
-            return held_back, self._avoid.get(m.identity, 0.0) > now, self._load_of(m, askers, min_version)
+            return held_back, self._seconds_avoided(m), self._load_of(m, askers, min_version)
 
         return min(candidates, key=cost)
 
@@ -79,9 +102,46 @@ class Router:
         load = self.loads.get(m.identity) or GeneratorLoad(0, 0, self.limit(m), min_version)
         return fullness(load, self.requests[m.identity], askers, min_version)
 
+    def trusts(self, member: Member) -> bool:
+        """False if the last request to the member has failed, and none has succeeded since."""
+        avoided = self._avoid.get(member.identity)
+        if avoided and self._is_over(avoided) and (avoided.tried or not avoided.lost):
+            del self._avoid[member.identity]
+            avoided = None
+        return avoided is None
+
+    def avoids(self, member: Member) -> bool:
+        """True if the member is to get a request only if there is no other."""
+        return self._seconds_avoided(member) > 0
+
+    def _seconds_avoided(self, member: Member) -> float:
+        """The longer, the more tries have failed; 0: it is not avoided, or a try is due."""
+        if self.trusts(member):
+            return 0.0
+        avoided = self._avoid[member.identity]
+        renewed = (
+            avoided.lost and not avoided.tried and avoided.listed is not self.directory.members.get(member.identity)
+        )
+        return 0.0 if self._is_over(avoided) or renewed else avoided.seconds
+
+    @staticmethod
+    def _is_over(avoided: _Avoided) -> bool:
+        return avoided.until <= asyncio.get_running_loop().time()
+
+    @contextlib.contextmanager
+    def asking(self, member: Member) -> Iterator[None]:
+        """A request to this member until the end of the block. If it succeeds, the member is not avoided any more."""
+        if not self.trusts(member) and not self.avoids(member):
+            avoided = self._avoid[member.identity]
+            avoided.tried, avoided.until = True, asyncio.get_running_loop().time() + TRY_SECONDS
+        with self.using(member):
+            yield
+        if (after := self._avoid.get(member.identity)) and after.lost:
+            del self._avoid[member.identity]
+
     @contextlib.contextmanager
     def using(self, member: Member) -> Iterator[None]:
-        """Count a request to this member until the end of the block."""
+        """Count a request to this member, or a slot for one, until the end of the block."""
         self.requests[member.identity] += 1
         try:
             yield
@@ -97,9 +157,17 @@ class Router:
         slot.enter_context(self.using(generator))
         return slot
 
-    async def avoid(self, member: Member) -> None:
-        """Prefer other actors for AVOID_SECONDS. Also pauses for RETRY_SECONDS, for the case that there is no other."""
-        now = asyncio.get_running_loop().time()
-        self._avoid = {identity: until for identity, until in self._avoid.items() if until > now}
-        self._avoid[member.identity] = now + AVOID_SECONDS
+    async def avoid(self, member: Member, error: BusError) -> None:
+        """Prefer other actors, because a request to this one has failed: for AVOID_SECONDS, or until it answers again
+        if it is lost. Also pauses for RETRY_SECONDS, for the case that there is no other."""
+        now, identity, listed = asyncio.get_running_loop().time(), member.identity, self.directory.members
+        self._avoid = {name: avoided for name, avoided in self._avoid.items() if avoided.until > now or name in listed}
+        lost, before = not isinstance(error, RefusedError | BusyError), self._avoid.get(identity)
+        if before is None or not (lost and before.lost):
+            self._avoid[identity] = _Avoided(now + AVOID_SECONDS, AVOID_SECONDS, lost, listed.get(identity))
+            if lost:
+                log.warning("others get its work until it answers again", actor=identity, error=str(error))
+        elif before.tried or before.until <= now:  # not one of those that have failed together
+            seconds = min(2 * before.seconds, AVOID_MOST_SECONDS)
+            self._avoid[identity] = _Avoided(now + seconds, seconds, lost, listed.get(identity))
         await asyncio.sleep(RETRY_SECONDS)

@@ -11,24 +11,40 @@ from zlib import crc32
 
 import structlog
 
-from areal.storage.disk import replace
+from areal.storage.disk import rename, replace
 
 log = structlog.get_logger()
 
 
 def whole_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, and then cut off what follows the last whole one. Damaged lines before it are told
-    and left as they are."""
+    """Yield the records of a file, and then cut off what follows the last whole one. Damaged lines before it are moved
+    to another file, NAME.damaged.jsonl, so that any reader of JSON can read this one, and told."""
     end = number = 0
     damaged: list[int] = []
     for record, place, line in _records(path):
         yield record
         damaged += range(number + 1, line)
         end, number = place, line
-    if damaged:
-        log.warning("damaged lines are left out", file=str(path), lines=damaged[:20], count=len(damaged))
     if path.exists() and path.stat().st_size > end:  # nothing is written where nothing has to be
         os.truncate(path, end)
+    if damaged:
+        _move_damaged(path, aside := path.with_suffix(f".damaged{path.suffix}"))
+        log.warning(
+            "damaged lines are left out", file=str(path), lines=damaged[:20], count=len(damaged), now=str(aside)
+        )
+
+
+def _move_damaged(path: Path, aside: Path) -> None:
+    """A crash in between leaves the damaged lines in both files, and the next call appends them again."""
+    whole = path.with_name(f"{path.name}.tmp")
+    whole.unlink(missing_ok=True)
+    with path.open("rb") as lines, whole.open("xb") as kept, aside.open("ab") as moved:
+        for line in lines:  # a long run has gigabytes of them
+            (moved if record_of(line) is None else kept).write(line)
+        for file in (moved, kept):
+            file.flush()
+            os.fsync(file.fileno())
+    rename(whole, path)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -66,7 +66,8 @@ class Origin(NamedTuple):
 
 class RunFolder:
     """The folder of a run's results. The master writes it. Of a run that goes on, summary.json and report.html are
-    removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are told.
+    removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are moved to
+    metrics.damaged.jsonl and evaluations.damaged.jsonl.
 
     run: the identity of the run, which each record has. `filling`: what is to be said of the disk while it will soon be
     full; otherwise empty."""

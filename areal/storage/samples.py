@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from areal.storage.disk import append
-from areal.storage.records import whole_records
+from areal.storage.records import line_of, whole_records
 
 
 class SampleFile:
@@ -32,4 +32,4 @@ class SampleFile:
     def append(self, sample: dict[str, Any]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            append(self._path, json.dumps(sample | {"settings": self._settings}) + "\n")
+            append(self._path, line_of(sample | {"settings": self._settings}))

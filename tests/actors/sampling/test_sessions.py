@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import structlog
 from helpers import needs_namespaces
 
 from actors.runtime.directory import Directory
@@ -91,6 +92,102 @@ async def test_what_others_have_there_counts_too():
         for _ in range(12):
             used.enter_context(router.using(generator(1)))
         assert (await router.choose("generator")).index == 0
+
+
+class Clock:
+    """The running loop's time, which only a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now)
+
+
+@contextlib.contextmanager
+def router_that_prefers_0():
+    router = Cluster(generator(0), generator(1)).router
+    with router.using(generator(1)), structlog.testing.capture_logs() as logs:
+        yield router, logs
+
+
+async def test_a_generator_that_does_not_answer_gets_one_sequence_at_a_time_ever_more_rarely(monkeypatch, unhurried):
+    clock = Clock(monkeypatch)
+    with router_that_prefers_0() as (router, logs):
+        waits = []
+        for _ in range(6):
+            for _ in range(72):  # all sequences of a flow fail with it
+                await router.avoid(generator(0), StreamBrokenError("gone"))
+            before = clock.now
+            while (await router.choose("generator")).index == 1:
+                clock.now += 1.0
+            waits.append(clock.now - before)
+            with contextlib.suppress(StreamBrokenError), router.asking(generator(0)):
+                assert (await router.choose("generator")).index == 1, "one sequence tries it"
+                clock.now += 6.5
+                raise StreamBrokenError("gone")
+        assert waits == [5, 10, 20, 40, 60, 60]
+        assert [log["actor"] for log in logs] == ["generator/0#x"]
+
+
+@pytest.mark.parametrize("answer", ["the sequence ends", "the sequence is long"])
+async def test_a_generator_that_answers_again_is_trusted(monkeypatch, unhurried, answer):
+    clock = Clock(monkeypatch)
+    with router_that_prefers_0() as (router, logs), contextlib.ExitStack() as used:
+        await router.avoid(generator(0), StreamBrokenError("gone"))
+        clock.now += 5.0
+        used.enter_context(router.asking(generator(0)))
+        assert not router.trusts(generator(0))
+        if answer == "the sequence ends":
+            used.close()
+        else:
+            clock.now += 13.0
+        assert router.trusts(generator(0))
+        await router.avoid(generator(0), StreamBrokenError("gone again"))
+        assert not router.trusts(generator(0))
+        assert len(logs) == 2
+
+
+async def test_a_generator_that_the_directory_shows_anew_is_tried_at_once(monkeypatch, unhurried):
+    Clock(monkeypatch)
+    with router_that_prefers_0() as (router, _):
+        await router.avoid(generator(0), StreamBrokenError("gone"))
+        assert (await router.choose("generator")).index == 1
+        router.directory.update({"generator/0#x": generator(0)}, ())
+        assert (await router.choose("generator")).index == 0
+        with router.asking(generator(0)):
+            assert (await router.choose("generator")).index == 1
+
+
+async def test_of_two_generators_that_do_not_answer_the_one_that_has_failed_less_often_is_asked(monkeypatch, unhurried):
+    clock = Clock(monkeypatch)
+    with router_that_prefers_0() as (router, _):
+        await router.avoid(generator(0), StreamBrokenError("gone"))
+        clock.now += 5.0
+        await router.avoid(generator(0), StreamBrokenError("gone"))
+        await router.avoid(generator(1), StreamBrokenError("gone"))
+        assert (await router.choose("generator")).index == 1
+
+
+async def test_one_that_is_busy_is_avoided_for_a_while_in_silence(monkeypatch, unhurried):
+    clock = Clock(monkeypatch)
+    with router_that_prefers_0() as (router, logs):
+        await router.avoid(generator(0), BusyError("it drains"))
+        assert (await router.choose("generator")).index == 1
+        clock.now += 5.0
+        assert router.trusts(generator(0))
+        assert logs == []
+
+
+async def test_a_sample_whose_generator_does_not_answer_to_another_one_continues_elsewhere(unhurried):
+    cluster = Cluster(generator(0), generator(1))
+    _, first = session_at(cluster, generator(0))
+    _, second = session_at(cluster, generator(0))
+    cluster.servers = streams = Streams(
+        at0=[[StreamBrokenError("gone")]],
+        at1=[[chunk(65, version=3, finish="stop")], [chunk(66, version=3, finish="stop")]],
+    )
+    for session in (first, second):
+        await session.generate([1, 2])
+    assert [name for name, _ in streams.asked] == ["0", "1", "1"]
 
 
 class Streams:

@@ -287,6 +287,22 @@ def test_a_damaged_byte_costs_the_line_that_has_it_and_not_the_later_ones(config
     assert (told["file"], told["lines"], told["count"]) == (str(path), [3], 1)
     folder.append_metrics(record(5))
     assert [m["step"] for m in read_records(path)] == [m["step"] for m in NewRecords(path).read()] == [1, 2, 4, 5]
+    assert [m["step"] for m in read_jsonl(path)] == [1, 2, 4, 5], "a plain reader of JSON reads it"
+    assert (path.parent / "metrics.damaged.jsonl").read_bytes() == lines[2]
+    with structlog.testing.capture_logs() as logs:
+        RunFolder(config)
+    assert logs == []
+
+
+def test_damaged_evaluations_are_moved_aside_each_to_the_end_of_the_same_file(config):
+    path = RunFolder(config).path / "evaluations.jsonl"
+    for version, damaged in ((0, b"\xff\n"), (5, b'{"version": 5}\n'), (10, b"")):
+        RunFolder(config).append_evaluation({"version": version, "reward": 0.5})
+        with path.open("ab") as file:
+            file.write(damaged)
+        RunFolder(config).append_evaluation({"version": version + 1, "reward": 0.5})
+    assert [e["version"] for e in read_jsonl(path)] == [0, 1, 5, 6, 10, 11]
+    assert not (path.parent / "evaluations.jsonl.tmp").exists()
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "\0\0"])
