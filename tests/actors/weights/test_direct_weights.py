@@ -30,7 +30,6 @@ from transfer_end import TransferEnd
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.generator import Generator
-from actors.runtime.addresses import ListenAddress
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
 from actors.weights.direct_weights import DirectReceiver, DirectSender, load_transport
@@ -355,12 +354,7 @@ async def test_two_are_sent_to_at_once_and_a_third_in_its_turn(cluster):
 
 
 async def test_one_whose_turn_does_not_come_in_its_time_is_not_sent_to():
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(weights=WEIGHTS),
-        directory=dict.fromkeys(NAMES),
-        listen_address=ListenAddress("127.0.0.1", "127.0.0.1"),
-    )
-    sender = DirectSender(trainer, 2)
+    sender = DirectSender(WEIGHTS.backend, SimpleNamespace(members=NAMES), "127.0.0.1", 2)
     for _ in range(2):
         await sender._turns.acquire()
     message = SendWeights(lineage=0, version=1, workers=1)
@@ -524,16 +518,17 @@ async def test_a_backend_that_needs_gpus_is_told_on_both_sides(models, backend):
         pytest.skip("there are GPUs")
     with pytest.raises(UserError, match=f"weights.transport={backend} needs GPUs"):
         await GenerationEngine.start(models[0], CONFIG, version=0, transfer=backend)
-    config = SimpleNamespace(weights=WeightsConfig(transport=backend))
+    config = SimpleNamespace(weights=WeightsConfig(transport=backend), master=SimpleNamespace(address=LOOPBACK))
     with pytest.raises(UserError, match=f"weights.transport={backend} needs"):
-        await DirectSender(SimpleNamespace(config=config), 2).start()
+        await load_transport(config)
 
 
 async def test_a_run_without_direct_transfer_refuses_to_send(cluster):
-    trainer = SimpleNamespace(config=SimpleNamespace(weights=WeightsConfig()), directory=dict.fromkeys(NAMES))
     request = SimpleNamespace(message=SendWeights(lineage=0, version=1, workers=1), sender=NAMES[0], remaining=1)
     with pytest.raises(RefusedError, match=r"weights\.transport of this run"):
-        await anext(DirectSender(trainer, 2).serve(request))
+        await anext(
+            DirectSender(WeightsConfig().backend, SimpleNamespace(members=NAMES), "127.0.0.1", 2).serve(request)
+        )
 
 
 async def test_handles_of_shared_memory_travel_as_json():
