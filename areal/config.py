@@ -40,8 +40,8 @@ class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
 
 
-# A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`.
-NAME = r"(?!\.+$)[\w.-]+"
+# A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`, and no option of a command.
+NAME = r"(?!\.+$|-)[\w.-]{1,100}"
 
 # Benchmarks that `evaluator.benchmarks` names without a file.
 BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
@@ -1243,8 +1243,8 @@ class Config(ScoringConfig):
     def _conflicts_of_sections(self) -> Iterator[str]:
         if not re.fullmatch(NAME, self.name):
             yield (
-                f"name is {self.name!r}, which no run folder can have: use letters, digits, `_`, `-` and dots, not "
-                f"only dots"
+                f"name is {self.name[:120]!r}, which no run folder can have: use up to 100 letters, digits, `_`, "
+                f"`-` and dots, not only dots and no `-` first"
             )
         if self.weights.backend and self.trainer.lora:
             yield (

@@ -30,4 +30,5 @@ def points(grid: Mapping[str, Sequence[Any]], what: str) -> list[dict[str, Any]]
 def name_of(settings: Mapping[str, Any]) -> str:
     """A name for what has these settings, such as `trainer.objective-ppo_seed-0`."""
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    texts = {key: re.sub(r"(?<=\d)e\+", "e", text) for key, text in texts.items()}  # 1e+30 is not 1e-30
     return "_".join(re.sub(r"[^\w.-]+", "-", f"{key}-{text}").strip("-") for key, text in texts.items())

@@ -90,6 +90,11 @@ def name_of(place: str) -> str:
     return hub_id(place) or Path(place).name
 
 
+def label_of(place: str) -> str:
+    """Its name as it may stand in a card on the hub: no Markdown, no HTML."""
+    return re.sub(r"[^\w ./:@+-]", "?", name_of(place))
+
+
 def check_trainable(folder: Path, ranks: int) -> None:
     """Raise UserError if the weights of the model in `folder` are quantized, if the log-probs of a sequence depend on
     those beside it, or if `ranks` ranks cannot divide its attention heads among them."""

@@ -57,6 +57,7 @@ class Record:
         """The events since the last call, in the order in which they were written."""
         self._new_steps, self._new_evaluations = NewRecords(folder / METRICS), NewRecords(folder / EVALUATIONS)
         self._without = frozenset(without)
+        self._checked: set[Path] = set()
         self._read: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
 
     # --- how it was configured
@@ -236,8 +237,13 @@ class Record:
         return self.folder / ROLLOUTS
 
     def rollout_files(self) -> list[Path]:
-        """Oldest first."""
-        return rollouts.files(self.rollout_folder)
+        """Oldest first. Raises UserError if one is no file of rollouts."""
+        files = rollouts.files(self.rollout_folder)
+        for file in files:
+            if file not in self._checked:
+                rollouts.check(file)
+                self._checked.add(file)
+        return files
 
     def tokenizer(self) -> Any | None:
         """The tokenizer of its model; None if the folder of the model is not here, or has none."""

@@ -25,7 +25,7 @@ from huggingface_hub import DatasetCard, DatasetCardData
 from areal.config import Config, UserError
 from areal.data.rows import read_prompt
 from areal.data.sources import with_system
-from areal.models import name_of
+from areal.models import label_of
 from areal.record import Record
 from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, rollouts_in
 from areal.tokens import load_tokenizer
@@ -234,10 +234,10 @@ def _card(counts: Export, config: Config, kind: Format, best: bool) -> DatasetCa
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "data/*.parquet"}]}],
     )
     return DatasetCard.from_template(
-        data, template_path=CARD, config=config, counts=counts, kind=kind, best=best, name_of=name_of,
-        model=name_of(config.model),
-        rewards=[name_of(reward) for reward in config.reward.functions],
-        sources=[name_of(str(part.source)) for part in config.data.parts],
+        data, template_path=CARD, config=config, counts=counts, kind=kind, best=best, name_of=label_of,
+        model=label_of(config.model),
+        rewards=[label_of(reward) for reward in config.reward.functions],
+        sources=[label_of(str(part.source)) for part in config.data.parts],
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from areal.config import Config, SourceConfig, UserError, write_yaml
 from areal.desk.report import write_figure
 from areal.hiding import without_secrets
-from areal.models import hub_id, name_of
+from areal.models import hub_id, label_of, name_of
 from areal.record import Record
 from areal.run_files import CONFIG, SUMMARY
 from areal.storage.disk import leaves
@@ -68,7 +68,9 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)
         (target / CONFIG).write_text(write_yaml(_public(run.settings)))
-        summary = {key: value for key, value in run.summary.items() if key != "checkpoint"}
+        # Samples are rows of the data: whoever publishes a model publishes its numbers, and no held-out rows.
+        apart = ("checkpoint", "samples_before", "samples_after")
+        summary = {key: value for key, value in run.summary.items() if key not in apart}
         (target / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         for file in run.number_files:
             shutil.copyfile(file, target / file.name)
@@ -136,7 +138,7 @@ def _results(run: Record, config: Config, version: int) -> Iterator[ModelScores]
         yield ModelScores("held-out rows", rows, untrained if untrained.get("accuracy") is not None else None, trained)
     for name, scores in (trained.get("benchmarks") or {}).items():
         rows, scores_before = config.evaluator.benchmarks.get(name, SourceConfig()), untrained.get("benchmarks") or {}
-        yield ModelScores(name, rows, scores_before.get(name), scores)
+        yield ModelScores(label_of(name), rows, scores_before.get(name), scores)
 
 
 def _evaluations(results: list[ModelScores]) -> Iterator[EvalResult]:
@@ -168,9 +170,9 @@ def _card(run: Record, config: Config, version: int, name: str, target: Path) ->
     )
     return ModelCard.from_template(
         data, template_path=CARD, name=name, config=config, version=version, results=results, figure=FIGURE,
-        base=name_of(config.model), hub_base=base, adapter=(target / ADAPTER).is_dir(), paper=PAPER, score=_score,
-        name_of=name_of, sources=list(map(name_of, sources)), summary=run.summary,
-        rewards=[name_of(reward) for reward in config.reward.functions],
+        base=label_of(config.model), hub_base=base, adapter=(target / ADAPTER).is_dir(), paper=PAPER, score=_score,
+        name_of=label_of, sources=list(map(label_of, sources)), summary=run.summary,
+        rewards=[label_of(reward) for reward in config.reward.functions],
     )  # fmt: skip
 
 

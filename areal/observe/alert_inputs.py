@@ -25,7 +25,7 @@ from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
 from areal.record import Record
 from areal.run_files import ROLLOUTS
 from areal.sampled import NOT_SAMPLED
-from areal.storage.rollouts import files
+from areal.storage.rollouts import files, opened
 from areal.tokens import tokenizer_in
 from areal.trajectory import differ
 
@@ -107,7 +107,7 @@ def _rewards(config: Mapping[str, Any]) -> list[Any]:
 
 def digest(path: Path) -> list[Digest]:
     """The digests of the steps in a file. Raises OSError or pa.ArrowException if it cannot be read."""
-    with pq.ParquetFile(path) as file:
+    with opened(path) as file:
         all_rows = _trained_rows(file.read(["step", "group", "prompt_index", "sample", "reward"]))
         numbers = range(file.num_row_groups)
         some = numbers[:: _every(file)]

@@ -369,9 +369,30 @@ def unreadable(path: Path, error: Exception) -> UserError:
     return UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.")
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """A file of rollouts to read. Raises OSError, or pa.ArrowException also if its columns are not those of SCHEMA."""
+    with pq.ParquetFile(path) as file:
+        there = file.schema_arrow
+        if wrong := [c.name for c in SCHEMA if c.name not in there.names or there.field(c.name).type != c.type]:
+            raise pa.ArrowInvalid(f"rollouts of this format have other columns {', '.join(wrong)}")
+        yield file
+
+
+def check(path: Path) -> None:
+    """Raises UserError if a file that is there is none of rollouts."""
+    try:
+        with opened(path):
+            pass
+    except FileNotFoundError:  # a run removes its oldest files
+        pass
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable(path, error) from None
+
+
 def _read(path: Path, columns: list[str]) -> pa.Table:
     try:
-        with pq.ParquetFile(path) as file:
+        with opened(path) as file:
             return file.read(columns)
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from None

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from areal.run_files import ROLLOUTS
-from areal.storage.rollouts import files, rows_of, unreadable
+from areal.storage.rollouts import files, opened, rows_of, unreadable
 
 COLUMNS = ("group", "sample", "reward", "finish")
 """What choosing needs of each row."""
@@ -44,7 +43,7 @@ def read_rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     try:
-        with pq.ParquetFile(path) as parquet:
+        with opened(path) as parquet:
             yield from parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns))
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from None

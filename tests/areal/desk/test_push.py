@@ -84,6 +84,19 @@ def test_the_card_says_what_was_trained_and_how_well_it_did(run):
     assert "| rewards | own.py:right |" in card.text
 
 
+def test_the_card_takes_no_markup_from_the_record_and_the_folder_no_held_out_rows(run):
+    name = "<img src=x>|](http://evil)"
+    scores = {"accuracy": 0.5, "standard_error": 0.1, "rows": 8}
+    lines = [{"version": version, "benchmarks": {name: scores}, "rows": 8} for version in (0, 20)]
+    (run / "evaluations.jsonl").write_text("".join(map(line_of, lines)))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"samples_after": [{"prompt": "held-out", "text": "x"}]}))
+    assert main(["push", str(run), "--output", str(run / "model")]) == 0
+    card = ModelCard.load(run / "model" / "README.md")
+    assert "| evil? | 8 |" in card.text and "<img" not in card.text
+    assert "held-out" not in (run / "model" / "summary.json").read_text()
+
+
 class Hub(BaseHTTPRequestHandler):
     """Takes uploads as the Hugging Face hub does. `server.asked`: the requests' paths and bodies."""
 

@@ -227,3 +227,21 @@ def test_a_mistake_in_the_command_is_one_line(run, capsys):
         assert main(["rollouts", str(run), *wrong]) == 2
         told = capsys.readouterr().err
         assert told.count("\n") == 1 and "reward" in told
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.drop_columns(["reward"]),
+        lambda table: table.set_column(table.schema.get_field_index("step"), "step", table["step"].cast(pa.string())),
+    ],
+    ids=["a column is missing", "a column is of another type"],
+)
+def test_a_file_with_other_columns_is_told_in_one_sentence(run, capsys, change):
+    (file,) = (run / "rollouts").glob("*1.parquet")
+    pq.write_table(change(pq.read_table(file)), file)
+    assert main(["rollouts", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "rollouts of this format have other columns" in error and error.count("\n") == 1
+    with pytest.raises(UserError, match="rollouts of this format have other columns"):
+        list(Record(run).rows(["group"]))

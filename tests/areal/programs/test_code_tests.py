@@ -185,9 +185,10 @@ async def test_asserts_import_nothing_that_the_program_wrote(code):
         ("def test_f(caplog):\n    assert f(1)", "they need the fixture caplog"),
         ("assert f(1)(2) == 3", "they need a call of what f returns"),
         ("x = [print, open]\nassert f(x) == 3", "they need open"),
+        ("import csv\nassert f(csv.reader) == 3", "they need a function that is given to f"),
         (
-            "import csv\nassert f(csv.reader) == 3",
-            "give the program what is no plain data: an object of the class builtin",
+            "import csv\nassert f(csv.excel()) == 3",
+            "give the program what is no plain data: an object of the class excel",
         ),
         ("class Test:\n    __init__ = lambda s: 0\n    def test_f(self):\n        assert f(1)", "no test is collected"),
     ],

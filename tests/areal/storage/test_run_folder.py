@@ -160,13 +160,13 @@ def test_no_message_shows_a_secret(file, begun):
         configuration_to_resume(begun, None, ["reward.options.addition.pwd=after"])
 
 
-@pytest.mark.parametrize("name", ["..", ".", "'...'", "''", "a/b", "/a", "../a", "a b", "'a\n'"])
+@pytest.mark.parametrize("name", ["..", ".", "'...'", "''", "a/b", "/a", "../a", "a b", "'a\n'", "-", "-a", "a" * 101])
 def test_a_name_that_leads_out_of_the_runs_is_refused(file, name):
     with pytest.raises(UserError, match="which no run folder can have"):
         load_config(file, [f"name={name}"])
 
 
-@pytest.mark.parametrize("name", ["a", "..a", "a.1", "-", "_", "é"])
+@pytest.mark.parametrize("name", ["a", "..a", "a.1", "a-", "_", "é", "a" * 100])
 def test_any_other_name_is_a_name(file, name):
     assert load_config(file, [f"name='{name}'"]).folder.parent == load_config(file).run_dir
 
