@@ -21,7 +21,7 @@ class TransferEnd:
     def __init__(self, bus: Bus, trainer: Member) -> None:
         from areal.weights.transfer import GlooEngine
 
-        self._receiver = DirectReceiver(bus, Directory(Policy(lineage=0, version=0, folder=""), [trainer]), 1)
+        self.receiver = DirectReceiver(bus, Directory(Policy(lineage=0, version=0, folder=""), [trainer]), 1)
         self.tensors: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
@@ -32,7 +32,7 @@ class TransferEnd:
         """Receive a version, or go away at the call `until`. Returns the seconds from the start of the update to its
         end, in which an engine would be paused."""
         began = ended = 0.0
-        async with aclosing(self._receiver.calls(policy)) as calls:
+        async with aclosing(self.receiver.calls(policy)) as calls:
             async for call, info in calls:
                 self.calls.append(call)
                 if call == until:

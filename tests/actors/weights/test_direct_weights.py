@@ -325,7 +325,7 @@ async def stalled(end: TransferEnd, policy: Policy) -> asyncio.Task[None]:
     asks = asyncio.Event()
 
     async def stall():
-        async with aclosing(DirectReceiver(end).calls(policy)) as calls:
+        async with aclosing(end.receiver.calls(policy)) as calls:
             async for call, _ in calls:
                 if call == "init_weight_transfer_engine":
                     asks.set()
@@ -391,10 +391,10 @@ async def test_a_version_that_does_not_fit_or_is_not_offered_is_refused_and_samp
     wrong = await cluster.publish(tmp_path)
     async with running(cluster) as (progress, tasks):
         with pytest.raises(WeightLoadError, match="does not fit the model: 12 tensors differ"):
-            await cluster.engine.receive(wrong.version, DirectReceiver(cluster.generator).calls(wrong))
+            await cluster.engine.receive(wrong.version, cluster.generator._receiver.calls(wrong))
         gone = wrong.model_copy(update={"version": 999})
         with pytest.raises(WeightLoadError, match="does not have version 999"):
-            await cluster.engine.receive(999, DirectReceiver(cluster.generator).calls(gone))
+            await cluster.engine.receive(999, cluster.generator._receiver.calls(gone))
         assert {int(v) for s in await asyncio.gather(*tasks) for v in s.versions} == {sound.version}
     await cluster.publish()
     await cluster.load()
@@ -444,7 +444,7 @@ async def test_without_interruption_a_transfer_that_fails_leaves_the_engine_stop
     policy = await cluster.publish()
 
     async def calls():
-        async with aclosing(DirectReceiver(cluster.generator).calls(policy)) as sent:
+        async with aclosing(cluster.generator._receiver.calls(policy)) as sent:
             async for call, info in sent:
                 if call == "finish_weight_update":
                     return

@@ -286,9 +286,9 @@ def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(run, c
     out = capsys.readouterr().out
     assert f"{condition} first at step {highest} of" in out and "It goes without these groups (" in out
     named = re.findall(r"^step (\d+) · group (\S+) ", out, re.MULTILINE)
-    assert [step for step, _ in named] == [f"{highest}"] * len(named) and 0 < len(named) < 4
     best = max((key for key in rewards if key[0] == highest), key=rewards.get)
-    assert best[1] in [group for _, group in named]
+    assert (f"{highest}", best[1]) in named  # here groups of different steps have the same ids
+    assert len({group for _, group in named}) < 4
     _, *command = shlex.split(out.splitlines()[-1].partition(": ")[2])
     assert command[:2] == ["replay", str(run)]
     assert main(command) == 0
