@@ -21,6 +21,7 @@ class TransferEnd:
     def __init__(self, bus: Bus, trainer: Member) -> None:
         from areal.weights.transfer import GlooEngine
 
+        self.bus = bus
         self.receiver = DirectReceiver(bus, Directory(Policy(lineage=0, version=0, folder=""), [trainer]), 1)
         self.tensors: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
