@@ -281,9 +281,11 @@ class Evaluator(Sampler):
         except TimeoutError:
             unfinished = sum(evaluation.unfinished)
             log.warning(
-                "the evaluation reached evaluator.timeout_seconds", version=version, unfinished=unfinished,
+                "the evaluation reached evaluator.timeout_seconds",
+                version=version,
+                unfinished=unfinished,
                 benchmarks=_progress_of(benchmarks),
-            )  # fmt: skip
+            )
         self.member.took(f"evaluation of version {version}", began, loop.time() - began)
         return self._result(evaluation, benchmarks)
 
@@ -339,8 +341,14 @@ class Evaluator(Sampler):
         home = home or await router.choose("generator")
         generators = RoutedGenerators(router, self._servers)
         session = SampleSession(
-            self.services, row, sampling, version, home=home, slot=router.slot_at(home), generators=generators,
-        )  # fmt: skip
+            self.services,
+            row,
+            sampling,
+            version,
+            home=home,
+            slot=router.slot_at(home),
+            generators=generators,
+        )
         try:
             sample = await self.run_workflow(session, row)
         except NotExact:

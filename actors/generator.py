@@ -178,10 +178,14 @@ class Generator(Actor):
         def start() -> Awaitable[Engine]:
             member.activity = "starting the engine"
             return start_engine(
-                Path(config.model), config.generator, version=0,
+                Path(config.model),
+                config.generator,
+                version=0,
                 seed=seed_of_engine(config.seed, member.index or 0, member.directory.policy),
-                lora=config.trainer.lora, sleeps=config.colocate, transfer=config.weights.backend,
-            )  # fmt: skip
+                lora=config.trainer.lora,
+                sleeps=config.colocate,
+                transfer=config.weights.backend,
+            )
 
         devices = SharedDevices(config, member.directory, member.ask, member.spawn, member.works)
         member.serve(devices)
@@ -195,9 +199,13 @@ class Generator(Actor):
         self.config, self.directory = member.config, member.directory
         self._engine = engine
         self._weights = WeightFetcher(
-            member.bus, member.index or 0, self.config.weights, self.config.weights_folder,
-            functools.partial(self.directory.with_role, healthy=False), lambda: self.directory.policy,
-        )  # fmt: skip
+            member.bus,
+            member.index or 0,
+            self.config.weights,
+            self.config.weights_folder,
+            functools.partial(self.directory.with_role, healthy=False),
+            lambda: self.directory.policy,
+        )
         member.used.push_async_callback(asyncio.to_thread, self._weights.close)
         member.serve(self._weights)
         self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)

@@ -91,9 +91,15 @@ class Master(HandlesRequests):
     it is stopped by SIGINT alone."""
 
     def __init__(
-        self, bus: Bus, config: Config, *, journal: Journal, folder: Records, source: PromptSource | None = None,
+        self,
+        bus: Bus,
+        config: Config,
+        *,
+        journal: Journal,
+        folder: Records,
+        source: PromptSource | None = None,
         supervised: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if source is None and config.steps and config.data.sampler != "shuffle":
             raise ValueError(f"data.sampler={config.data.sampler} chooses from rows, and the master was given none")
         self._run = run = RunControl(config, journal, folder, source)
@@ -154,9 +160,11 @@ class Master(HandlesRequests):
         if self.state.masters > 1:
             self._run.meter.begin()
             log.info(
-                "the master continues from its journal", version=self.ledger.version, alive=self.ledger.alive,
+                "the master continues from its journal",
+                version=self.ledger.version,
+                alive=self.ledger.alive,
                 members=list(self.state.members),
-            )  # fmt: skip
+            )
 
     async def _repeat_records(self) -> None:
         """Write what the master before has not written, before any other record."""
@@ -372,10 +380,11 @@ class Master(HandlesRequests):
         name, spans = actor_name(member.identity), [(span.name, span.began, span.seconds) for span in beat.spans]
         self.folder.record_heartbeat(name, beat.state, beat.activity, beat.stats, beat.clock, spans)
         return HeartbeatAnswer(
-            policy=self.state.policy, sequence=self._events.sequence,
+            policy=self.state.policy,
+            sequence=self._events.sequence,
             ended=self._shutdown(self._run.end.result()) if self._run.end.done() else None,
             loads=self.members.loads_for(member.identity) if member.role == "rollout_manager" else None,
-        )  # fmt: skip
+        )
 
     @handles(Leave)
     async def leave(self, request: Request[Leave]) -> Done:

@@ -46,9 +46,12 @@ class Reward(Serving):
 
     @classmethod
     async def start(
-        cls, member: Membership, functions: tuple[str, ...] = (), options: Mapping[str, Mapping[str, Any]] = NO_OPTIONS,
+        cls,
+        member: Membership,
+        functions: tuple[str, ...] = (),
+        options: Mapping[str, Mapping[str, Any]] = NO_OPTIONS,
         make_pool: Callable[..., Pool] = RewardPool,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """options: keyword arguments by name of the reward, which replace those of the configuration."""
         member.settle()  # before the pool starts its workers, which inherit the cores
         served, names = member.config.served_rewards, functions or tuple(member.config.own_rewards)

@@ -150,9 +150,10 @@ class RolloutManager(Sampler):
         while True:
             await asyncio.sleep(BALANCE_SECONDS)
             generators = {
-                m.identity: m for m in self.directory.with_role("generator")
+                m.identity: m
+                for m in self.directory.with_role("generator")
                 if m.identity in self._router.loads and self._router.trusts(m)
-            }  # fmt: skip
+            }
             loads = {identity: self._router.loads[identity] for identity in generators}
             calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
             moves = plan_moves(loads, calls, self._router.askers, asyncio.get_running_loop().time())
@@ -242,11 +243,17 @@ class RolloutManager(Sampler):
         """A session for the sample at each of these places."""
         sessions = self._sessions[permit.group] = [
             SampleSession(
-                self.services, row, self.config.sampling, permit.min_version, home=home,
-                slot=self._router.slot_at(home), on_start=start.count, rewards=permit.rewards,
+                self.services,
+                row,
+                self.config.sampling,
+                permit.min_version,
+                home=home,
+                slot=self._router.slot_at(home),
+                on_start=start.count,
+                rewards=permit.rewards,
             )
             for _ in places
-        ]  # fmt: skip
+        ]
         for place, session in zip(places, sessions, strict=True):
             self._save_regularly(permit, place, session)
         return sessions

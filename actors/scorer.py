@@ -59,10 +59,12 @@ class Scorer(Serving):
 
     @classmethod
     async def start(
-        cls, member: Membership, name: str,
+        cls,
+        member: Membership,
+        name: str,
         start_engine: Callable[..., Awaitable[FrozenModel]] = GenerationEngine.start,
         load_tokenizer: Callable[[str], Any] = load_tokenizer,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """name: what it serves, one of the run's `scorers`."""
         scorer = member.config.scorers.get(name)
         if scorer is None:

@@ -149,10 +149,12 @@ class Trainer(Actor):
 
     @classmethod
     async def start(
-        cls, member: Membership, start_learner: Callable[[Config, DiskRetry], Awaitable[Learner]] = Ranks.start,
+        cls,
+        member: Membership,
+        start_learner: Callable[[Config, DiskRetry], Awaitable[Learner]] = Ranks.start,
         open_spool: Callable[[Path], Spool] = Spool.open,
         open_rollouts: Callable[[Config], RolloutWriter] = open_rollouts,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         config, used = member.config, member.used
         member.activity = "starting DeepSpeed"
         used.push_async_callback(_remove_weights, member)
@@ -400,9 +402,11 @@ class Trainer(Actor):
         with self._timed("train"):
             try:
                 metrics = await self._learner.step(
-                    groups, version=self._version, temperature=self.config.sampling.temperature,
+                    groups,
+                    version=self._version,
+                    temperature=self.config.sampling.temperature,
                     mask_older_than=batch.mask_older_than,
-                )  # fmt: skip
+                )
             except Exception as error:
                 if failure := failure_of_step(self._version, error):  # the next trainer does the step again
                     with suppress(BusError):

@@ -560,16 +560,20 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "vespo": dict(_GROUP),
     "tis": {"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)},
     "seq_tis": {
-        "behaviour_weight": "truncated", "behaviour_weight_level": "sequence", "behaviour_weight_bounds": (0.0, 2.0)
+        "behaviour_weight": "truncated",
+        "behaviour_weight_level": "sequence",
+        "behaviour_weight_bounds": (0.0, 2.0),
     },
     "seq_mis": {
-        "behaviour_weight": "masked", "behaviour_weight_level": "sequence", "behaviour_weight_bounds": (0.0, 2.0)
+        "behaviour_weight": "masked",
+        "behaviour_weight_level": "sequence",
+        "behaviour_weight_bounds": (0.0, 2.0),
     },
     "icepop": {**_GROUP, "loss_mean": "sequence", "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)},
     "kpop": {**_GROUP, "behaviour_weight": "masked_kl", "behaviour_weight_bounds": (0.0, 2.0)},
     "m2po": dict(_GROUP),
     "distill": {"teacher_coef": 1.0},
-}  # fmt: skip
+}
 
 
 class LoraConfig(Section):
@@ -1464,9 +1468,11 @@ def load_config(
 
 
 def overridden(
-    values: dict[str, Any], overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None,
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
     kind: type[Section] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """`values` with overrides such as `generator.count=2`, and with settings by such keys. kind: whose keys they are,
     by default those of Config. Raises UserError."""
     values = copy.deepcopy(values)

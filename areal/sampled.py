@@ -137,9 +137,13 @@ class Generation(TokenTable):
     __slots__ = ("finish",)
 
     def __init__(
-        self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, finish: Finish | None = None,
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        versions: np.ndarray,
+        finish: Finish | None = None,
         **columns: np.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__({"tokens": tokens, "logprobs": logprobs, "versions": versions, **columns})
         self.finish = finish
 

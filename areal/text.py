@@ -17,11 +17,15 @@ _WHITE_SPACE = re.compile(r"\s*+")
 _CONTROLS = {
     code: chr(code).encode("unicode_escape").decode()
     for codes in (
-        range(9), range(0x0B, 0x20), range(0x7F, 0xA0), (0x061C, 0x200E, 0x200F), range(0x2028, 0x202F),
+        range(9),
+        range(0x0B, 0x20),
+        range(0x7F, 0xA0),
+        (0x061C, 0x200E, 0x200F),
+        range(0x2028, 0x202F),
         range(0x2066, 0x206A),
     )
     for code in codes
-}  # fmt: skip
+}
 
 
 def python_call(text: str) -> str | None:

@@ -189,9 +189,14 @@ def _unpack(frame: Frame, limit: int, arrays: Sequence[Frame] = ()) -> Any:
     try:
         # msgpack itself refuses a length that the frame cannot hold before it allocates anything.
         return msgpack.unpackb(
-            frame, use_list=False, ext_hook=partial(_extension, arrays), strict_map_key=True,
-            object_pairs_hook=_map, max_map_len=MAX_MAP_ENTRIES, max_array_len=MAX_LIST_ENTRIES,
-        )  # fmt: skip
+            frame,
+            use_list=False,
+            ext_hook=partial(_extension, arrays),
+            strict_map_key=True,
+            object_pairs_hook=_map,
+            max_map_len=MAX_MAP_ENTRIES,
+            max_array_len=MAX_LIST_ENTRIES,
+        )
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise MalformedError(f"not msgpack: {error!s:.200}") from None
 

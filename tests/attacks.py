@@ -192,9 +192,15 @@ EXHAUSTS = {
         {"timeout"},
     ),
     "fork bomb in bash": ("os.execvp('bash', ['bash', '-c', ':(){ :|:& };:; sleep 100'])", {"timeout", "ok", "output"}),
-    "threads": ("while True:\n    try: threading.Thread(target=time.sleep, args=(99,)).start()\n    except RuntimeError: pass", {"timeout"}),
+    "threads": (
+        "while True:\n    try: threading.Thread(target=time.sleep, args=(99,)).start()\n    except RuntimeError: pass",
+        {"timeout"},
+    ),
     "fill memory": ("x = []\nwhile True: x.append(bytearray(1 << 20))", {"ok", "memory"}),
-    "fill memory from C": ("libc.malloc.restype = ctypes.c_void_p\nwhile True:\n    p = libc.malloc(1 << 24)\n    if not p: sys.exit(1)\n    libc.memset(ctypes.c_void_p(p), 1, 1 << 24)", {"ok", "memory", "killed", "timeout"}),
+    "fill memory from C": (
+        "libc.malloc.restype = ctypes.c_void_p\nwhile True:\n    p = libc.malloc(1 << 24)\n    if not p: sys.exit(1)\n    libc.memset(ctypes.c_void_p(p), 1, 1 << 24)",
+        {"ok", "memory", "killed", "timeout"},
+    ),
     "fill memory by children": (
         "for _ in range(16):\n    if os.fork() == 0:\n        x = bytearray(40 << 20)\n        time.sleep(99)\ntime.sleep(99)",
         {"memory"},
@@ -254,7 +260,10 @@ EXHAUSTS = {
         "size = 1 << 40\nwhile size > 4096:\n    if reserve(size, 0) in (None, 2**64 - 1): size //= 2\ntime.sleep(99)",
         {"timeout"},
     ),
-    "files within files": ("try:\n    while True: os.mkdir('a') or os.chdir('a')\nexcept OSError: time.sleep(99)", {"timeout"}),
+    "files within files": (
+        "try:\n    while True: os.mkdir('a') or os.chdir('a')\nexcept OSError: time.sleep(99)",
+        {"timeout"},
+    ),
     "descriptors in all processes": (
         "def hold():\n    global kept\n    kept = [open('/dev/null') for _ in range(120)]\nin_children(20, hold)",
         {"timeout"},
@@ -272,11 +281,12 @@ EXHAUSTS = {
     "a file with a long path, mapped very often": (LONG_MAPS + "map_often()\nhold()\ntime.sleep(99)", {"timeout"}),
     "a file with a long path, mapped by many": (LONG_MAPS + "in_children(12, map_often)", {"memory", "timeout"}),
     "maps that change all the time": (
-        LONG_MAPS + "map_often()\nhold()\ndef change():\n    while True: libc.munmap(ctypes.c_void_p(reserve(1 << 26, 1)), ctypes.c_size_t(1 << 26))\n"
+        LONG_MAPS
+        + "map_often()\nhold()\ndef change():\n    while True: libc.munmap(ctypes.c_void_p(reserve(1 << 26, 1)), ctypes.c_size_t(1 << 26))\n"
         "for _ in range(8): threading.Thread(target=change).start()\ntime.sleep(99)",
         {"memory", "timeout"},
     ),
-}  # fmt: skip
+}
 
 # Each uses more than 64 MiB of memory that does not show as its processes' resident memory.
 HIDES = {
@@ -403,7 +413,7 @@ CHEATS = {
     "prints a verdict": "import os\nfor fd in range(9):\n    for s in (b'x 0 1\\n', b'0 1\\n'):\n        try: os.write(fd, s)\n        except OSError: pass\ndef f(x): return 0",
     "answers before it is asked": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{\"value\": 1}\\n' * 9)\n    except OSError: pass\ndef f(x): return 0",
     "sends no data": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'[' * 100000 + b'\\n')\n    except OSError: pass\ndef f(x): return 0",
-    "sends another object": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{\"value\": {\"object\": \"__class__\"}}\\n' * 9)\n    except OSError: pass\ndef f(x): return 0",
+    "sends another object": 'import os\nfor fd in range(3, 9):\n    try: os.write(fd, b\'{"value": {"object": "__class__"}}\\n\' * 9)\n    except OSError: pass\ndef f(x): return 0',
     "reads the tests": "import os\ndef f(x):\n    for p in [os.getppid(), 1]:\n        for n in os.listdir(f'/proc/{p}/fd'):\n            t = open(f'/proc/{p}/fd/{n}').read()\n            return int(t.split('f(7) == ')[1].split('\"')[0])",
     "reads the tests from memory": "import os, re\ndef f(x):\n    m = open(f'/proc/{os.getppid()}/mem', 'rb', 0)\n    for l in open(f'/proc/{os.getppid()}/maps'):\n        a, b = (int(v, 16) for v in l.split()[0].split('-'))\n        m.seek(a)\n        t = re.search(rb'f\\(7\\) == (\\d+)', m.read(b - a))\n        if t: return int(t[1])",
     "reads the tests from its own memory": "import re\ndef f(x):\n    m = open('/proc/self/mem', 'rb', 0)\n    for l in open('/proc/self/maps'):\n        a, b = (int(v, 16) for v in l.split()[0].split('-'))\n        if 'v' in l.split()[-1]: continue\n        m.seek(a)\n        t = re.search(rb'f\\(7\\) == (\\d{5,})', m.read(b - a))\n        if t: return int(t[1])",
@@ -419,7 +429,7 @@ CHEATS = {
     "raises what ends the runner": "def f(x): raise SystemExit(0)",
     "raises for ever": "def f(x): return f(x)",
     "defines the verdict": "nonce = 1\ndef check(c): return True\nclass Remote: pass\ndef f(x): return True",
-}  # fmt: skip
+}
 
 # Tests that hold only for the secret. No program that does not know it may pass any of them.
 CHEATED = [
@@ -634,8 +644,8 @@ ANSWERS = {
     "changes of what it never got": '["return", True, [[n, [0]] for n in range(-9, 99)]]',
     "changes of everything it got": '["return", True, [[0, []]]]',
     "changes of the wrong kind": '["return", True, [[0, ["x"]], [1.5, []], ["0", []]]]',
-    "no list": '5',
-    "an empty list": '[]',
+    "no list": "5",
+    "an empty list": "[]",
     "an unfinished request": '["ask"]',
     "a verdict": '"x 0 1"',
     "a fraction of texts": '["return", {"Fraction": ["1e9999999", None]}, [], ["", ""]]',
@@ -647,7 +657,7 @@ ANSWERS = {
     "a dict of half an item": '["return", {"dict": [None, [1]]}, [], ["", ""]]',
     "a dict with keys that cannot be keys": '["return", {"dict": [None, [[], 1]]}, [], ["", ""]]',
     "a path elsewhere": '["return", {"PosixPath": {"ref": 0}}, [], ["", ""]]',
-}  # fmt: skip
+}
 CHEATS |= {
     f"answers with {name}": LINK + f"def f(x):\n    answer_with(lambda message: {answer})\n    return True"
     for name, answer in ANSWERS.items()

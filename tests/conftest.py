@@ -47,9 +47,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from areal.data import quickstart
 
     recipe = quickstart.Recipe(steps=2, short_steps=2)
-    return made_once(
-        tmp_path_factory, "models", lambda models: quickstart.build(models / "tiny", recipe=recipe, threads=1)
-    ) / "tiny"  # fmt: skip
+    return (
+        made_once(
+            tmp_path_factory, "models", lambda models: quickstart.build(models / "tiny", recipe=recipe, threads=1)
+        )
+        / "tiny"
+    )
 
 
 @pytest.fixture

@@ -189,22 +189,33 @@ class Cluster:
         output = self.folder / f"{name}.txt"
         with output.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / "run.py"), *arguments], stdout=out, stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "AREAL_KEYS": keys_folder()}, cwd=self.folder,
+                [sys.executable, str(ROOT / "run.py"), *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "AREAL_KEYS": keys_folder()},
+                cwd=self.folder,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._started.append(process)
         return Door(process, output, address)
 
     def master(self, name: str, **changes: object) -> Door:
         address = f"tcp://127.0.0.1:{find_free_port()}"
         config = {
-            "name": name, "run_dir": str(self.folder), "model": str(self.folder / "tiny"), "steps": 1_000_000,
-            "batch_size": 4, "group_size": 2, "max_staleness": 2, "sampling": {"max_new_tokens": 32},
-            "data": {"source": "addition", "eval_size": 0}, "reward": {"functions": ["addition"], "workers": 1},
-            "generator": {"dtype": "float32", "threads": 1}, "trainer": {"dtype": "float32", "threads": 1},
+            "name": name,
+            "run_dir": str(self.folder),
+            "model": str(self.folder / "tiny"),
+            "steps": 1_000_000,
+            "batch_size": 4,
+            "group_size": 2,
+            "max_staleness": 2,
+            "sampling": {"max_new_tokens": 32},
+            "data": {"source": "addition", "eval_size": 0},
+            "reward": {"functions": ["addition"], "workers": 1},
+            "generator": {"dtype": "float32", "threads": 1},
+            "trainer": {"dtype": "float32", "threads": 1},
             "master": {"address": address, "stall_seconds": 1e6, **changes},
-        }  # fmt: skip
+        }
         file = self.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config))
         return self.start(name, address, "--role", "master", "--config", str(file))

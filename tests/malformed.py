@@ -24,9 +24,19 @@ TEXTS = [
     "../../etc/passwd", "%s %d {}", "\n\r\x1b[2J", "x" * 256, "x" * 257, "tokens_generated",
 ]  # fmt: skip
 INTEGERS = [
-    *range(-2, 9), 64, 4095, 65536, 65537, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 53, (1 << 63) - 1, -(1 << 63),
+    *range(-2, 9),
+    64,
+    4095,
+    65536,
+    65537,
+    (1 << 31) - 1,
+    1 << 31,
+    -(1 << 31),
+    1 << 53,
+    (1 << 63) - 1,
+    -(1 << 63),
     (1 << 64) - 1,
-]  # fmt: skip
+]
 FLOATS = [0.0, -0.0, 0.5, 1.0, -1.0, 1e-320, 1e300, -1e300, 1.7e308, float("inf"), float("-inf"), float("nan")]
 # What gets furthest.
 USUAL: dict[str, Sequence[Any]] = {
@@ -57,10 +67,16 @@ class Malformed:
         self._ids = 0
         self._kinds = sorted(KINDS)
         self._ways = [
-            (120, self._valid), (340, self._with_wrong_fields), (150, self._with_wrong_header), (230, self._damaged),
-            (2, self._of_many_values), (20, self._nested), (50, self._with_wrong_frames), (40, self._random),
+            (120, self._valid),
+            (340, self._with_wrong_fields),
+            (150, self._with_wrong_header),
+            (230, self._damaged),
+            (2, self._of_many_values),
+            (20, self._nested),
+            (50, self._with_wrong_frames),
+            (40, self._random),
             (48, self._repeated),
-        ]  # fmt: skip
+        ]
 
     def frames(self) -> list[bytes]:
         """Of one message, without the route that a dealer does not send."""
@@ -297,13 +313,24 @@ class MalformedHttp:
         if chance < 0.2:
             name, value = choice(
                 [
-                    ("Authorization", "Bearer \xff"), ("Authorization", ""), ("Content-Length", "-1"),
-                    ("Content-Length", "99999999999"), ("Content-Length", "1"), ("Content-Encoding", "gzip"),
-                    ("Content-Encoding", "deflate"), ("Content-Encoding", "x"), ("Transfer-Encoding", "chunked"),
-                    ("Content-Type", "text/plain; charset=none"), ("Host", ""), ("X", "y" * 20_000),
-                    ("Expect", "100-continue"), ("Expect", "x"), ("Upgrade", "websocket"), ("Connection", "upgrade"),
+                    ("Authorization", "Bearer \xff"),
+                    ("Authorization", ""),
+                    ("Content-Length", "-1"),
+                    ("Content-Length", "99999999999"),
+                    ("Content-Length", "1"),
+                    ("Content-Encoding", "gzip"),
+                    ("Content-Encoding", "deflate"),
+                    ("Content-Encoding", "x"),
+                    ("Transfer-Encoding", "chunked"),
+                    ("Content-Type", "text/plain; charset=none"),
+                    ("Host", ""),
+                    ("X", "y" * 20_000),
+                    ("Expect", "100-continue"),
+                    ("Expect", "x"),
+                    ("Upgrade", "websocket"),
+                    ("Connection", "upgrade"),
                 ]
-            )  # fmt: skip
+            )
             headers[name] = value
         method = choice(["POST"] * 9 + ["GET", "PUT", "HEAD", "BREW"])
         lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]

@@ -27,9 +27,13 @@ def fork_rank(rank: int, ranks: int, port: int, file: str) -> int:
         return process
     die_with_parent(signal.SIGKILL, parent)
     os.environ |= {
-        "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
-    }  # fmt: skip
+        "RANK": f"{rank}",
+        "LOCAL_RANK": f"{rank}",
+        "WORLD_SIZE": f"{ranks}",
+        "LOCAL_WORLD_SIZE": f"{ranks}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+    }
     runpy.run_path(file, run_name="__main__")
     sys.exit()
 

@@ -218,8 +218,11 @@ CALLS: dict[str, tuple[str, str, list, object]] = {
 # Those that fail although the program is right: what a function returns is no plain data, and no solution says so. And
 # one that checks nothing.
 MISJUDGED: dict[str, list[int]] = {
-    "chain maps": [0], "functions as results": [2], "regular expressions": [1, 2], "pickled objects": [2],
-}  # fmt: skip
+    "chain maps": [0],
+    "functions as results": [2],
+    "regular expressions": [1, 2],
+    "pickled objects": [2],
+}
 
 
 def right_programs():

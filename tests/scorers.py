@@ -40,10 +40,17 @@ def write_classifier(folder: Path, model: Path) -> None:
     torch.manual_seed(0)
     sizes = json.loads((model / "config.json").read_text())
     config = Qwen3Config(
-        **{name: sizes[name] for name in ("vocab_size", "max_position_embeddings")}, hidden_size=64, head_dim=32,
-        intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_labels=3,
-        initializer_range=0.3, pad_token_id=0,
-    )  # fmt: skip
+        **{name: sizes[name] for name in ("vocab_size", "max_position_embeddings")},
+        hidden_size=64,
+        head_dim=32,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_labels=3,
+        initializer_range=0.3,
+        pad_token_id=0,
+    )
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
 
 
@@ -62,11 +69,13 @@ async def scores_of(actor: Scorer, asked: Sequence[Asked]) -> list[tuple[float, 
     added: list[Any] = []
     jobs = [
         actor.score_completions(
-            f"{job}", Completion(job=job, function=actor._name, prompt=prompt, completions=(completion,), row=0), row,
+            f"{job}",
+            Completion(job=job, function=actor._name, prompt=prompt, completions=(completion,), row=0),
+            row,
             added.append,
         )
         for job, (prompt, completion, row) in enumerate(asked)
-    ]  # fmt: skip
+    ]
     await asyncio.gather(*jobs)
     added.sort(key=lambda scored: scored.job)
     return [(*scored.scores, scored.parts[0]["tokens"]) for scored in added]

@@ -76,9 +76,13 @@ def run_seeds(seeds: range, jobs: int, mutant: str | None, console: Console) -> 
     """Simulate all seeds and print a report. Returns True if no seed violates an invariant."""
     tally, begun = Tally(), time.monotonic()
     with Progress(
-        TextColumn("simulating"), MofNCompleteColumn(), TextColumn("seeds, {task.fields[failed]} failed"),
-        TimeElapsedColumn(), console=console, transient=True,
-    ) as progress:  # fmt: skip
+        TextColumn("simulating"),
+        MofNCompleteColumn(),
+        TextColumn("seeds, {task.fields[failed]} failed"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
         bar = progress.add_task("", total=len(seeds), failed=0)
         for results in _on_cores(seeds, jobs, mutant):
             for result in results:

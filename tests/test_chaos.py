@@ -70,11 +70,22 @@ def chaos(request) -> random.Random:
 def small(tiny_model: Path, free_port: int) -> list[str]:
     """Overrides that make the quickstart small, and impatient with who is silent."""
     return [
-        f"model={tiny_model}", f"master.address=tcp://127.0.0.1:{free_port}", "master.lease_seconds=10", "name=test",
-        "steps=100000", "batch_size=4", "group_size=4", "max_staleness=2", "sampling.max_new_tokens=32",
-        "data.eval_size=16", "generator.count=2", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
-        "trainer.checkpoint_every=3", "observe.tensorboard=false",
-    ]  # fmt: skip
+        f"model={tiny_model}",
+        f"master.address=tcp://127.0.0.1:{free_port}",
+        "master.lease_seconds=10",
+        "name=test",
+        "steps=100000",
+        "batch_size=4",
+        "group_size=4",
+        "max_staleness=2",
+        "sampling.max_new_tokens=32",
+        "data.eval_size=16",
+        "generator.count=2",
+        "generator.kv_cache_gib=0.25",
+        "generator.memory_share=0.1",
+        "trainer.checkpoint_every=3",
+        "observe.tensorboard=false",
+    ]
 
 
 def steps_done(folder: Path) -> int:
@@ -168,10 +179,14 @@ def test_an_engine_may_hang_then_roles_be_killed_then_the_machine_and_the_run_go
     folder, copy = tmp_path / "runs" / "test", tmp_path / "copy"
     (tmp_path / "mine.py").write_text(SHORT)
     more = [
-        "reward.functions={addition: 1, mine:Short: 0.1}", "reward.options.mine:Short.characters=1",
-        "trainer.lora.rank=4", "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.kl_coef=0.01",
-        "generator.count=1", "master.hang_seconds=10",
-    ]  # fmt: skip
+        "reward.functions={addition: 1, mine:Short: 0.1}",
+        "reward.options.mine:Short.characters=1",
+        "trainer.lora.rank=4",
+        "trainer.lora.target_modules=[q_proj,v_proj]",
+        "trainer.kl_coef=0.01",
+        "generator.count=1",
+        "master.hang_seconds=10",
+    ]
     started = run("--config", CONFIG, *small, *more)
     wait_for(started, lambda: engine_keeps_its_core(started))
     by_hand = run("--role", "reward", "--master", "runs/test")
@@ -258,11 +273,20 @@ def test_columns_of_scorers_that_are_killed_and_join_are_those_of_scorers_that_n
     with judging() as url:
         judge = json.dumps({"url": url, "model": "m", "template": "{{ prompt }}|{{ completion }}"})
         started = run(
-            "--config", CONFIG, *small, "generator.count=1", "data.eval_size=0", "trainer.teacher=wise",
-            "trainer.kl_coef=0.01", "trainer.reference=scorer:first", f"scorers={scorers}", "trainer.teacher_coef=0.1",
+            "--config",
+            CONFIG,
+            *small,
+            "generator.count=1",
+            "data.eval_size=0",
+            "trainer.teacher=wise",
+            "trainer.kl_coef=0.01",
+            "trainer.reference=scorer:first",
+            f"scorers={scorers}",
+            "trainer.teacher_coef=0.1",
             "trainer.teacher_top_k=3",
-            "reward.functions={addition: 1, judge: 0.1, liked: 0.1}", f"reward.options.judge={judge}",
-        )  # fmt: skip
+            "reward.functions={addition: 1, judge: 0.1, liked: 0.1}",
+            f"reward.options.judge={judge}",
+        )
         wait_for_step(started, folder, 1)
         kill_servers(started, chaos)
         joined = run("--role", "scorer", "--scorer", "wise", "--master", "runs/test")

@@ -55,10 +55,21 @@ def test_an_evaluation_is_whole_and_one_that_was_killed_goes_on_without_making_a
 ):
     (tmp_path / "sums.yaml").write_text(SUMS)
     command = [
-        sys.executable, "-m", "areal", "eval", str(tiny_model), "--benchmarks", "sums.yaml", "name=mine",
-        "generator.max_concurrent_rollouts=2", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
-        "generator.dtype=float32", "reward.workers=1", f"master.address=tcp://127.0.0.1:{free_port}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "areal",
+        "eval",
+        str(tiny_model),
+        "--benchmarks",
+        "sums.yaml",
+        "name=mine",
+        "generator.max_concurrent_rollouts=2",
+        "generator.kv_cache_gib=0.25",
+        "generator.memory_share=0.1",
+        "generator.dtype=float32",
+        "reward.workers=1",
+        f"master.address=tcp://127.0.0.1:{free_port}",
+    ]
     folder = tmp_path / "runs" / "mine"
     file = folder / "benchmarks" / "sums-0.jsonl"
 

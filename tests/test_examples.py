@@ -82,16 +82,21 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
             "gsm8k_lora": lambda: [f"data.source={rows(GSM8K)}", "data.eval_source=null", "data.eval_size=1"],
             "code_sandbox": lambda: [f"data.sources={sources(DEEPCODER, 'taco')}", "data.eval_size=1"],
             "tau2_retail": lambda: [
-                f"data.source={rows(TAU2)}", "data.eval_source=null", "data.eval_size=1",
+                f"data.source={rows(TAU2)}",
+                "data.eval_source=null",
+                "data.eval_size=1",
                 f"rollout_manager.workflow_options.command={sys.executable} configs/examples/tau2_retail/agent.py",
             ],
-        }.get(example, list)  # fmt: skip
+        }.get(example, list)
         file = ROOT / "configs" / "examples" / example / "run.yaml"
         quickstart = load_config(file, replaced()).model == "quickstart"
         values = [
-            f"model={tiny_model if quickstart else chat_model}", f"master.address=tcp://127.0.0.1:{free_port}",
-            f"run_dir={tmp_path / 'runs'}", *replaced(), *more,
-        ]  # fmt: skip
+            f"model={tiny_model if quickstart else chat_model}",
+            f"master.address=tcp://127.0.0.1:{free_port}",
+            f"run_dir={tmp_path / 'runs'}",
+            *replaced(),
+            *more,
+        ]
         return load_config(file, values)
 
     return configure

@@ -64,9 +64,16 @@ def armed(hostile, tmp_path) -> Path:
 
 
 READERS = [
-    "report RUN", "trace RUN", "compare RUN RUN", "rollouts RUN", "push RUN", "export RUN --output OUT.jsonl",
-    "audit RUN", "replay RUN", "track RUN",
-]  # fmt: skip
+    "report RUN",
+    "trace RUN",
+    "compare RUN RUN",
+    "rollouts RUN",
+    "push RUN",
+    "export RUN --output OUT.jsonl",
+    "audit RUN",
+    "replay RUN",
+    "track RUN",
+]
 
 
 @pytest.mark.parametrize("words", READERS, ids=lambda words: words.split()[0])

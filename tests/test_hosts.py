@@ -62,10 +62,19 @@ def test_the_selftest_of_ranks_on_two_hosts_passes_where_the_own_name_of_each_le
 @pytest.mark.slow
 def test_a_run_over_hosts_with_keys_and_folders_of_their_own_outlasts_a_partition(tiny_model: Path, tmp_path: Path):
     small = [
-        "--config", str(ROOT / "configs" / "quickstart.yaml"), f"model={tiny_model}", "name=test", f"steps={STEPS}",
-        f"max_staleness={MAX_STALENESS}", "batch_size=4", "group_size=4", "sampling.max_new_tokens=32",
-        "data.eval_size=0", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
-    ]  # fmt: skip
+        "--config",
+        str(ROOT / "configs" / "quickstart.yaml"),
+        f"model={tiny_model}",
+        "name=test",
+        f"steps={STEPS}",
+        f"max_staleness={MAX_STALENESS}",
+        "batch_size=4",
+        "group_size=4",
+        "sampling.max_new_tokens=32",
+        "data.eval_size=0",
+        "generator.kv_cache_gib=0.25",
+        "generator.memory_share=0.1",
+    ]
     with wire(len(ROLES), delay=0.02, loss=0.01) as network, closing(SpreadRun(network, ROLES, tmp_path, small)) as run:
         run.wait_for_step("test", CUT_AT)
         run.cut_off(TRAINER, CUT_SECONDS)

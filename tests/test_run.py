@@ -39,19 +39,35 @@ METRICS = {
     "sequences_interrupted", "tokens_recomputed", "prefix_cache_queries", "prefix_cache_hits", "reward_parts",
 }  # fmt: skip
 SUMMARY = {
-    "steps", "accuracy_before", "accuracy_after", "staleness_max", "max_staleness", "logprob_gap_max",
-    "samples_trained", "samples_per_second", "seconds", "trainer_idle",
-}  # fmt: skip
+    "steps",
+    "accuracy_before",
+    "accuracy_after",
+    "staleness_max",
+    "max_staleness",
+    "logprob_gap_max",
+    "samples_trained",
+    "samples_per_second",
+    "seconds",
+    "trainer_idle",
+}
 
 
 @pytest.fixture
 def small(tiny_model: Path, free_port: int) -> list[str]:
     """Overrides that make the quickstart small: a tiny model, few and short samples."""
     return [
-        f"model={tiny_model}", f"master.address=tcp://127.0.0.1:{free_port}", "name=test", "steps=4", "batch_size=4",
-        "group_size=4", "max_staleness=2", "sampling.max_new_tokens=32", "data.eval_size=16",
-        "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
-    ]  # fmt: skip
+        f"model={tiny_model}",
+        f"master.address=tcp://127.0.0.1:{free_port}",
+        "name=test",
+        "steps=4",
+        "batch_size=4",
+        "group_size=4",
+        "max_staleness=2",
+        "sampling.max_new_tokens=32",
+        "data.eval_size=16",
+        "generator.kv_cache_gib=0.25",
+        "generator.memory_share=0.1",
+    ]
 
 
 def check_finished(folder: Path, steps: int, max_staleness: int) -> tuple[list[dict], dict]:
@@ -197,8 +213,9 @@ def check_evaluations(evaluations: list[dict], summary: dict) -> None:
         assert e["benchmarks"].keys() == ({"sums"} if e["version"] % 2 == 0 else set())
         assert all(scores["scored"] == 16 and 0 <= scores["accuracy"] <= 1 for scores in e["benchmarks"].values())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (
-        evaluations[0]["accuracy"], evaluations[-1]["accuracy"],
-    )  # fmt: skip
+        evaluations[0]["accuracy"],
+        evaluations[-1]["accuracy"],
+    )
 
 
 @pytest.mark.slow  # test_chaos.py has adapters, and a reward that joins by hand; test_scorer.py has such a scorer
@@ -208,10 +225,17 @@ def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_and_a_referen
 ):
     (tmp_path / "mine.py").write_text(SHORT)
     changes = [
-        "max_staleness=0", "reward.functions=[mine:Short]", "trainer.lora.rank=4",
-        "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3", "trainer.lr_schedule=linear",
-        "trainer.kl_coef=0.01", "trainer.zero_stage=2", "colocate=true", f"trainer.reference={reference}",
-    ]  # fmt: skip
+        "max_staleness=0",
+        "reward.functions=[mine:Short]",
+        "trainer.lora.rank=4",
+        "trainer.lora.target_modules=[q_proj,v_proj]",
+        "trainer.lr=1e-3",
+        "trainer.lr_schedule=linear",
+        "trainer.kl_coef=0.01",
+        "trainer.zero_stage=2",
+        "colocate=true",
+        f"trainer.reference={reference}",
+    ]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
     arguments = [["--role", role] for role in roles]
     if reference == "scorer:first":
@@ -453,9 +477,10 @@ def test_a_dry_run_finds_what_a_start_would(small, tmp_path, monkeypatch, capsys
     Path("dots.yaml").write_text(f"base: {CONFIG}\ntrainer.lr: 1\n")
     Path("binary.yaml").write_bytes(b"\x80\x81\xff")
     monkeypatch.setattr(
-        sys, "argv",
+        sys,
+        "argv",
         ["run.py", "--config", CONFIG, "--dry-run", *small, "data.source=rows.jsonl", "data.eval_size=0", *arguments],
-    )  # fmt: skip
+    )
     monkeypatch.setenv(KEYS, "")
     assert main() == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

@@ -81,9 +81,15 @@ class LocalActors:
         again = True
         while again and not self._leaving:
             actor = Membership(
-                kind, new_bus(f"{kind.role}/?", self._network()), self.master, None, ListenAddress.towards(self.master),
-                patience=READY_SECONDS, own_process=False, **options,
-            )  # fmt: skip
+                kind,
+                new_bus(f"{kind.role}/?", self._network()),
+                self.master,
+                None,
+                ListenAddress.towards(self.master),
+                patience=READY_SECONDS,
+                own_process=False,
+                **options,
+            )
             self._actors.append(actor)
             life = asyncio.create_task(actor.run())
             while not life.done() and not ready.done():

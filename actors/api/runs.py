@@ -46,9 +46,15 @@ class RunFailed(Exception):
 
 
 def train(
-    config: Config | Mapping[str, Any] | str | Path | None = None, *, model: str | Path | None = None, data: Any = None,
-    reward: RewardLike | None = None, workflow: Workflow | str | None = None, steps: int | None = None, **keys: Any,
-) -> LiveRun:  # fmt: skip
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Any = None,
+    reward: RewardLike | None = None,
+    workflow: Workflow | str | None = None,
+    steps: int | None = None,
+    **keys: Any,
+) -> LiveRun:
     """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run.
     Raises UserError, and RunFailed if it does not reach its end."""
     settings = settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys})
@@ -58,9 +64,15 @@ def train(
 
 
 def start(
-    config: Config | Mapping[str, Any] | str | Path | None = None, *, model: str | Path | None = None, data: Any = None,
-    reward: RewardLike | None = None, workflow: Workflow | str | None = None, steps: int | None = None, **keys: Any,
-) -> LiveRun:  # fmt: skip
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Any = None,
+    reward: RewardLike | None = None,
+    workflow: Workflow | str | None = None,
+    steps: int | None = None,
+    **keys: Any,
+) -> LiveRun:
     """Start a run on this machine, in processes of its own.
 
     config: a YAML file, its keys, or a Config; by default some keys that suit a first try. data: rows (dicts, a
@@ -349,9 +361,13 @@ def _launch(settings: Settings) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
     with (folder / CONSOLE).open("wb") as console:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             env=environment,
-        )  # fmt: skip
+        )
     (folder / PROCESS).write_text(f"{process.pid} {settings.file}")
     return process
 

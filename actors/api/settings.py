@@ -20,10 +20,15 @@ from areal.workflows.builtin import bound_workflow
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 # The keys of a run without a configuration, where they have no default and where another suits a first try better.
 DEFAULTS: dict[str, Any] = {
-    "name": "notebook", "steps": 100, "batch_size": 8, "group_size": 8, "max_staleness": 2, "data": {},
+    "name": "notebook",
+    "steps": 100,
+    "batch_size": 8,
+    "group_size": 8,
+    "max_staleness": 2,
+    "data": {},
     "sampling": {"max_new_tokens": 256},
     "trainer": {"lr": 1e-5, "advantage_mean": "group", "advantage_std": "group"},
-}  # fmt: skip
+}
 FILE = "start.yaml"
 # Keys of `data` that hold for the rows of one source alone.
 OF_SOURCE = ("options", "split", "eval_source", "eval_size", "size", "sources")
@@ -45,9 +50,12 @@ class Settings:
 
 
 def settings_of(
-    config: Config | Mapping[str, Any] | str | Path | None, data: Any, reward: RewardLike | None,
-    workflow: Workflow | str | None, keys: Mapping[str, Any],
-) -> Settings:  # fmt: skip
+    config: Config | Mapping[str, Any] | str | Path | None,
+    data: Any,
+    reward: RewardLike | None,
+    workflow: Workflow | str | None,
+    keys: Mapping[str, Any],
+) -> Settings:
     """The settings of a run; its folder and the files in it are made. Raises UserError."""
     weights, functions = named_rewards(reward)
     given: dict[str, Any] = {}

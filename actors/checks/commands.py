@@ -45,9 +45,11 @@ def declare(tools: RoomTools) -> None:
 
     summary = "do the runs of a grid of settings, one after another; exit code 1 if one has failed"
     sweep = tools.add(
-        "sweep", "commands:sweep", summary,
+        "sweep",
+        "commands:sweep",
+        summary,
         "A stopped sweep goes on with the same command: it leaves out finished runs, and resumes one that has begun.",
-    )  # fmt: skip
+    )
     sweep.add_argument("file", help="a configuration with a grid: keys, each with a list of values", **CONFIG)
     how = sweep.add_mutually_exclusive_group().add_argument
     how("--dry-run", action="store_true", help="check each run as its start would, and print names and states")

@@ -206,9 +206,13 @@ def check_parsers(config: Config, folder: Path) -> None:
     """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need."""
     section = config.rollout_manager
     _check_apart(
-        _LOAD_PARSERS, str(folder), section.tool_call_parser, section.reasoning_parser or "",
-        what="vLLM's parsers", remedy="leave out rollout_manager.tool_call_parser and reasoning_parser",
-    )  # fmt: skip
+        _LOAD_PARSERS,
+        str(folder),
+        section.tool_call_parser,
+        section.reasoning_parser or "",
+        what="vLLM's parsers",
+        remedy="leave out rollout_manager.tool_call_parser and reasoning_parser",
+    )
 
 
 def check_options(config: Config) -> None:
@@ -220,14 +224,19 @@ def check_options(config: Config) -> None:
         folder = resolve_model(config, weights=False)
     if config.steps and config.trainer.deepspeed_options:
         _check_apart(
-            _CHECK_DEEPSPEED, here.trainer.model_dump_json(),
-            what="DeepSpeed", remedy="leave out trainer.deepspeed_options",
-        )  # fmt: skip
+            _CHECK_DEEPSPEED,
+            here.trainer.model_dump_json(),
+            what="DeepSpeed",
+            remedy="leave out trainer.deepspeed_options",
+        )
     if folder:
         _check_apart(
-            _CHECK_VLLM, str(folder), here.generator.model_dump_json(),
-            what="vLLM", remedy="leave out generator.engine_options",
-        )  # fmt: skip
+            _CHECK_VLLM,
+            str(folder),
+            here.generator.model_dump_json(),
+            what="vLLM",
+            remedy="leave out generator.engine_options",
+        )
 
 
 def _check_apart(code: str, *arguments: str, what: str, remedy: str) -> None:

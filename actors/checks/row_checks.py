@@ -92,8 +92,10 @@ def check_prompts(
             )
         if over:
             fate = "will be left out" if name.startswith("data.") else "will fail: set data.max_prompt_tokens"
-            print(f"Note: {len(over)} of {len(lengths)} prompts are longer than {name}, {limit}; they {fate}.",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"Note: {len(over)} of {len(lengths)} prompts are longer than {name}, {limit}; they {fate}.",
+                file=sys.stderr,
+            )
 
 
 def _lengths(config: Config, source: PromptSource, tokenizer: Any) -> tuple[list[int], list[str]]:

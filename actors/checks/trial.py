@@ -51,9 +51,12 @@ from areal.workflows.parsers import Json, Parsed, Parsers
 
 # Without --config. A run has to set all but the workflow by itself.
 DEFAULTS = {
-    "steps": 1, "batch_size": 8, "group_size": 8, "sampling": {"max_new_tokens": 1024},
+    "steps": 1,
+    "batch_size": 8,
+    "group_size": 8,
+    "sampling": {"max_new_tokens": 1024},
     "reward": {"functions": "exact_match"},
-}  # fmt: skip
+}
 _OVERRIDE = re.compile(r"(?:[\w.]+|reward\.[\w.:/-]+)=")
 NOT_THE_USERS = (*LIBRARIES, str(ROOT / "areal"), str(ROOT / "actors"))
 _FUNCTION = re.compile(r"(\S+\.py|[\w.]+):[A-Za-z_]\w*")

@@ -48,9 +48,14 @@ class Records(Protocol):
     def append_evaluation(self, evaluation: dict[str, Any]) -> None: ...
     def write_summary(self, summary: dict[str, Any]) -> None: ...
     def record_heartbeat(
-        self, actor: str, state: str, activity: str, stats: Mapping[str, float], clock: float | None = None,
+        self,
+        actor: str,
+        state: str,
+        activity: str,
+        stats: Mapping[str, float],
+        clock: float | None = None,
         spans: Iterable[tuple[str, float, float]] = (),
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
 
 class RunControl:

@@ -180,14 +180,19 @@ class RunState:
             | {
                 "ledger": past["ledger"] | {"steps": [], "batch": None, "groups": rows, "requeued": waiting},
                 "policy": Policy(lineage=0, version=0, folder=self.config.model).model_dump(),
-                "members": [], "trainer": "", "finished": None, "partial": now["partial"] if scored else None,
-                "checkpoint_version": version, "checkpoint": str(checkpoint_of(self.config.folder, version)),
+                "members": [],
+                "trainer": "",
+                "finished": None,
+                "partial": now["partial"] if scored else None,
+                "checkpoint_version": version,
+                "checkpoint": str(checkpoint_of(self.config.folder, version)),
                 "evaluations": [row for row in now["evaluations"] if row["version"] <= version],
                 "not_evaluated": [row for row in now["not_evaluated"] if row[0] <= version]
                 + [(held, ROLLED_BACK) for held in lost_holds],
-                "rollbacks": now["rollbacks"] + 1, "abandoning": version,
+                "rollbacks": now["rollbacks"] + 1,
+                "abandoning": version,
             }
-        )  # fmt: skip
+        )
         for row in rows:
             if row["state"] == "admitted" or row["group_id"] not in spooled:
                 reason = ROLLED_BACK if row["state"] == "admitted" else LOST_WITH_THE_SPOOL

@@ -71,10 +71,16 @@ class TrainingRequests(HandlesRequests):
         answer = self._run.ledger.ready(ready.group, ready.start_version, ready.signal)
         if group is not None and answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
             rewarded = changes.Rewarded(
-                group=ready.group, row=group.row, version=self._run.ledger.version, mean=ready.reward_mean,
-                spread=ready.reward_spread, signal=ready.signal, parts=ready.reward_parts, tokens=ready.tokens,
+                group=ready.group,
+                row=group.row,
+                version=self._run.ledger.version,
+                mean=ready.reward_mean,
+                spread=ready.reward_spread,
+                signal=ready.signal,
+                parts=ready.reward_parts,
+                tokens=ready.tokens,
                 discarded=ready.discarded,
-            )  # fmt: skip
+            )
             self._run.state.emit(rewarded)
             self._run.progress.note_progress()
             self._run.changed.notify()
@@ -100,9 +106,11 @@ class TrainingRequests(HandlesRequests):
         match answer:
             case Batch() as batch:
                 return BatchAnswer(
-                    status="ready", groups=batch.group_ids, mask_older_than=batch.min_token_version,
+                    status="ready",
+                    groups=batch.group_ids,
+                    mask_older_than=batch.min_token_version,
                     oldest=self._oldest_allowed(batch),
-                )  # fmt: skip
+                )
             case RunEnded():
                 return BatchAnswer(status="ended")
             case _:

@@ -382,12 +382,17 @@ class Membership:
         """Send a heartbeat. Raises BusError, and FencedError if another process has this one's place."""
         short, role = self.disk.shortage, self.role
         beat = Heartbeat(
-            state=self.state, serves=role.serves(), activity=str(short or self.activity)[:512],
+            state=self.state,
+            serves=role.serves(),
+            activity=str(short or self.activity)[:512],
             shortage=DiskShortage(**asdict(short) | {"waits": short.waits[:512]}) if short else None,
-            stats=role.stats() | delays.longest(), engagement=role.engagement(),
-            works=(*role.works(), *self.works.report()), ended=self.works.take_ended(), spans=tuple(self._spans),
+            stats=role.stats() | delays.longest(),
+            engagement=role.engagement(),
+            works=(*role.works(), *self.works.report()),
+            ended=self.works.take_ended(),
+            spans=tuple(self._spans),
             clock=asyncio.get_running_loop().time(),
-        )  # fmt: skip
+        )
         self._spans.clear()
         self._numbers = {"healthy": float(beat.state == "healthy"), **beat.stats}
         answer = await self.ask_master(beat, HeartbeatAnswer)

@@ -349,14 +349,18 @@ class Supervisor:
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *self._command(child.role, child.arguments),
-                stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=asyncio.subprocess.STDOUT,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writing,
+                stderr=asyncio.subprocess.STDOUT,
                 # Some tasks of reasoning_gym give the same rows in two processes only with the same hash seed.
                 env={
-                    **os.environ, SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0",
+                    **os.environ,
+                    SUPERVISED: str(os.getpid()),
+                    "PYTHONHASHSEED": "0",
                     **self._environments.get(child.name, {}),
                 },
                 start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops the children in order
-            )  # fmt: skip
+            )
         finally:
             os.close(writing)
 

@@ -36,9 +36,11 @@ class SampleFailed(Exception):
 
 
 async def score_with_retries(
-    name: str, retries: int, score: Callable[[], Awaitable[list[Result]]],
+    name: str,
+    retries: int,
+    score: Callable[[], Awaitable[list[Result]]],
     on_refusal: Callable[[Cause, str], None] = lambda cause, reason: None,
-) -> list[Result]:  # fmt: skip
+) -> list[Result]:
     """What `score` returns, which is called up to `retries` times more while the reward `name` fails. on_refusal: is
     called with the first failure. Raises SampleFailed."""
     reason = ""
@@ -63,9 +65,13 @@ class SampleState:
     """
 
     def __init__(
-        self, sampling: SamplingConfig, min_version: int, home: Member | None, slot: ExitStack | None,
+        self,
+        sampling: SamplingConfig,
+        min_version: int,
+        home: Member | None,
+        slot: ExitStack | None,
         on_start: Callable[[int], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sampling = sampling
         self.min_version = min_version
         self.home = home

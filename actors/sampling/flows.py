@@ -200,7 +200,7 @@ class Flows(Generic[R]):
 
     def __init__(
         self, size: Callable[[R], int], part: Callable[[list[R], list[JobFailed]], Message], spawn: Spawn
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._size = size
         self._part = part
         self._spawn = spawn

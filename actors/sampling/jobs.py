@@ -198,9 +198,15 @@ class RoutedRewards:
     policy gives."""
 
     def __init__(
-        self, router: Router, servers: Servers, config: RewardConfig, awaited: Set[str],
-        on_refusal: Callable[[Cause, str], None], scorers: Collection[str] = (), judges: PolicyJudges | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        router: Router,
+        servers: Servers,
+        config: RewardConfig,
+        awaited: Set[str],
+        on_refusal: Callable[[Cause, str], None],
+        scorers: Collection[str] = (),
+        judges: PolicyJudges | None = None,
+    ) -> None:
         self._router = router
         self._servers = servers
         self._config = config

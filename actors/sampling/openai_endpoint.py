@@ -96,9 +96,13 @@ class OpenAIEndpoint:
         async with self._starting:
             if self._runner is None:
                 runner = web.AppRunner(
-                    self._app(), handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS, access_log=None,
-                    logger=_log, auto_decompress=False,
-                )  # fmt: skip
+                    self._app(),
+                    handler_cancellation=True,
+                    shutdown_timeout=CLOSE_SECONDS,
+                    access_log=None,
+                    logger=_log,
+                    auto_decompress=False,
+                )
                 await runner.setup()
                 await web.TCPSite(runner, self._host, 0).start()
                 self._runner = runner

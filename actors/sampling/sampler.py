@@ -42,9 +42,12 @@ class Sampler(Actor):
 
     @classmethod
     async def start(
-        cls, member: Membership, open_source: Callable[[DataConfig, int], Prompts] = open_source,
-        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, workflow: Workflow | None = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        member: Membership,
+        open_source: Callable[[DataConfig, int], Prompts] = open_source,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer,
+        workflow: Workflow | None = None,
+    ) -> Self:
         """workflow: in place of the one that the configuration names."""
         config, settings = member.config, member.config.rollout_manager
         source = await asyncio.to_thread(open_source, config.data, config.seed)
@@ -55,7 +58,7 @@ class Sampler(Actor):
 
     def __init__(
         self, member: Membership, source: Prompts, workflow: Workflow, tokenizer: Any, parsers: Parsers
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.member = member
         self.config = config = member.config
         self.directory = member.directory
@@ -68,9 +71,14 @@ class Sampler(Actor):
         self.awaited_rewards = {*config.rewards}  # those of the run, which have an actor sooner or later
         generators = RoutedGenerators(self._router, self._servers)
         self._scoring = RoutedRewards(
-            self._router, self._servers, config.reward, self.awaited_rewards, self.report_failure, config.scorers,
+            self._router,
+            self._servers,
+            config.reward,
+            self.awaited_rewards,
+            self.report_failure,
+            config.scorers,
             PolicyJudges(config, generators, tokenizer),
-        )  # fmt: skip
+        )
         self.services = Services(
             config=config,
             tokenizer=tokenizer,

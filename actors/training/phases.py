@@ -13,10 +13,16 @@ from areal.storage.disk import DiskRetry
 # Phases of a step whose seconds are reported with it, and what the trainer does to a version in each of them; None: it
 # waits for others, or for its own work in another phase. `write` ran in parallel to the step, for the version before.
 PHASES = {
-    "trainer_wait": None, "publish_wait": None, "save_wait": None,
-    "fetch": "reading the batch of", "train": "training on", "snapshot": "copying the weights of",
-    "write": "writing the weights of", "save": "copying a checkpoint of", "offload": "moving to or from host memory",
-}  # fmt: skip
+    "trainer_wait": None,
+    "publish_wait": None,
+    "save_wait": None,
+    "fetch": "reading the batch of",
+    "train": "training on",
+    "snapshot": "copying the weights of",
+    "write": "writing the weights of",
+    "save": "copying a checkpoint of",
+    "offload": "moving to or from host memory",
+}
 
 
 class Phases:

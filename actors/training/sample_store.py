@@ -38,9 +38,14 @@ class SampleStore(HandlesRequests):
     """Reports each group that is complete to the master. on_disk: does a write once the disk has room for it."""
 
     def __init__(
-        self, config: Config, vocab_size: int, spool: Spool, rollouts: RolloutWriter,
-        on_disk: Callable[..., Awaitable[Any]], ask_master: Ask,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        vocab_size: int,
+        spool: Spool,
+        rollouts: RolloutWriter,
+        on_disk: Callable[..., Awaitable[Any]],
+        ask_master: Ask,
+    ) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._spool = spool
@@ -96,9 +101,7 @@ class SampleStore(HandlesRequests):
             start_version=min([*scored.values(), *calls.values()], default=None),
         )
 
-    async def _oldest_versions(
-        self, request: Request[AskSamples], size: int
-    ) -> tuple[dict[tuple[str, int], int], ...]:  # fmt: skip
+    async def _oldest_versions(self, request: Request[AskSamples], size: int) -> tuple[dict[tuple[str, int], int], ...]:
         """The oldest version in each stored sample of the prompt, and in each of which calls are stored, by group and
         place. If samples are of use only with all of their group, the former is the oldest in all, and others are left
         out."""

@@ -169,9 +169,13 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]
     evaluated = [f"v{version} {value:.3f}" for version, value in status["accuracy"].items()]
     accuracy = "  ".join([*evaluated[:1], *evaluated[1:][-EVALUATIONS_SHOWN:]]) or "–"
     rows: list[tuple[str, ...]] = [
-        ("[dim]held-out accuracy[/]", accuracy, "[dim]alive / ready / free[/]",
-         f"{status['alive']} / {status['ready']} / {status['capacity']}"),
-    ]  # fmt: skip
+        (
+            "[dim]held-out accuracy[/]",
+            accuracy,
+            "[dim]alive / ready / free[/]",
+            f"{status['alive']} / {status['ready']} / {status['capacity']}",
+        ),
+    ]
     if m:
         rows += [
             ("[dim]reward[/]", f"{m['reward_mean']:.3f}{_filtered(m)}", "[dim]staleness mean / max / bound[/]",

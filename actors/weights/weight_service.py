@@ -118,9 +118,14 @@ class WeightFetcher(WeightServer):
     generators. members: those of a role in the run. newest: the newest published policy."""
 
     def __init__(
-        self, bus: Bus, index: int, config: WeightsConfig, folder: Path, members: Callable[[str], Sequence[Member]],
+        self,
+        bus: Bus,
+        index: int,
+        config: WeightsConfig,
+        folder: Path,
+        members: Callable[[str], Sequence[Member]],
         newest: Callable[[], Policy],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(KEPT_BY_GENERATOR)
         self.bytes_received = 0
         self.seconds = 0.0

@@ -63,9 +63,12 @@ def rms_norm(
     inplace=True,
 )
 def fused_add_rms_norm(
-    x: torch.Tensor, x_residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float,
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
     variance_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual
 
@@ -109,9 +112,14 @@ def _times_a(self: PunicaWrapperCPU, y: torch.Tensor, x: torch.Tensor, stacked: 
 
 
 def _add_times_b(
-    self: PunicaWrapperCPU, y: torch.Tensor, x: torch.Tensor, stacked: torch.Tensor, offset: int, size: int,
+    self: PunicaWrapperCPU,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    stacked: torch.Tensor,
+    offset: int,
+    size: int,
     add_inputs: bool = True,
-) -> None:  # fmt: skip
+) -> None:
     y[:, offset : offset + size] += x.to(y.dtype) @ stacked[0, 0].T
 
 

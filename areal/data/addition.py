@@ -37,9 +37,14 @@ HARD_SLIP = 0.55
 
 
 def make_row(
-    seed: int, index: int, *, min_digits: int = 2, max_digits: int = MAX_DIGITS,
-    length_exponent: float = LENGTH_EXPONENT, held_out: bool = False,
-) -> dict[str, str]:  # fmt: skip
+    seed: int,
+    index: int,
+    *,
+    min_digits: int = 2,
+    max_digits: int = MAX_DIGITS,
+    length_exponent: float = LENGTH_EXPONENT,
+    held_out: bool = False,
+) -> dict[str, str]:
     """Return one problem: `prompt` as the module describes it, and `answer`, the sum in decimal.
 
     The row depends only on the arguments. The longer summand has n digits with probability ~ n^-`length_exponent`, for

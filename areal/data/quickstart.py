@@ -74,9 +74,12 @@ def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None =
 
 
 def build(
-    folder: Path, seed: int = 0, progress: Callable[[str], None] | None = None, threads: int = 2,
+    folder: Path,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+    threads: int = 2,
     recipe: Recipe = RECIPE,
-) -> None:  # fmt: skip
+) -> None:
     """Write a Hugging Face folder (tokenizer, model, generation config), completely or not at all.
 
     The result depends only on the seed, the recipe, the number of `threads` and the machine. Raises OSError if `folder`
@@ -147,9 +150,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe,
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    recipe: Recipe,
     progress: Callable[[str], None] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Train the model, supervised, on the demonstrations of the flawed teacher, short additions first."""
     optimizers = _optimizers(model, recipe.lr)
     drawn = 0

@@ -43,9 +43,14 @@ class Difficulty:
     """
 
     def __init__(
-        self, low: float = 0.2, high: float = 0.8, explore: float = 0.5, half_life: float = 50.0, candidates: int = 8,
+        self,
+        low: float = 0.2,
+        high: float = 0.8,
+        explore: float = 0.5,
+        half_life: float = 50.0,
+        candidates: int = 8,
         reward_range: Sequence[float] = (0.0, 1.0),
-    ) -> None:  # fmt: skip
+    ) -> None:
         worst, best = reward_range
         _must(0 <= low < high <= 1, "low and high must be shares, low below high")
         _must(0 <= explore <= 1 and half_life > 0 and candidates >= 1, "explore must be a share, the others positive")

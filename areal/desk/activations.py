@@ -87,9 +87,11 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
         embeddings = torch.zeros(1, TOKENS, sizes.hidden_size, dtype=dtype, requires_grad=True)
         with _Count(model) as count:
             hidden = decoder(
-                inputs_embeds=embeddings, position_ids=row.positions, use_cache=False,
+                inputs_embeds=embeddings,
+                position_ids=row.positions,
+                use_cache=False,
                 **attention_kwargs(row, attention),
-            ).last_hidden_state  # fmt: skip
+            ).last_hidden_state
             saved = count.now
             hidden.backward(torch.zeros_like(hidden))
     return Activations(saved / TOKENS, count.peak / TOKENS)

@@ -54,9 +54,12 @@ NAMED = 5
 """So many faults of a check are named."""
 TOLERANCE = 1e-6
 _JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS = (
-    "the journal is whole and each event follows from those before", "each prompt is trained once, or not for a reason",
-    "each batch is within the bound", "rewards are those that the master was told", "texts are those of the tokens",
-)  # fmt: skip
+    "the journal is whole and each event follows from those before",
+    "each prompt is trained once, or not for a reason",
+    "each batch is within the bound",
+    "rewards are those that the master was told",
+    "texts are those of the tokens",
+)
 _VERSIONS, _WEIGHTS = "each token is of the version that it names", "the record gives these weights"
 CHECKS = (_JOURNAL, _ONCE, _BOUND, _REWARDS, _TEXTS, _VERSIONS, _WEIGHTS)
 
@@ -128,14 +131,19 @@ class Audit:
             self.findings[_WEIGHTS].faults.append(str(error).splitlines()[0])
         findings = self.findings.values()
         return {
-            "run": journal.run if journal else None, "folder": str(self.record.folder),
+            "run": journal.run if journal else None,
+            "folder": str(self.record.folder),
             "steps": max(self.records, default=0),
             "fork_of": [origin._asdict() for origin in self.record.origins],
-            "weights": self.summary.get("weights"), "replayed": self.replayed, "full": self.full,
+            "weights": self.summary.get("weights"),
+            "replayed": self.replayed,
+            "full": self.full,
             "ok": all(finding.result == "holds" for finding in findings),
             "findings": [{"result": finding.result, **asdict(finding)} for finding in findings],
-            "program": areal.__version__, "time": began, "seconds": time.time() - began,
-        }  # fmt: skip
+            "program": areal.__version__,
+            "time": began,
+            "seconds": time.time() - began,
+        }
 
     # --- the journal
 

@@ -38,9 +38,12 @@ def _declare_readers(tools: RoomTools) -> None:
     add = tools.add("export", "export:export", "write rollouts of a run as a data set for TRL and others").add_argument
     add("folder", **RUN)
     add(
-        "--output", required=True, type=Path, metavar="FILE.jsonl|FILE.parquet|FOLDER",
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE.jsonl|FILE.parquet|FOLDER",
         help="a folder has a data set card and can be uploaded as it is",
-    )  # fmt: skip
+    )
     best = "the best sample of each group (default), or the best and the worst where they differ"
     add("--format", choices=("sft", "preference"), default="sft", help=best)
     add("--all", action="store_true", help="sft: all samples and not only the best of each group")
@@ -68,9 +71,11 @@ def _declare_planning(tools: RoomTools) -> None:
     add("words", nargs="*", metavar="WORD", help="only keys with these words, such as trainer.lora or staleness")
 
     add = tools.add(
-        "plan", "plan:plan_run", "plan the split of devices between generation and training, and their memory",
+        "plan",
+        "plan:plan_run",
+        "plan the split of devices between generation and training, and their memory",
         "Measure the rates with a short run on any number of such devices: plan --from runs/NAME --devices N",
-    ).add_argument  # fmt: skip
+    ).add_argument
     add("--config", help="configuration of the run (default with --from: that run's)", **CONFIG)
     add("--from", dest="run", help="take rates and lengths from this run", **RUN)
     add("--devices", required=True, type=int, metavar="N", help="number of devices to split")

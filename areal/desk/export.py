@@ -161,7 +161,7 @@ def _answers(
 
 def _pairs(
     groups: Iterable[list[RolloutSample]], texts: Texts, counts: Export, least: float | None
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     for group in _counted(groups, counts):
         single = [sample for sample in group if len(sample.rows) == sample.rows[0]["turns"] == 1]
         counts.left_out[_SEVERAL_TURNS] += len(group) - len(single)
@@ -198,8 +198,14 @@ def _schema(kind: Format, chat: bool) -> pa.Schema:
     text, number = _MESSAGES if chat else pa.string(), pa.float64()
     names = {"prompt": text, "completion": text, "reward": number, "group": pa.string()}
     if kind == "preference":
-        names = {"prompt": text, "chosen": text, "rejected": text, "score_chosen": number, "score_rejected": number,
-                 "group": pa.string()}  # fmt: skip
+        names = {
+            "prompt": text,
+            "chosen": text,
+            "rejected": text,
+            "score_chosen": number,
+            "score_rejected": number,
+            "group": pa.string(),
+        }
     return pa.schema(names)
 
 
@@ -234,11 +240,17 @@ def _card(counts: Export, config: Config, kind: Format, best: bool) -> DatasetCa
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "data/*.parquet"}]}],
     )
     return DatasetCard.from_template(
-        data, template_path=CARD, config=config, counts=counts, kind=kind, best=best, name_of=label_of,
+        data,
+        template_path=CARD,
+        config=config,
+        counts=counts,
+        kind=kind,
+        best=best,
+        name_of=label_of,
         model=label_of(config.model),
         rewards=[label_of(reward) for reward in config.reward.functions],
         sources=[label_of(str(part.source)) for part in config.data.parts],
-    )  # fmt: skip
+    )
 
 
 _SIZES = ["n<1K"] * 3 + ["1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B"]

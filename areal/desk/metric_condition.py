@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 from areal.config import UserError
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
 class Condition(NamedTuple):

@@ -183,9 +183,12 @@ def _shown(value: Any) -> str:
 
 
 def _print_differences(
-    table: Mapping[str, Any], parameters: Mapping[str, float], rows: Sequence[TableRow], runs: Sequence[RunMeasures],
+    table: Mapping[str, Any],
+    parameters: Mapping[str, float],
+    rows: Sequence[TableRow],
+    runs: Sequence[RunMeasures],
     console: Console,
-) -> None:  # fmt: skip
+) -> None:
     """Print what is not the paper's in these runs, and what can be compared therefore."""
     pairs: dict[tuple[str, str], set[str]] = {}
     for row in rows:

@@ -145,9 +145,11 @@ def _evaluations(results: list[ModelScores]) -> Iterator[EvalResult]:
     for result in results:
         place = str(result.rows.eval_source or result.rows.source or "several sources")
         about: dict[str, Any] = {
-            "task_type": "text-generation", "dataset_type": name_of(place), "dataset_name": result.name,
+            "task_type": "text-generation",
+            "dataset_type": name_of(place),
+            "dataset_name": result.name,
             "dataset_split": (place.split(":")[2:] or [result.rows.split])[0] if place.startswith("hf:") else None,
-        }  # fmt: skip
+        }
         yield EvalResult(
             metric_type="accuracy", metric_name="mean score", metric_value=result.trained["accuracy"], **about
         )

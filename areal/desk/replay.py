@@ -157,16 +157,26 @@ def run(options: Namespace) -> int:
     """`areal replay`."""
     set_allocator()
     replays = plan(
-        Record(options.run), options.overrides, options.sweep, options.steps, options.output, options.without,
+        Record(options.run),
+        options.overrides,
+        options.sweep,
+        options.steps,
+        options.output,
+        options.without,
         options.until,
-    )  # fmt: skip
+    )
     return 0 if replay(replays, terminal(160)) else 1
 
 
 def plan(
-    run: Record, overrides: Sequence[str], sweep: Sequence[str] = (), steps: str = ":", output: Path | None = None,
-    without: str | None = None, until: str | None = None,
-) -> list[Replay]:  # fmt: skip
+    run: Record,
+    overrides: Sequence[str],
+    sweep: Sequence[str] = (),
+    steps: str = ":",
+    output: Path | None = None,
+    without: str | None = None,
+    until: str | None = None,
+) -> list[Replay]:
     """The replays of a run: one for each combination of the values in `sweep`, the last changing fastest.
 
     overrides: `key=value`, changes to all of them. sweep: each `key=value,value,...`. steps: `A:B`, those after A up to
@@ -327,9 +337,11 @@ def _run_in_process(variant: Replay, parent: int) -> None:
 
 
 def run_variant(
-    variant: Replay, console: Console, check: Callable[[TrainingEngine, Config, int], None] | None = None,
+    variant: Replay,
+    console: Console,
+    check: Callable[[TrainingEngine, Config, int], None] | None = None,
     run: str = "",
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Do one replay (all ranks). Returns what its summary.json has. check: called before each step, with its number.
     run: the identity of the run that the checkpoint has to have, if it is given."""
     began = time.monotonic()
@@ -496,10 +508,15 @@ def _worthless_from(records: Sequence[dict[str, Any]]) -> int | None:
 
 _OF_BATCH = ("reward_mean", "staleness_mean", "staleness_max", "effective_samples", "reward_weighted")
 _FIGURES = {
-    "effective_samples": "effective samples", "reward_weighted": "reward, weighted", "weight_mean": "mean weight",
-    "effective_sample_size": "ESS of tokens", "kl_behaviour": "KL to behaviour", "entropy": "entropy",
-    "grad_norm": "grad norm", "clip_fraction": "clipped",
-}  # fmt: skip
+    "effective_samples": "effective samples",
+    "reward_weighted": "reward, weighted",
+    "weight_mean": "mean weight",
+    "effective_sample_size": "ESS of tokens",
+    "kl_behaviour": "KL to behaviour",
+    "entropy": "entropy",
+    "grad_norm": "grad norm",
+    "clip_fraction": "clipped",
+}
 
 
 def _final(records: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -97,8 +97,10 @@ def condition(filters: Mapping[str, str]) -> Where:
             sql.append(f'"{column}" {">=" if end == "min" else "<="} ${name}')
             values[name] = _number(name, text)
         else:
-            raise UserError(f"There is no filter {name!r}: use one of text, {', '.join(CHOICES)}, {', '.join(RANGES)}, "
-                            f"the numbers also with _min or _max.")  # fmt: skip
+            raise UserError(
+                f"There is no filter {name!r}: use one of text, {', '.join(CHOICES)}, {', '.join(RANGES)}, "
+                f"the numbers also with _min or _max."
+            )
     return Where(" AND ".join(sql) or "true", values)
 
 
@@ -120,9 +122,12 @@ class Rollouts:
         self._record = record
         self._folder = record.rollout_folder.resolve()
         settings: dict[str, str | bool | int | float | list[str]] = {
-            "threads": THREADS, "memory_limit": MEMORY, "temp_directory": "",
-            "autoload_known_extensions": False, "autoinstall_known_extensions": False,
-        }  # fmt: skip
+            "threads": THREADS,
+            "memory_limit": MEMORY,
+            "temp_directory": "",
+            "autoload_known_extensions": False,
+            "autoinstall_known_extensions": False,
+        }
         self._connection = duckdb.connect(":memory:", config=settings)
         self._connection.execute("SET parquet_metadata_cache = true")  # a file never changes
         self._connection.execute("SET allowed_directories = [?]", [str(self._folder)])
@@ -175,9 +180,10 @@ class Rollouts:
     def row(self, group: str, sample: int, branch: int) -> dict[str, Any]:
         """All columns of one row. Raises UserError if there is no such row."""
         rows = self._select(
-            "SELECT *", '"group" = $group AND sample = $sample AND branch = $branch LIMIT 1',
+            "SELECT *",
+            '"group" = $group AND sample = $sample AND branch = $branch LIMIT 1',
             {"group": group, "sample": sample, "branch": branch},
-        )  # fmt: skip
+        )
         if not rows:
             raise UserError(f"There is no sample {sample} of group {group!r}, or no branch {branch} of it.")
         return rows[0]
@@ -188,8 +194,9 @@ class Rollouts:
         return self._select(
             f"SELECT sample, branch, reward, advantage, completion_tokens, finish, "
             f"left(completion, {EXCERPT}) AS completion",
-            '"group" = $group ORDER BY sample, branch', {"group": group},
-        )  # fmt: skip
+            '"group" = $group ORDER BY sample, branch',
+            {"group": group},
+        )
 
     def prompt(self, group: str) -> list[dict[str, Any]]:
         """What became of the prompt of a group through the run. For each group of it, by start_version: the number of
@@ -201,19 +208,24 @@ class Rollouts:
         rows = self._select(
             'SELECT "row", prompt', '"group" = $group AND sample = 0 AND branch = 0 LIMIT 1', {"group": group}
         )
-        return self._select(
-            'SELECT "group", min(start_version) AS start_version, count(*) AS samples, avg(reward) AS mean, '
-            "min(reward) AS low, max(reward) AS high",
-            'branch = 0 AND "row" = $row AND prompt = $prompt GROUP BY "group" ORDER BY start_version, "group"',
-            rows[0],
-        ) if rows else []  # fmt: skip
+        return (
+            self._select(
+                'SELECT "group", min(start_version) AS start_version, count(*) AS samples, avg(reward) AS mean, '
+                "min(reward) AS low, max(reward) AS high",
+                'branch = 0 AND "row" = $row AND prompt = $prompt GROUP BY "group" ORDER BY start_version, "group"',
+                rows[0],
+            )
+            if rows
+            else []
+        )
 
     def trained(self, where: Where, first: int, last: int) -> set[tuple[int, str]]:
         """Step and id of each group of which a row has the condition, trained in the steps `first` to `last`."""
         rows = self._select(
-            'SELECT DISTINCT step, "group"', f"step BETWEEN $first AND $last AND ({where.sql})",
+            'SELECT DISTINCT step, "group"',
+            f"step BETWEEN $first AND $last AND ({where.sql})",
             {**where.values, "first": first, "last": last},
-        )  # fmt: skip
+        )
         return {(row["step"], row["group"]) for row in rows}
 
     def sql(self, query: str) -> list[dict[str, Any]]:
@@ -253,8 +265,9 @@ class Rollouts:
             return answer.result(0)
         except (duckdb.InterruptException, TimeoutError) as error:
             kind = QueryStuck if isinstance(error, TimeoutError) else UserError
-            raise kind(f"The query took longer than {SECONDS:g} s and was stopped: ask for less, for example for "
-                       f"fewer steps.") from None  # fmt: skip
+            raise kind(
+                f"The query took longer than {SECONDS:g} s and was stopped: ask for less, for example for fewer steps."
+            ) from None
         except duckdb.Error as error:
             raise _mistake(error) from None
 

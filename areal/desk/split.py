@@ -325,9 +325,15 @@ Fit = tuple[int, bool, TrainingMemory]
 
 
 def _split(
-    config: Config, rates: Rates, lengths: TokenLengths, generators: int, ranks: int, generation: GenerationMemory,
-    training: Fit, throughput: float,
-) -> Plan:  # fmt: skip
+    config: Config,
+    rates: Rates,
+    lengths: TokenLengths,
+    generators: int,
+    ranks: int,
+    generation: GenerationMemory,
+    training: Fit,
+    throughput: float,
+) -> Plan:
     """The plan with so many generators and ranks, and its staleness.
 
     A step takes B G times the mean length, divided by the throughput. A completion of L tokens takes L divided by the
@@ -345,8 +351,13 @@ def _split(
     of_group = min(lengths.longest, lengths.mean * sum(1 / k for k in range(1, config.group_size + 1)))
     managers = max(1, round((generators * n + ranks) / DEVICES_OF_A_MANAGER))
     return Plan(
-        generators=generators, tensor_parallel=n, ranks=ranks,
-        zero_stage=stage, gradient_checkpointing=checkpointing, generation=generation, training=memory,
+        generators=generators,
+        tensor_parallel=n,
+        ranks=ranks,
+        zero_stage=stage,
+        gradient_checkpointing=checkpointing,
+        generation=generation,
+        training=memory,
         generated=generators * n * rates.generating,
         trained=ranks * rates.training,
         throughput=throughput,
@@ -357,7 +368,7 @@ def _split(
         managers=managers,
         groups_a_manager=math.ceil(running / config.group_size / managers) + 1,
         samples_a_step=samples,
-    )  # fmt: skip
+    )
 
 
 def _fitting_splits(

@@ -71,8 +71,14 @@ def _drawn(spans: Iterable[TimelineSpan], pid: int, row: int, zero: float) -> It
         begin = max(end, _microseconds(span.begin - zero))
         end = max(begin, _microseconds(span.end - zero))
         yield {
-            "ph": "X", "name": span.name, "pid": pid, "tid": row, "ts": begin, "dur": end - begin, "args": span.details,
-        }  # fmt: skip
+            "ph": "X",
+            "name": span.name,
+            "pid": pid,
+            "tid": row,
+            "ts": begin,
+            "dur": end - begin,
+            "args": span.details,
+        }
 
 
 def steps(run: Record) -> Iterator[TimelineSpan]:

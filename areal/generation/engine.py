@@ -191,9 +191,14 @@ class GenerationEngine:
         return self._model.max_len
 
     async def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None,
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        max_new_tokens: int | None = None,
         first_version: int | None = None,
-    ) -> AsyncGenerator[Generation, None]:  # fmt: skip
+    ) -> AsyncGenerator[Generation, None]:
         """Sample one continuation of `tokens`, streamed in parts of about `stream_interval` tokens, at least one. The
         last one has a `finish`.
 
@@ -205,9 +210,14 @@ class GenerationEngine:
         """
         max_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         params = _sampling_params(
-            tuple(self._model.stop_tokens), max_tokens=max_tokens, min_tokens=min(sampling.min_new_tokens, max_tokens),
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
-        )  # fmt: skip
+            tuple(self._model.stop_tokens),
+            max_tokens=max_tokens,
+            min_tokens=min(sampling.min_new_tokens, max_tokens),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+        )
         async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version)) as sequences:
             async for sequence in sequences:
                 yield sequence.take()
@@ -404,9 +414,15 @@ class GenerationEngine:
         running = min(sum(running for running, _ in self._loads.values()), unfinished)
         kv_use = max((used for _, used in self._loads.values()), default=0.0) if unfinished else 0.0
         return EngineStats(
-            running, unfinished - running, kv_use, self._tokens_generated, self._preemptions, self._queries, self._hits,
+            running,
+            unfinished - running,
+            kv_use,
+            self._tokens_generated,
+            self._preemptions,
+            self._queries,
+            self._hits,
             self._steps,
-        )  # fmt: skip
+        )
 
     async def close(self, patience: float = CLOSE_SECONDS) -> None:
         """Stop the engine process, and kill it after `patience` seconds. Sequences still streaming end with an
@@ -735,9 +751,14 @@ def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bo
 
 
 def _engine_args(
-    model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, on_cpu: bool,
+    model: Path,
+    config: GeneratorConfig,
+    seed: int,
+    lora: LoraConfig | None,
+    sleeps: bool,
+    on_cpu: bool,
     transfer: str | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     from vllm import AsyncEngineArgs
 
     options = config.engine_options

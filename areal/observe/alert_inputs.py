@@ -60,9 +60,12 @@ class Digests:
         self._tokenizer = functools.cache(tokenizer_in)
 
     def alerts(
-        self, records: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], config: Mapping[str, Any],
+        self,
+        records: Sequence[Mapping[str, Any]],
+        evaluations: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
         seconds: float,
-    ) -> list[Alert]:  # fmt: skip
+    ) -> list[Alert]:
         """The alerts of the run (areal.observe.alerts). New files of rollouts are read first, but none is begun once
         `seconds` have passed. config: the values of config.yaml, of which each may be missing."""
         self._read_new(seconds)

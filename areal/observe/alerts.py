@@ -107,10 +107,14 @@ def _sql(name: str, value: str | int | float) -> str:
 
 
 def alerts(
-    records: Sequence[Mapping[str, Any]], digests: Sequence[Digest] = (), evaluations: Sequence[Mapping[str, Any]] = (),
-    guard: Mapping[str, float] | None = None, named: Callable[[int], str] = str, is_math: bool = False,
+    records: Sequence[Mapping[str, Any]],
+    digests: Sequence[Digest] = (),
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    guard: Mapping[str, float] | None = None,
+    named: Callable[[int], str] = str,
+    is_math: bool = False,
     taught: bool = False,
-) -> list[Alert]:  # fmt: skip
+) -> list[Alert]:
     """The alerts of a run, the ones about the policy first.
 
     records: of metrics.jsonl, by step; evaluations: of evaluations.jsonl, by version. Values that are missing, null or

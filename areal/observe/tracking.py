@@ -87,8 +87,11 @@ class TrackingProcess:
         with (self._folder / "logs" / "track.out").open("a") as out:
             return subprocess.Popen(
                 tied(sys.executable, "-m", "areal", "track", str(self._folder)),
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            )  # fmt: skip
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
 
     def _keep_up(self) -> None:
         # A process that ends with 0 has no sink left.
@@ -225,9 +228,11 @@ def _trackio(config: Config, folder: Path) -> Sink:
     import trackio
 
     run = trackio.init(
-        project=config.observe.trackio, name=f"{config.name}-{_run_id(folder)}", resume="allow",
+        project=config.observe.trackio,
+        name=f"{config.name}-{_run_id(folder)}",
+        resume="allow",
         config=config.model_dump(mode="json"),
-    )  # fmt: skip
+    )
     return lambda step, numbers, at: run.log(numbers, step=step)
 
 

@@ -167,9 +167,14 @@ INVALID = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplic
 # Those that succeed and do nothing. They write to disks, or change what the kernel caches of files that all programs
 # see. A program's own files are in memory.
 NEEDLESS = {
-    "sync": (162, 81), "syncfs": (306, 267), "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84),
-    "fadvise64": (221, 223), "readahead": (187, 213),
-}  # fmt: skip
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "fsync": (74, 82),
+    "fdatasync": (75, 83),
+    "sync_file_range": (277, 84),
+    "fadvise64": (221, 223),
+    "readahead": (187, 213),
+}
 # By machine: AUDIT_ARCH, and its column in the tables.
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 CLONE3 = 435

@@ -129,9 +129,15 @@ class LocalSandbox:
             self._launcher.wait()
 
     async def run(
-        self, code: str, language: str = "python", *, stdin: str = "", files: Mapping[str, bytes] | None = None,
-        expected: int = 0, cpu_seconds: float | None = None,
-    ) -> Outcome:  # fmt: skip
+        self,
+        code: str,
+        language: str = "python",
+        *,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        expected: int = 0,
+        cpu_seconds: float | None = None,
+    ) -> Outcome:
         """Runs a program with the input `stdin` and with `files` (content by path) in its folder. Its output may have
         `output_kib` more than the `expected` bytes. cpu_seconds: in place of that of the configuration.
 
@@ -260,9 +266,15 @@ class RemoteSandbox:
         """Does nothing: no process was started."""
 
     async def run(
-        self, code: str, language: str = "python", *, stdin: str = "", files: Mapping[str, bytes] | None = None,
-        expected: int = 0, cpu_seconds: float | None = None,
-    ) -> Outcome:  # fmt: skip
+        self,
+        code: str,
+        language: str = "python",
+        *,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        expected: int = 0,
+        cpu_seconds: float | None = None,
+    ) -> Outcome:
         """As LocalSandbox.run, but with the server's own limit of CPU time. If the caller is cancelled, the server runs
         the program on until its time limit."""
         return await asyncio.to_thread(self._post, code, language, stdin, files or {}, expected)

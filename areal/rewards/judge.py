@@ -190,9 +190,16 @@ class GroupJudge(ModelJudge):
     which each begins with another completion, and which count alike. The others are those of Judge."""
 
     def __init__(
-        self, url: str, model: str = "", template: str = GROUP_TEMPLATE, samples: int = 1, max_tokens: int = 1024,
-        sampling: Mapping[str, Any] | None = None, retries: int = 3, api_key: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        model: str = "",
+        template: str = GROUP_TEMPLATE,
+        samples: int = 1,
+        max_tokens: int = 1024,
+        sampling: Mapping[str, Any] | None = None,
+        retries: int = 3,
+        api_key: str | None = None,
+    ) -> None:
         """Raises UserError."""
         super().__init__("group_judge", url, model, template, samples, max_tokens, sampling, retries, api_key)
 

@@ -28,9 +28,15 @@ class RewardModel:
     deterministic = False  # what else is in its batch changes the last digits
 
     def __init__(
-        self, url: str, model: str, chat: bool = True, output: int = 0, activation: bool = False, retries: int = 3,
+        self,
+        url: str,
+        model: str,
+        chat: bool = True,
+        output: int = 0,
+        activation: bool = False,
+        retries: int = 3,
         api_key: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._address = f"{url.rstrip('/').removesuffix('/v1')}/classify"
         self._chat, self._output = chat, output
         self._request = {"model": model, "use_activation": activation}

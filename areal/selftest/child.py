@@ -54,9 +54,14 @@ class CheckProcess:
         self._log = log
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True,
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                start_new_session=True,
                 env=os.environ | dict(environment),
-            )  # fmt: skip
+            )
         self._failed = ""
         self._ended = False
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -204,9 +204,14 @@ class SelfTest:
             self.add("", [Finding("stream", "FAILED", str(error), REPORT)])
 
     def do(
-        self, model: str, child: CheckProcess, order: str, finds: set[str], needed_for: Collection[str] = (),
+        self,
+        model: str,
+        child: CheckProcess,
+        order: str,
+        finds: set[str],
+        needed_for: Collection[str] = (),
         **arguments: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Have `child` follow an order, which `finds` something and is `needed_for` more.
 
         Returns its answer; None: it is not wanted, or it failed."""

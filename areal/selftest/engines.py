@@ -29,9 +29,14 @@ class Orders(Protocol):
     """The self-test, which gives orders to processes and keeps what they find."""
 
     def do(
-        self, model: str, child: CheckProcess, order: str, finds: set[str], needed_for: Collection[str] = (),
+        self,
+        model: str,
+        child: CheckProcess,
+        order: str,
+        finds: set[str],
+        needed_for: Collection[str] = (),
         **arguments: Any,
-    ) -> Any: ...  # fmt: skip
+    ) -> Any: ...
 
     def follows(self, model: str, names: set[str], ready: bool, needed_for: Collection[str] = ()) -> bool: ...
 
@@ -71,9 +76,13 @@ class EngineTest:
         self._compare()
 
     def _do(
-        self, child: CheckProcess | None, order: str, finds: set[str], needed_for: Collection[str] = (),
+        self,
+        child: CheckProcess | None,
+        order: str,
+        finds: set[str],
+        needed_for: Collection[str] = (),
         **arguments: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if child is None:  # nothing needs a generator
             return None
         answer = self._test.do(self._name, child, order, finds, needed_for, **arguments)

@@ -62,9 +62,13 @@ class GenerationChecks:
         started = time.perf_counter()
         generator = self._config.generator.model_copy(update={"interrupt": True})
         self._engine = await GenerationEngine.start(
-            Path(self._config.model), generator, version=0, lora=self._config.trainer.lora,
-            sleeps=self._config.colocate, transfer=self._config.weights.backend,
-        )  # fmt: skip
+            Path(self._config.model),
+            generator,
+            version=0,
+            lora=self._config.trainer.lora,
+            sleeps=self._config.colocate,
+            transfer=self._config.weights.backend,
+        )
         self._engine.keeps_cache = False
         seconds = time.perf_counter() - started
         measured = f"{generator.devices} devices, {generator.dtype}, started in {seconds:.0f} s"
@@ -137,9 +141,15 @@ class GenerationChecks:
         return []
 
     def compare(
-        self, sampled: str, interrupted: str, published: str, scratch: str, kept_file: str | None = None,
-        slept: str | None = None, turns: dict[str, Any] | None = None,
-    ) -> list[Finding]:  # fmt: skip
+        self,
+        sampled: str,
+        interrupted: str,
+        published: str,
+        scratch: str,
+        kept_file: str | None = None,
+        slept: str | None = None,
+        turns: dict[str, Any] | None = None,
+    ) -> list[Finding]:
         """Compare all log-probs with those of the reference under both versions. scratch: an empty folder. kept_file:
         sequences of versions 1 and 2. slept: those that the engine slept in. turns: what `check_turns` takes."""
         old, new = read(Path(sampled)), read(Path(interrupted))
@@ -202,9 +212,11 @@ async def interrupt(
 
 
 async def begin(
-    engine: GenerationEngine, config: Config, tokens: int,
+    engine: GenerationEngine,
+    config: Config,
+    tokens: int,
     enough: Callable[[Sequence[Generation]], bool] = lambda parts: False,
-) -> list[asyncio.Task[Sampled]]:  # fmt: skip
+) -> list[asyncio.Task[Sampled]]:
     """Begin to sample some sequences, each of at most `tokens` tokens, until its chunks are `enough`. Returns once all
     have tokens, or have ended."""
     prompts, begun = _prompts(config), [asyncio.Event() for _ in range(SEQUENCES)]

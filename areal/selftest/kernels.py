@@ -163,8 +163,10 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
         f"{holds} a row, {dtype}: log-probs {gap:.1e} nats, gradients {share:.1e} (at most {LAYERS * SHARE[dtype]:g})",
         "A packed row does not have the gradients of its sequences: if the check `attention` failed too, begin with "
         "that; else update transformers to the version of pyproject.toml, and report it.",
-        gap=gap, gradients=share, a_row_holds=holds,
-    )  # fmt: skip
+        gap=gap,
+        gradients=share,
+        a_row_holds=holds,
+    )
 
 
 def _backward_alone(model: Any, flat: FlatBatch, weights: Tensor) -> Tensor:

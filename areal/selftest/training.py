@@ -213,8 +213,10 @@ class TrainingChecks:
         logprobs = self._logprobs()
         self._step()
         with np.load(file) as saved:
-            gaps = [float(np.abs(now - then).mean()) for now, then in
-                    ((logprobs, saved["before"]), (self._logprobs(), saved["after"]))]  # fmt: skip
+            gaps = [
+                float(np.abs(now - then).mean())
+                for now, then in ((logprobs, saved["before"]), (self._logprobs(), saved["after"]))
+            ]
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         return [
             judged(

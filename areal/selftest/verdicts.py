@@ -93,8 +93,13 @@ def check_turns(facts: dict[str, Any], gap: float | None, dtype: str) -> Finding
             f"the engine asleep keeps {(at_first - asleep) / GIB:.1f} of {(at_first - running) / GIB:.1f} GiB, the "
             f"trainer away {has / GIB:.1f} of {had / GIB:.1f}"
         )
-    parts.append(", ".join(f"{name} {facts[f'{name}_seconds']:.2f} s" for name in ("sleep", "wake", "offload")
-                           if f"{name}_seconds" in facts))  # fmt: skip
+    parts.append(
+        ", ".join(
+            f"{name} {facts[f'{name}_seconds']:.2f} s"
+            for name in ("sleep", "wake", "offload")
+            if f"{name}_seconds" in facts
+        )
+    )
     parts.append("log-probs not compared" if gap is None else f"after it {gap:.1e} nats (at most {limit:g})")
     return judged(
         "turns",

@@ -485,10 +485,17 @@ class LedgerState:
             prompt = QueuedPrompt(event.prompt_index, event.row)
             self._next_prompt += 1
         group = LedgerGroup(
-            group_id=event.group_id, prompt_index=event.prompt_index, row=prompt.row, attempt=event.attempt,
-            failures=prompt.failures, owner=event.owner, lease_expires=event.lease_expires,
-            admission_version=event.version, max_staleness=self.settings.max_staleness, resumed=prompt.resumed,
-        )  # fmt: skip
+            group_id=event.group_id,
+            prompt_index=event.prompt_index,
+            row=prompt.row,
+            attempt=event.attempt,
+            failures=prompt.failures,
+            owner=event.owner,
+            lease_expires=event.lease_expires,
+            admission_version=event.version,
+            max_staleness=self.settings.max_staleness,
+            resumed=prompt.resumed,
+        )
         self._put(group)
         self.counters.admitted += 1
 

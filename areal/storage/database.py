@@ -36,9 +36,12 @@ class FormatError(sqlite3.DatabaseError):
 
 
 def open_store(
-    path: Path, noun: str, make: Callable[[sqlite3.Connection, int], Store], original: Path | None = None,
+    path: Path,
+    noun: str,
+    make: Callable[[sqlite3.Connection, int], Store],
+    original: Path | None = None,
     otherwise: str = "put back a backup of the run, or choose another folder for this one.",
-) -> Store:  # fmt: skip
+) -> Store:
     """Open the file, which is made if it is missing, and return what `make` makes of the connection and the lock.
 
     Any thread may use the connection. The lock is a descriptor that keeps other processes out until it is closed or

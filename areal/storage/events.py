@@ -30,9 +30,16 @@ DELAYS_KEPT = 60
 GONE = "gone"
 # Counters of a generator since its start. The metrics of a step contain the sums over all generators.
 COUNTERS = (
-    "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
-    "tokens_recomputed", "prefix_cache_queries", "prefix_cache_hits",
-)  # fmt: skip
+    "tokens_generated",
+    "reloads",
+    "pause_seconds",
+    "load_seconds",
+    "resume_seconds",
+    "sequences_interrupted",
+    "tokens_recomputed",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+)
 # The numbers in heartbeats that never decrease while an actor runs.
 TOTALS = frozenset(COUNTERS) | {
     "preemptions", "fetch_seconds", "weight_bytes_received", "weight_bytes_sent", "work_done", "scored", "failed",
@@ -52,9 +59,14 @@ class EventLog:
         self._flushed = clock()
 
     def record_heartbeat(
-        self, actor: str, state: str, activity: str, stats: Mapping[str, float],
-        clock: float | None = None, spans: Iterable[tuple[str, float, float]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        actor: str,
+        state: str,
+        activity: str,
+        stats: Mapping[str, float],
+        clock: float | None = None,
+        spans: Iterable[tuple[str, float, float]] = (),
+    ) -> None:
         """Record a heartbeat of `actor`. clock: the time on the actor's clock when it sent the heartbeat. spans:
         (activity, its start on the actor's clock, its seconds). Without `clock`, spans are not recorded."""
         now = self._clock()

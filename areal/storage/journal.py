@@ -194,9 +194,13 @@ class Journal:
                 self._connection.execute(f"DELETE FROM states WHERE version NOT IN ({newest})", (self._newest,))
 
     def _committed(
-        self, up_to: int, snapshot: str | None, events: list[tuple[str, str]], states: dict[int, str],
+        self,
+        up_to: int,
+        snapshot: str | None,
+        events: list[tuple[str, str]],
+        states: dict[int, str],
         commit: asyncio.Future[None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._commit = None
         error = commit.exception()
         if error is None:

@@ -105,7 +105,7 @@ class RolloutWriter:
 
     def __init__(
         self, folder: Path, selection: str, limit: int, texts: Callable[[list[np.ndarray]], list[str]]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._folder = folder
         self._keep_every = {"all": 1, "sample": ONE_OF}.get(selection)
         self._limit = limit
@@ -438,5 +438,8 @@ def _trajectory(rows: Sequence[dict[str, Any]]) -> Trajectory:
     }
     branches = [Branch(row["shared"], len(row["tokens"]) - row["shared"]) for row in rows]
     return Trajectory(
-        **arrays, reward=rows[0]["reward"], finish=rows[0]["finish"], branches=tuple(branches if len(rows) > 1 else ()),
-    )  # fmt: skip
+        **arrays,
+        reward=rows[0]["reward"],
+        finish=rows[0]["finish"],
+        branches=tuple(branches if len(rows) > 1 else ()),
+    )

@@ -270,7 +270,7 @@ def first_version(folder: Path) -> int:
 
 def configuration_to_resume(
     folder: Path, file: Path | None, overrides: Sequence[str], from_step: int | None = None
-) -> Config:  # fmt: skip
+) -> Config:
     """Return the configuration for resuming the run in `folder`: its own, or the one in `file`, with `overrides`.
     from_step: where the run goes back to.
 

@@ -262,7 +262,7 @@ class Spool:
 
     def _unpacked(
         self, group_id: str, place: int, prompt_index: int, crc: int, note: str, row: str, frame: bytes
-    ) -> Group:  # fmt: skip
+    ) -> Group:
         if crc != _checksum(group_id, place, prompt_index, note, row, frame):
             raise SpoolDamage(
                 f"The spool {self._file} is damaged (group {group_id} does not have the checksum that it was stored "
@@ -273,7 +273,5 @@ class Spool:
         return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 
 
-def _checksum(
-    group_id: str, place: int, prompt_index: int, note: str, row: str, frame: bytes | memoryview
-) -> int:  # fmt: skip
+def _checksum(group_id: str, place: int, prompt_index: int, note: str, row: str, frame: bytes | memoryview) -> int:
     return crc32(f"{group_id} {prompt_index} {note} {row}".encode(), crc32(frame, place))

@@ -14,9 +14,16 @@ from areal.trajectory import differ
 
 
 def advantages(
-    rewards: np.ndarray, groups: np.ndarray, samples: np.ndarray, returns: np.ndarray | None = None,
-    penalties: np.ndarray | None = None, *, sampled: np.ndarray, mean: str, std: str,
-) -> np.ndarray:  # fmt: skip
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    samples: np.ndarray,
+    returns: np.ndarray | None = None,
+    penalties: np.ndarray | None = None,
+    *,
+    sampled: np.ndarray,
+    mean: str,
+    std: str,
+) -> np.ndarray:
     """(return - mean) / std of every token, float64 [T]; 0 where the return is the mean but for rounding
     (areal.trajectory.differ).
 
@@ -62,9 +69,15 @@ def _mean_of(values: np.ndarray, samples: np.ndarray, sampled: np.ndarray) -> np
 
 
 def gae(
-    values: np.ndarray, returns: np.ndarray, penalties: np.ndarray | None, samples: np.ndarray, sampled: np.ndarray,
-    *, gamma: float, lam: float,
-) -> np.ndarray:  # fmt: skip
+    values: np.ndarray,
+    returns: np.ndarray,
+    penalties: np.ndarray | None,
+    samples: np.ndarray,
+    sampled: np.ndarray,
+    *,
+    gamma: float,
+    lam: float,
+) -> np.ndarray:
     """Generalised advantage estimates (arXiv 1506.02438, eq. 16) of the sampled tokens, float64 [T]; 0 for others.
 
     values: [T], the critic's estimate before each token. returns, penalties, samples, sampled: as of `advantages`, with

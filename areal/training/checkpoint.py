@@ -80,9 +80,12 @@ class TrainingState:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, parameters: Mapping[str, torch.nn.Parameter], stage: int,
+        self,
+        engine: DeepSpeedEngine,
+        parameters: Mapping[str, torch.nn.Parameter],
+        stage: int,
         control: dist.ProcessGroup,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._engine = engine
         self._stage = stage
         self._control = control

@@ -181,9 +181,16 @@ class TrainingEngine:
     """
 
     def __init__(
-        self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1, keep_values: bool = False,
-        disk_retry: DiskRetry | None = None, longest: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Path,
+        config: TrainerConfig,
+        *,
+        seed: int,
+        optimizer_steps: int = 1,
+        keep_values: bool = False,
+        disk_retry: DiskRetry | None = None,
+        longest: int | None = None,
+    ) -> None:
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_trainable(model, config.sequence_parallel)
@@ -268,9 +275,14 @@ class TrainingEngine:
     def of_run(cls, config: Config, *, keep_values: bool, disk_retry: DiskRetry | None = None) -> TrainingEngine:
         """The engine with which the run of `config` begins (all ranks)."""
         return cls(
-            Path(config.model), config.trainer, seed=config.seed, keep_values=keep_values, disk_retry=disk_retry,
-            optimizer_steps=config.optimizer_steps, longest=config.generator.max_model_len,
-        )  # fmt: skip
+            Path(config.model),
+            config.trainer,
+            seed=config.seed,
+            keep_values=keep_values,
+            disk_retry=disk_retry,
+            optimizer_steps=config.optimizer_steps,
+            longest=config.generator.max_model_len,
+        )
 
     @contextmanager
     def _spread_over_ranks(self) -> Iterator[None]:
@@ -297,9 +309,13 @@ class TrainingEngine:
         place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self._stage < 3 else None
         try:
             module, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), attn_implementation=self._attention, device_map=place,
-                output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
+                folder,
+                dtype=getattr(torch, dtype),
+                attn_implementation=self._attention,
+                device_map=place,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
         except (ImportError, KeyError, OSError, SafetensorError, ValueError) as error:
             raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
         # transformers gives them random values.
@@ -471,15 +487,22 @@ class TrainingEngine:
         return self._together.join(part, self._compute(part, part.row, temperature, module, **part_inputs))
 
     def _compute(
-        self, what: PackedRow | RowPart, row: PackedRow, temperature: float, module: torch.nn.Module | None,
+        self,
+        what: PackedRow | RowPart,
+        row: PackedRow,
+        temperature: float,
+        module: torch.nn.Module | None,
         **inputs: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         """What the model gives for `what`, which is `row` or this rank's part of it. inputs: in place of those of the
         row, or beside them."""
         return (module or self._deepspeed)(
-            **row_inputs(row, self._attention) | inputs, predicts=what.predicts, distribution=what.distribution,
-            targets=what.targets, temperature=temperature,
-        )  # fmt: skip
+            **row_inputs(row, self._attention) | inputs,
+            predicts=what.predicts,
+            distribution=what.distribution,
+            targets=what.targets,
+            temperature=temperature,
+        )
 
     def step(
         self, batch: Sequence[Group] | None, *, version: int, temperature: float, mask_older_than: int | None = None
@@ -510,9 +533,13 @@ class TrainingEngine:
         if self._keep_values:
             self.values = self._values(rows, flat)
         return tally.result(
-            self._control, self.config, tokens_trained=int(trained.sum()), tokens_total=len(flat.tokens),
-            explained_variance=explained, peak_tflops=self._peak_tflops,
-        )  # fmt: skip
+            self._control,
+            self.config,
+            tokens_trained=int(trained.sum()),
+            tokens_total=len(flat.tokens),
+            explained_variance=explained,
+            peak_tflops=self._peak_tflops,
+        )
 
     def _values(self, rows: list[PackedRow], flat: FlatBatch) -> TokenValues:
         """What the step has found for each token of the batch (all ranks)."""
@@ -534,9 +561,14 @@ class TrainingEngine:
         return self._pass(flat, flat.trained(None), None, temperature)[0][flat.by_sample()]
 
     def _pass(
-        self, flat: FlatBatch, trained: np.ndarray, members: np.ndarray | None, temperature: float,
-        tally: Tally | None = None, module: torch.nn.Module | None = None,
-    ) -> np.ndarray:  # fmt: skip
+        self,
+        flat: FlatBatch,
+        trained: np.ndarray,
+        members: np.ndarray | None,
+        temperature: float,
+        tally: Tally | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> np.ndarray:
         """Log-probabilities of the tokens in the loss of the sequences `members` (None: of all), and a critic's values
         (all ranks).
 
@@ -554,9 +586,13 @@ class TrainingEngine:
         return self._sum_over_groups(found)
 
     def _look(
-        self, minibatches: Sequence[Sequence[PackedRow]], flat: FlatBatch, trained: np.ndarray, temperature: float,
+        self,
+        minibatches: Sequence[Sequence[PackedRow]],
+        flat: FlatBatch,
+        trained: np.ndarray,
+        temperature: float,
         tally: Tally,
-    ) -> np.ndarray | None:  # fmt: skip
+    ) -> np.ndarray | None:
         """Set what a pass before the step finds for the tokens (all ranks). Returns a critic's values of all sampled
         ones, float32 [T]; None without a critic.
 
@@ -627,9 +663,15 @@ class TrainingEngine:
                 explained = float(1 - returns[sampled].var() / variance)
         gains = np.empty(len(flat.tokens))
         gains[order] = advantages(
-            flat.rewards, flat.groups, samples, returns, penalties, sampled=sampled, mean=config.advantage_mean,
+            flat.rewards,
+            flat.groups,
+            samples,
+            returns,
+            penalties,
+            sampled=sampled,
+            mean=config.advantage_mean,
             std=config.advantage_std,
-        )  # fmt: skip
+        )
         weights = flat.weights(trained, config.loss_mean, config.loss_tokens)
         for row in rows:
             row.advantages, row.weights = row.pick(gains), row.pick(weights)

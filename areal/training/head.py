@@ -52,9 +52,15 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, distribution: Tensor, targets: Tensor,
-        temperature: float, curve: LogitCurve,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        context: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        distribution: Tensor,
+        targets: Tensor,
+        temperature: float,
+        curve: LogitCurve,
+    ) -> tuple[Tensor, Tensor]:
         top, normaliser, entropy = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         logps = hidden.new_empty(len(targets), dtype=torch.float32)
         for part, tokens in _parts(distribution, len(hidden), AT_ONCE // len(weight)):
@@ -122,9 +128,14 @@ def _parts(keys: Tensor, count: int, size: int) -> Iterator[tuple[slice, Tensor 
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, distribution: Tensor, targets: Tensor, temperature: float,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    distribution: Tensor,
+    targets: Tensor,
+    temperature: float,
     curve: LogitCurve = LogitCurve(),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies, in fp32.
 
     hidden: [U, H]; weight: [V, H]; bias: [V]; distribution: [S], which of the U rows each token is drawn from; targets:
@@ -202,9 +213,15 @@ class Head:
         self.curve = curve
 
     def _forward_to_logprobs(
-        self, *, predicts: Tensor | None = None, distribution: Tensor | None = None, targets: Tensor | None = None,
-        temperature: float = 1.0, probe: Tensor | None = None, **inputs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        *,
+        predicts: Tensor | None = None,
+        distribution: Tensor | None = None,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        probe: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
         """The model's new forward method: log-probs and entropies, [S] each, of the tokens that `PackedRow` describes;
         and if there is a critic, its values.
 

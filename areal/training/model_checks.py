@@ -21,9 +21,16 @@ from areal.trajectory import random_groups
 LENGTHS, PREFIX = (13, 12, 9), 5
 """Tokens of the sequences of the check, and how many of them all have in common."""
 COMPUTED = {
-    "full_attention", "sliding_attention", "hybrid", "hybrid_sliding",
-    "linear_attention", "conv", "moe", "sparse", "dense",
-}  # fmt: skip
+    "full_attention",
+    "sliding_attention",
+    "hybrid",
+    "hybrid_sliding",
+    "linear_attention",
+    "conv",
+    "moe",
+    "sparse",
+    "dense",
+}
 """Kinds of layers, by their names in transformers, whose attention is that of `packed`, or that have none."""
 SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
 TOLERANCE = 0.2
@@ -52,9 +59,13 @@ def what_is_missing(sizes: Any, windows: Sequence[int | None], longest: int | No
 
 
 def keeps_apart(
-    forward: Callable[[PackedRow], tuple[Tensor, ...]], embeddings: torch.nn.Module, vocabulary: int,
-    device: torch.device, *, prefix_tree: bool,
-) -> bool:  # fmt: skip
+    forward: Callable[[PackedRow], tuple[Tensor, ...]],
+    embeddings: torch.nn.Module,
+    vocabulary: int,
+    device: torch.device,
+    *,
+    prefix_tree: bool,
+) -> bool:
     """Whether a row of several sequences gives each of them the log-probs that it has alone (all ranks).
 
     No log-prob of a sequence may depend on another sequence's tokens. So its gradient with respect to their embeddings
@@ -76,9 +87,11 @@ def keeps_apart(
 
 
 def only_attention_mixes(
-    forward: Callable[[PackedRow], tuple[Tensor, ...]], embeddings: torch.nn.Module, vocabulary: int,
+    forward: Callable[[PackedRow], tuple[Tensor, ...]],
+    embeddings: torch.nn.Module,
+    vocabulary: int,
     device: torch.device,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether a model without its attention takes each token by itself, so that ranks can divide a row (all ranks).
 
     The gradient of a log-prob with respect to the embeddings of all tokens but the one that predicts it must be exactly
@@ -92,9 +105,11 @@ def only_attention_mixes(
 
 
 def _influence(
-    forward: Callable[[PackedRow], tuple[Tensor, ...]], embeddings: torch.nn.Module, row: PackedRow,
+    forward: Callable[[PackedRow], tuple[Tensor, ...]],
+    embeddings: torch.nn.Module,
+    row: PackedRow,
     chosen: Tensor | int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The log-probs of a row, [S], and the size of the gradient of the chosen ones with respect to the embedding of
     each token, [T]."""
     seen: list[Tensor] = []

@@ -431,9 +431,12 @@ def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
         some &= highest.amax(1) > lowest.amin(1)[:, None] - window
     partly = (some | (starts == starts.T)) & ~full
     return BlockMask.from_kv_blocks(
-        *_as_lists(partly), *_as_lists(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees if window is None else sees_within,
+        *_as_lists(partly),
+        *_as_lists(full),
+        BLOCK_SIZE=MASK_BLOCK,
+        mask_mod=sees if window is None else sees_within,
         seq_lengths=(T, T),
-    )  # fmt: skip
+    )
 
 
 def _as_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -452,9 +455,7 @@ def packed_flex(
     mask = mask_of(sliding_window if sliding_window is not None and max(row.lengths) > sliding_window else None)
     attend = _compiled_flex() if query.is_cuda else flex_attention
     grouped = query.shape[1] != key.shape[1]
-    output = attend(
-        query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped, kernel_options=FLEX_KERNEL
-    )  # fmt: skip
+    output = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
     return output.transpose(1, 2), None
 
 

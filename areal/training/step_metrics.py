@@ -100,9 +100,16 @@ class Tally:
 
     @torch.no_grad()
     def add(
-        self, row: PackedRow, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool,
+        self,
+        row: PackedRow,
+        logp: Tensor,
+        entropy: Tensor,
+        out: TokenLoss,
+        version: int,
+        *,
+        first: bool,
         errors: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a row's tokens to the sums.
 
         first: true before the first optimizer step, while `logp` is still that of `version`. errors: [S], the critic's
@@ -143,9 +150,15 @@ class Tally:
         self.seconds[phase] += time.perf_counter() - started
 
     def result(
-        self, control: dist.ProcessGroup, config: TrainerConfig, *, tokens_trained: int, tokens_total: int,
-        explained_variance: float | None, peak_tflops: float | None,
-    ) -> StepResult:  # fmt: skip
+        self,
+        control: dist.ProcessGroup,
+        config: TrainerConfig,
+        *,
+        tokens_trained: int,
+        tokens_total: int,
+        explained_variance: float | None,
+        peak_tflops: float | None,
+    ) -> StepResult:
         """The step's result, which is the same on all ranks except for the seconds and what follows from them (all
         ranks)."""
         totals, maxima = self.sums.cpu(), self.maxima.cpu()

@@ -85,9 +85,13 @@ class Sender:
         if self._backend == "ipc":  # its one buffer has to take the largest tensor
             return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=max(PACKED_BYTES, largest))
         return NCCLTrainerInitInfo(
-            rank=0, master_address=self._host, master_port=_free_port(self._host), world_size=1 + self._workers,
-            packed=True, packed_buffer_size_bytes=PACKED_BYTES,
-        )  # fmt: skip
+            rank=0,
+            master_address=self._host,
+            master_port=_free_port(self._host),
+            world_size=1 + self._workers,
+            packed=True,
+            packed_buffer_size_bytes=PACKED_BYTES,
+        )
 
 
 _streams: SimpleQueue[torch.cuda.Stream] = SimpleQueue()  # those that no transfer uses
@@ -154,9 +158,11 @@ class _Client:
 
 # The types in a handle of memory that `ipc` shares. vLLM itself would pickle handles.
 _NAMED = {
-    "Tensor": torch.Tensor, "TypedStorage": torch.storage.TypedStorage, "UntypedStorage": torch.UntypedStorage,
+    "Tensor": torch.Tensor,
+    "TypedStorage": torch.storage.TypedStorage,
+    "UntypedStorage": torch.UntypedStorage,
     "uint8": torch.uint8,
-}  # fmt: skip
+}
 
 
 def _plain(part: Any) -> Any:
@@ -189,9 +195,15 @@ class GlooGroup:
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         listening = socket.create_server((host, port), family=_family(host)) if rank == 0 else None
         store = create_tcp_store(
-            host, port, listening, world_size=size, is_master=rank == 0, timeout=timeout, wait_for_workers=False,
+            host,
+            port,
+            listening,
+            world_size=size,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
             use_libuv=False,
-        )  # fmt: skip
+        )
         options = ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=own_address(host, port))]
@@ -244,9 +256,10 @@ class GlooTrainerEngine(NcclTrainerEngine):
     @classmethod
     def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> GlooTrainerEngine:
         geometry = {
-            "packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,
+            "packed": init_info.packed,
+            "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,
             "packed_num_buffers": init_info.packed_num_buffers,
-        }  # fmt: skip
+        }
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, **geometry)
         address, size = (init_info.master_address, init_info.master_port), init_info.world_size
         workers = NCCLWeightTransferInitInfo(

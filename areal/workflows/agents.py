@@ -44,9 +44,16 @@ class AgentFailed(Exception):
 
 
 async def agent(
-    session: Session, row: Row, *, agent: str | None = None, command: str | None = None, timeout_seconds: float = 600.0,
-    agent_reward: bool = False, reward_range: Range | None = None, pass_env: Sequence[str] = (),
-) -> Trajectory:  # fmt: skip
+    session: Session,
+    row: Row,
+    *,
+    agent: str | None = None,
+    command: str | None = None,
+    timeout_seconds: float = 600.0,
+    agent_reward: bool = False,
+    reward_range: Range | None = None,
+    pass_env: Sequence[str] = (),
+) -> Trajectory:
     """Everything that an agent sampled, with the rewards that the agent gave. If it gave none, the row's reward
     functions score its last answer.
 
@@ -162,9 +169,13 @@ async def _execute(command: str, environment: dict[str, str], api: Access, row: 
     with tempfile.TemporaryFile() as errors, _readable_once(reward_key) as key:
         process = await asyncio.create_subprocess_exec(
             *tied(*shlex.split(command)),
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[key.fileno()],
-            env=environment | access | {"AREAL_REWARD_FD": str(key.fileno())}, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=[key.fileno()],
+            env=environment | access | {"AREAL_REWARD_FD": str(key.fileno())},
+            start_new_session=True,
+        )
         assert process.stdin is not None  # it is a pipe, which what the program starts inherits empty
         process.stdin.write(json.dumps(row.fields).encode() + b"\n")
         process.stdin.close()

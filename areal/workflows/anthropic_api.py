@@ -116,8 +116,11 @@ class MessageReply:
         self._streamed_length: int | None = None  # characters; None: no text block has begun
         self.names = [f"msg_{secrets.token_hex(12)}"]
         self._envelope = {
-            "id": self.names[0], "type": "message", "role": "assistant", "model": message_request.model,
-        }  # fmt: skip
+            "id": self.names[0],
+            "type": "message",
+            "role": "assistant",
+            "model": message_request.model,
+        }
 
     def body(self, *answers: Answer) -> Json:
         (answer,) = answers

@@ -46,9 +46,14 @@ async def single_turn(session: Session, row: Row) -> Trajectory:
 
 
 async def multi_turn(
-    session: Session, row: Row, *, max_turns: Turns = 2, discount: Share = 1.0,
-    feedback: str = "That is not correct. Try again.", pass_score: float = 1.0,
-) -> Trajectory:  # fmt: skip
+    session: Session,
+    row: Row,
+    *,
+    max_turns: Turns = 2,
+    discount: Share = 1.0,
+    feedback: str = "That is not correct. Try again.",
+    pass_score: float = 1.0,
+) -> Trajectory:
     """Attempts until one scores at least `pass_score`, at most `max_turns`. After each attempt that does not, the
     policy gets `feedback`, in which `{prompt}` stands for the prompt. The reward is the score of the last attempt,
     times `discount` for each attempt before it."""
@@ -77,9 +82,13 @@ async def python_tool(session: Session, row: Row, *, max_calls: Turns = 4, max_o
 
 
 async def environment(
-    session: Session, row: Row, *, environment: str, environment_options: dict[str, Any] | None = None,
+    session: Session,
+    row: Row,
+    *,
+    environment: str,
+    environment_options: dict[str, Any] | None = None,
     max_turns: Turns = 8,
-) -> Trajectory:  # fmt: skip
+) -> Trajectory:
     """The policy acts in an environment (areal.workflows.environments) until it is done, or for `max_turns` turns. The
     reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`)."""
     async with environments.opened(environment, environment_options or {}) as world:
@@ -94,9 +103,14 @@ async def environment(
 
 
 async def tools(
-    session: Session, row: Row, *, servers: dict[str, mcp_tools.Server], max_turns: Turns = 8, max_output: Turns = 4000,
+    session: Session,
+    row: Row,
+    *,
+    servers: dict[str, mcp_tools.Server],
+    max_turns: Turns = 8,
+    max_output: Turns = 4000,
     timeout_seconds: Seconds = mcp_tools.TIMEOUT_SECONDS,
-) -> Trajectory:  # fmt: skip
+) -> Trajectory:
     """The policy may call the tools of MCP servers (areal.workflows.mcp_tools), and continues with their results (each
     at most `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
     answer = ""
@@ -125,9 +139,13 @@ async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 60
     task of its 0.4 has the time limit."""
     if verifiers_tasks.has_tasks():
         return await agent(
-            session, row, agent=f"{verifiers_agent.__name__}:solve", timeout_seconds=timeout_seconds,
-            agent_reward=True, reward_range=[-LARGEST_REWARD, LARGEST_REWARD],
-        )  # fmt: skip
+            session,
+            row,
+            agent=f"{verifiers_agent.__name__}:solve",
+            timeout_seconds=timeout_seconds,
+            agent_reward=True,
+            reward_range=[-LARGEST_REWARD, LARGEST_REWARD],
+        )
     return await verifiers_policy.play(session, row)
 
 

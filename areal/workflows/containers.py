@@ -52,9 +52,15 @@ class Container:
         self._program, self._image, self._command = program, image, command
         self._folder = None if folder is None else PurePosixPath(folder)
         self._limits = [
-            f"--network={network}", f"--memory={memory}", f"--memory-swap={memory}", f"--cpus={cpus}",
-            f"--pids-limit={processes}", "--cap-drop=ALL", "--security-opt=no-new-privileges", *arguments,
-        ]  # fmt: skip
+            f"--network={network}",
+            f"--memory={memory}",
+            f"--memory-swap={memory}",
+            f"--cpus={cpus}",
+            f"--pids-limit={processes}",
+            "--cap-drop=ALL",
+            "--security-opt=no-new-privileges",
+            *arguments,
+        ]
         self._max_output = max_output
         self._timeout = timeout_seconds
         self._name = _new_name()
@@ -83,8 +89,10 @@ class Container:
         run = ["run", "--interactive", "--rm", f"--name={self._name}", "--entrypoint=sh", *self._limits, self._image]
         self._container = await asyncio.create_subprocess_exec(
             *tied(self._program, *run, "-c", _WAITS),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self._container.stdout is not None and self._container.stderr is not None  # they are pipes
         try:
             async with asyncio.timeout(self._timeout):

@@ -27,9 +27,14 @@ class GymnasiumEnvironment:
     """
 
     def __init__(
-        self, id: str, *, action: str | None = None, unparsed_reward: float = 0.0, timeout_seconds: float = 60.0,
+        self,
+        id: str,
+        *,
+        action: str | None = None,
+        unparsed_reward: float = 0.0,
+        timeout_seconds: float = 60.0,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._id = id
         self._action: Callable[[str], Any] | None = plugins.load(action, "The option action") if action else None
         self._unparsed_reward = unparsed_reward

@@ -156,9 +156,12 @@ async def _session(name: str, server: Server, timeout_seconds: float) -> AsyncIt
 
 
 async def _run_session(
-    server: Server, timeout_seconds: float, errors: TextIO, ready: asyncio.Future[tuple[Any, list[Any]]],
+    server: Server,
+    timeout_seconds: float,
+    errors: TextIO,
+    ready: asyncio.Future[tuple[Any, list[Any]]],
     over: asyncio.Event,
-) -> None:  # fmt: skip
+) -> None:
     """Starts a session, sets `ready` to it and its tools, and ends it when it is `over`."""
     from mcp import Client, StdioServerParameters, stdio_client
 

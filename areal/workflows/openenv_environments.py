@@ -35,9 +35,14 @@ class OpenEnvEnvironment:
     """
 
     def __init__(
-        self, url: str, *, action: str, observation: str | None = None, unparsed_reward: float = 0.0,
+        self,
+        url: str,
+        *,
+        action: str,
+        observation: str | None = None,
+        unparsed_reward: float = 0.0,
         timeout_seconds: float = 60.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._url = url.rstrip("/")
         self._action = action
         self._own_action = plugins.load(action, "The option action") if ":" in action else None

@@ -67,9 +67,12 @@ class Parsers:
     """
 
     def __init__(
-        self, tokenizer: Any, tool_call_parser: str | None = TOOL_CALL_PARSER, reasoning_parser: str | None = None,
+        self,
+        tokenizer: Any,
+        tool_call_parser: str | None = TOOL_CALL_PARSER,
+        reasoning_parser: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tokenizer = tokenizer
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
@@ -146,9 +149,12 @@ class Parsers:
 
         def kind(tools: list[Json] | None) -> _Kind | None:
             parser = ParserManager.get_parser(
-                self._tool_call_parser if tools else None, self._reasoning_parser, enable_auto_tools=bool(tools),
-                is_harmony=self._harmony, tokenizer=self._tokenizer,
-            )  # fmt: skip
+                self._tool_call_parser if tools else None,
+                self._reasoning_parser,
+                enable_auto_tools=bool(tools),
+                is_harmony=self._harmony,
+                tokenizer=self._tokenizer,
+            )
             if parser is None:
                 return None
             request = _request(tools)

@@ -107,8 +107,12 @@ class ResponseReply:
 
     def _message(self, content: list[Json], status: str) -> Json:
         return {
-            "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content,
-        }  # fmt: skip
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
 
     def _final_response(self, answer: Answer, items: list[Json]) -> Json:
         self._responses[self.names[0]] = [*self._messages, answer.message]
@@ -211,10 +215,12 @@ def _status(answer: Answer) -> str:
 def _usage(answer: Answer) -> Json:
     sampled = len(answer.sampled.tokens)
     return {
-        "input_tokens": answer.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": sampled, "output_tokens_details": {"reasoning_tokens": 0},
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.prompt_tokens + sampled,
-    }  # fmt: skip
+    }
 
 
 def _new_id(kind: str) -> str:

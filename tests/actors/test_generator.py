@@ -26,9 +26,15 @@ def started_with(seed: int, index: int, lineage: int, version: int) -> int:
         config = load_config(None, [f"seed={seed}", *RUN])
         directory = Directory(Policy(lineage=lineage, version=version, folder="m"))
         member = SimpleNamespace(
-            config=config, index=index, directory=directory, ask=None, spawn=None, works=None, used=AsyncExitStack(),
+            config=config,
+            index=index,
+            directory=directory,
+            ask=None,
+            spawn=None,
+            works=None,
+            used=AsyncExitStack(),
             serve=lambda _: None,
-        )  # fmt: skip
+        )
         await Generator.start(member, start_engine)
 
     with pytest.raises(ConnectionError):
@@ -37,9 +43,14 @@ def started_with(seed: int, index: int, lineage: int, version: int) -> int:
 
 
 RUN = [
-    "model=m", "steps=1", "batch_size=4", "group_size=2", "sampling.max_new_tokens=8", "data.source=addition",
+    "model=m",
+    "steps=1",
+    "batch_size=4",
+    "group_size=2",
+    "sampling.max_new_tokens=8",
+    "data.source=addition",
     "reward.functions=addition",
-]  # fmt: skip
+]
 
 
 def test_an_engine_that_is_started_again_draws_other_random_numbers():

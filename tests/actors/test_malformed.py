@@ -52,12 +52,19 @@ async def never(*_, **__):
 def config(tmp_path, free_port) -> Config:
     return Config.model_validate(
         {
-            "model": str(tmp_path), "run_dir": tmp_path, "steps": 9, "batch_size": 2, "group_size": 1,
-            "max_staleness": 1, "data": {"source": "addition", "eval_size": 0}, "sampling": {"max_new_tokens": 8},
-            "reward": {"functions": ["addition"], "workers": 1}, "trainer": {"minibatches": 1},
+            "model": str(tmp_path),
+            "run_dir": tmp_path,
+            "steps": 9,
+            "batch_size": 2,
+            "group_size": 1,
+            "max_staleness": 1,
+            "data": {"source": "addition", "eval_size": 0},
+            "sampling": {"max_new_tokens": 8},
+            "reward": {"functions": ["addition"], "workers": 1},
+            "trainer": {"minibatches": 1},
             "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 1000},
         }
-    )  # fmt: skip
+    )
 
 
 @contextlib.asynccontextmanager

@@ -88,20 +88,30 @@ from protocols.transport import Bus, Publisher
 
 SECONDS = 60.0
 METRICS = {
-    "trainer_wait_seconds": 0.0, "publish_wait_seconds": 0.0, "tokens_trained": 10.0, "logprob_gap": 1e-6,
-}  # fmt: skip
+    "trainer_wait_seconds": 0.0,
+    "publish_wait_seconds": 0.0,
+    "tokens_trained": 10.0,
+    "logprob_gap": 1e-6,
+}
 
 
 @pytest.fixture
 def config(tmp_path, free_port) -> Config:
     return Config.model_validate(
         {
-            "model": str(tmp_path), "run_dir": tmp_path, "steps": 2, "batch_size": 2, "group_size": 1,
-            "max_staleness": 1, "data": {"source": "addition", "eval_size": 4}, "sampling": {"max_new_tokens": 8},
-            "reward": {"functions": ["addition"]}, "trainer": {"minibatches": 1},
+            "model": str(tmp_path),
+            "run_dir": tmp_path,
+            "steps": 2,
+            "batch_size": 2,
+            "group_size": 1,
+            "max_staleness": 1,
+            "data": {"source": "addition", "eval_size": 4},
+            "sampling": {"max_new_tokens": 8},
+            "reward": {"functions": ["addition"]},
+            "trainer": {"minibatches": 1},
             "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 30},
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -322,9 +332,14 @@ async def evaluate(evaluator: Caller, version: int, accuracy: float) -> None:
 
 def result(version: int, accuracy: float = 0.5) -> EvaluationDone:
     return EvaluationDone(
-        version=version, accuracy=accuracy, pass_at={"1": accuracy}, rows=4, failed=0, completion_tokens_mean=7.5,
+        version=version,
+        accuracy=accuracy,
+        pass_at={"1": accuracy},
+        rows=4,
+        failed=0,
+        completion_tokens_mean=7.5,
         samples=(),
-    )  # fmt: skip
+    )
 
 
 async def train(trainer: Caller, version: int, folder: str) -> None:
@@ -806,9 +821,16 @@ async def test_a_version_that_is_due_is_held_by_one_generator_until_it_is_evalua
     assert records[1].pop("time") > 0
     assert records[1].pop("run") == ""
     assert records[1] == {
-        "version": 1, "accuracy": 0.5, "standard_error": None, "pass_at": {"1": 0.5}, "rows": 4, "failed": 0,
-        "unfinished": 0, "completion_tokens_mean": 7.5, "benchmarks": {},
-    }  # fmt: skip
+        "version": 1,
+        "accuracy": 0.5,
+        "standard_error": None,
+        "pass_at": {"1": 0.5},
+        "rows": 4,
+        "failed": 0,
+        "unfinished": 0,
+        "completion_tokens_mean": 7.5,
+        "benchmarks": {},
+    }
 
 
 async def test_a_generator_hears_that_it_holds_a_version_before_there_is_that_version(config):
@@ -1186,8 +1208,10 @@ async def test_a_reward_is_added_from_the_next_prompt_on_for_all_masters(config,
             (again,) = (await manager.ask(AskPermits(count=1))).permits
             assert (again.prompt_index, again.rewards) == (1, {"own:mine": 0.5})
             assert (await manager.ask(AskStatus())).values["rewards"] == {
-                "addition": 1.0, "own:mine": 0.5, "own:late": 2.0,
-            }  # fmt: skip
+                "addition": 1.0,
+                "own:mine": 0.5,
+                "own:late": 2.0,
+            }
             assert "reward that serves 'addition'" in (await manager.ask(AskStatus())).values["waiting"]
 
 
@@ -1470,9 +1494,13 @@ async def test_what_weight_updates_cost_is_summed_over_the_generators_and_told_s
         for version, reloads in enumerate((1, 3)):
             for generator in generators:
                 await generator.beat(
-                    reloads=reloads, pause_seconds=0.25 * reloads, load_seconds=0.5 * reloads, resume_seconds=0.0,
-                    sequences_interrupted=4 * reloads, tokens_recomputed=100 * reloads,
-                )  # fmt: skip
+                    reloads=reloads,
+                    pause_seconds=0.25 * reloads,
+                    load_seconds=0.5 * reloads,
+                    resume_seconds=0.0,
+                    sequences_interrupted=4 * reloads,
+                    tokens_recomputed=100 * reloads,
+                )
             await make_ready(manager, trainer, version)
             await train(trainer, version, "weights")
     steps = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]

@@ -178,9 +178,15 @@ def first_scored(names: str, oversample: int) -> tuple[tuple[str, ...], list[str
     """What becomes of samples that end in this order, in a group of 2 and more."""
     manager, ended = object.__new__(RolloutManager), []
     manager.config = Config(
-        model="m", steps=1, batch_size=4, group_size=2, oversample=oversample, data={"source": "addition"},
-        sampling={"max_new_tokens": 10}, reward={"functions": ["addition"]},
-    )  # fmt: skip
+        model="m",
+        steps=1,
+        batch_size=4,
+        group_size=2,
+        oversample=oversample,
+        data={"source": "addition"},
+        sampling={"max_new_tokens": 10},
+        reward={"functions": ["addition"]},
+    )
     work = [sample(name, 50 * i, ended) for i, name in enumerate(names)]
     stored: list[str] = []
     scored = asyncio.run(manager._first_scored(work, 2, stored.append))

@@ -55,9 +55,13 @@ async def test_a_reward_model_scores_the_chat_in_its_own_template_as_transformer
 async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_template(tiny_model):
     """Greedy, so that transformers writes the same."""
     options = {
-        "template": "{{ prompt }}{{ completion }}={{ row.hint }}", "low": -1, "high": 1e99, "max_tokens": 12,
-        "sampling": {"temperature": 0}, "samples": 2,
-    }  # fmt: skip
+        "template": "{{ prompt }}{{ completion }}={{ row.hint }}",
+        "low": -1,
+        "high": 1e99,
+        "max_tokens": 12,
+        "sampling": {"temperature": 0},
+        "samples": 2,
+    }
     asked = [(prompt, completion, {"hint": str(n)}) for n, (prompt, completion) in enumerate(ROWS[:8])]
     async with scorer_of(config_of(tiny_model, "strict", kind="judge", options=options), "strict") as actor:
         results = [await outcome(actor, each) for each in asked]

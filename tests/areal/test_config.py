@@ -212,8 +212,9 @@ def test_the_name_of_a_reward_is_one_part_of_a_key_whatever_dots_it_has():
     name, module = "my/judges.py:Judge", "pkg.judges:Judge"
     set_keys = [f"reward.options.{name}.model.size=2", f"reward.functions.{module}=0.5", "reward.options.code.a=1"]
     assert overridden({}, set_keys)["reward"] == {
-        "options": {name: {"model": {"size": 2}}, "code": {"a": 1}}, "functions": {module: 0.5}
-    }  # fmt: skip
+        "options": {name: {"model": {"size": 2}}, "code": {"a": 1}},
+        "functions": {module: 0.5},
+    }
 
 
 def test_another_source_leaves_behind_what_belongs_to_the_old_one(tmp_path):
@@ -462,8 +463,13 @@ def test_distillation_needs_no_reward_and_then_no_reward_actor_but_a_scorer():
     config = Config.model_validate(RUN | WISE | prompts | {"trainer": {"objective": "distill", "teacher": "wise"}})
     assert (config.trainer.teacher_coef, config.used_scorers) == (1.0, ["wise"])
     assert {name: role.started(config) for name, role in ROLES.items()} == {
-        "trainer": 1, "generator": 1, "scorer": 1, "reward": 0, "rollout_manager": 1, "evaluator": 0,
-    }  # fmt: skip
+        "trainer": 1,
+        "generator": 1,
+        "scorer": 1,
+        "reward": 0,
+        "rollout_manager": 1,
+        "evaluator": 0,
+    }
     evaluation = RUN | LIKED | {"steps": 0, "reward": {"functions": {"liked": 1}}}
     assert [ROLES[name].started(Config.model_validate(evaluation)) for name in ("scorer", "reward")] == [1, 0]
     judged = {"functions": {"judge": 0.5, "liked": 0.5}, "options": {"judge": {"url": "policy"}}}

@@ -91,9 +91,12 @@ def test_columns_from_outside_are_those_that_are_declared(wrong, said):
 
 def test_arrays_come_back_from_a_frame_as_views_on_it():
     arrays = {
-        "a": np.arange(3, dtype=np.uint8), "b": np.arange(6.0).reshape(3, 2), "c": np.zeros((0, 4), np.float32),
-        "d": np.array([-5], np.int64), "e": np.arange(7, dtype=np.int32),
-    }  # fmt: skip
+        "a": np.arange(3, dtype=np.uint8),
+        "b": np.arange(6.0).reshape(3, 2),
+        "c": np.zeros((0, 4), np.float32),
+        "d": np.array([-5], np.int64),
+        "e": np.arange(7, dtype=np.int32),
+    }
     frame = np.frombuffer(pack(arrays), np.uint8)
     again = unpack(frame.data)
     assert again.keys() == arrays.keys()
@@ -106,13 +109,21 @@ def test_arrays_come_back_from_a_frame_as_views_on_it():
 @pytest.mark.parametrize(
     "frame",
     [
-        b"", b"00000007tokens\0", b"00000007a <i4 1" + bytes(4), b"-0000001" + bytes(40),
-        b"00000008a <i4 -1", b"00000010a |O 1   " + bytes(8), b"00000010a <i4 1 2" + bytes(9), b"99999999a <i4 1",
-        b"0000000\xff", b"00000011a <i4 9x9x9" + bytes(8),
-        pack({"a": np.zeros(2)}) + b"x", pack({"a": np.zeros(2)})[:-1],
+        b"",
+        b"00000007tokens\0",
+        b"00000007a <i4 1" + bytes(4),
+        b"-0000001" + bytes(40),
+        b"00000008a <i4 -1",
+        b"00000010a |O 1   " + bytes(8),
+        b"00000010a <i4 1 2" + bytes(9),
+        b"99999999a <i4 1",
+        b"0000000\xff",
+        b"00000011a <i4 9x9x9" + bytes(8),
+        pack({"a": np.zeros(2)}) + b"x",
+        pack({"a": np.zeros(2)})[:-1],
     ],
     ids=range(12),
-)  # fmt: skip
+)
 def test_bytes_that_are_no_frame_are_refused(frame):
     with pytest.raises(ValueError):
         unpack(frame)

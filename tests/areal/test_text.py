@@ -82,10 +82,19 @@ def test_reading_a_text_takes_time_in_proportion_to_its_length(name):
 @pytest.mark.parametrize(
     "text",
     [
-        "\x1b]52;c;aGFjaw==\x07", "\x1b[2J\x1b[H", "\x9b31m", "\x90q\x9c", "a\rb", "\x08" * 9, "\x00", "\x7f",
-        "\u202eabc", "\u2066x\u2069", "\u2028",
+        "\x1b]52;c;aGFjaw==\x07",
+        "\x1b[2J\x1b[H",
+        "\x9b31m",
+        "\x90q\x9c",
+        "a\rb",
+        "\x08" * 9,
+        "\x00",
+        "\x7f",
+        "\u202eabc",
+        "\u2066x\u2069",
+        "\u2028",
     ],
-)  # fmt: skip
+)
 def test_what_is_shown_cannot_steer_a_terminal(text):
     assert shown(text).isprintable()
     assert "\\" in shown(text)

@@ -116,8 +116,11 @@ def test_every_field_of_a_sample_comes_back_from_its_frame():
 def test_a_sample_without_branches_comes_back_with_the_columns_that_it_has():
     again = Trajectory.of_frame(memoryview(SAMPLE.frame()))
     assert (again.reward, again.finish, again.branches, again.columns.keys()) == (
-        1.0, "stop", (), {"tokens", "logprobs", "versions"},
-    )  # fmt: skip
+        1.0,
+        "stop",
+        (),
+        {"tokens", "logprobs", "versions"},
+    )
     for name, array in SAMPLE.columns.items():
         np.testing.assert_array_equal(again.columns[name], array)
 

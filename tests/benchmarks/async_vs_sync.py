@@ -169,11 +169,21 @@ class Benchmark:
 
     def table(self) -> Table:
         columns = {
-            "exponent": "exponent", "samples": "batch", "tail": "longest / mean", "sync_setting": "sync: gen / train",
-            "async_setting": "async: gen / train", "sync": "sync samples/s", "async": "async", "ratio": "ratio",
-            "spread": "least, most", "sync_accuracy": "sync acc.", "async_accuracy": "async", "trainer_waits": "waits",
-            "staleness_mean": "staleness", "pairs": "pairs",
-        }  # fmt: skip
+            "exponent": "exponent",
+            "samples": "batch",
+            "tail": "longest / mean",
+            "sync_setting": "sync: gen / train",
+            "async_setting": "async: gen / train",
+            "sync": "sync samples/s",
+            "async": "async",
+            "ratio": "ratio",
+            "spread": "least, most",
+            "sync_accuracy": "sync acc.",
+            "async_accuracy": "async",
+            "trainer_waits": "waits",
+            "staleness_mean": "staleness",
+            "pairs": "pairs",
+        }
         shown = Table(title="asynchronous against synchronous, the same system on the same two cores")
         for title in columns.values():
             shown.add_column(title, justify="right")

@@ -47,9 +47,15 @@ RATIOS = {
     "nodes": [("four hosts / one host", "ratio", None)],
 }
 WITH_A_MODEL = {
-    "async_vs_sync", "vs_trl", "time_to_accuracy", "generator_overhead", "interrupt", "packing", "trainer_overhead",
+    "async_vs_sync",
+    "vs_trl",
+    "time_to_accuracy",
+    "generator_overhead",
+    "interrupt",
+    "packing",
+    "trainer_overhead",
     "nodes",
-}  # fmt: skip
+}
 WITH_ROUNDS = set(RATIOS) - {"nodes"}
 
 

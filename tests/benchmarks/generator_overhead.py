@@ -126,9 +126,7 @@ async def store_all(config: Config, finished: Finished) -> None:
         return IdleLearner()
 
     bus = new_bus("trainer/?", open_network("127.0.0.1"))
-    trainer = Membership(
-        Trainer, bus, config.master.address, start_learner=start_learner, open_spool=NotingSpool.open
-    )  # fmt: skip
+    trainer = Membership(Trainer, bus, config.master.address, start_learner=start_learner, open_spool=NotingSpool.open)
     ending = await trainer.run()
     if not ending.ok:
         sys.exit(ending.reason)

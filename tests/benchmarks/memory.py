@@ -96,8 +96,14 @@ def measure_step(name: str, setting: str) -> dict[str, float]:
     """Train the model `name` in this process, and return the measured and the planned bytes."""
     tokens, sizes = MODELS[name]
     with tempfile.TemporaryDirectory() as parent:
-        tiny = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-                "num_key_value_heads": 2, "vocab_size": 16}  # fmt: skip
+        tiny = {
+            "hidden_size": 16,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "vocab_size": 16,
+        }
         warm_up = config_of(Path(parent, "tiny"), sizes | tiny, SETTINGS[setting], 16)
         train(warm_up, 16, 16)  # what libraries allocate at first use
         config = config_of(Path(parent, "model"), sizes, SETTINGS[setting], tokens)

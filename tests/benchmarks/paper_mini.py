@@ -165,10 +165,16 @@ def write_model(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast) -> 
     settings, of = (Qwen2Config, Qwen2ForCausalLM) if kind == "qwen2" else (LlamaConfig, LlamaForCausalLM)
     torch.manual_seed(0)
     config = settings(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=tokenizer.bos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    )
     of(config).bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

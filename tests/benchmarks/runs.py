@@ -62,9 +62,14 @@ def run(model: Path, folder: Path, name: str, overrides: Sequence[str], *, keep:
     """A whole run below `folder`: of the quickstart's configuration with changes, or of the file that is the first of
     them. Its own folder is removed unless `keep`. A run that fails ends the benchmark."""
     command = [
-        sys.executable, str(ROOT / "run.py"), f"run_dir={folder}", f"name={name}", f"model={model.resolve()}",
-        f"master.address=tcp://127.0.0.1:{find_free_port()}", *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "run.py"),
+        f"run_dir={folder}",
+        f"name={name}",
+        f"model={model.resolve()}",
+        f"master.address=tcp://127.0.0.1:{find_free_port()}",
+        *overrides,
+    ]
     memory = finish(command, os.environ | {"HF_HUB_OFFLINE": "1"})
     found = replace(read(folder / name), memory=memory)
     if not keep:

@@ -81,10 +81,19 @@ def cpu_seconds(root: psutil.Process) -> Counter[str]:
 def measure(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> dict[str, float]:
     """Samples/s, and CPU milliseconds of a sample by role."""
     command = [
-        sys.executable, str(ROOT / "run.py"), "--config", str(QUICKSTART), f"run_dir={folder}", f"name={name}",
-        f"model={model.resolve()}", f"master.address=tcp://127.0.0.1:{find_free_port()}", f"steps={STEPS}",
-        "data.eval_size=0", "observe.tensorboard=false", *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "run.py"),
+        "--config",
+        str(QUICKSTART),
+        f"run_dir={folder}",
+        f"name={name}",
+        f"model={model.resolve()}",
+        f"master.address=tcp://127.0.0.1:{find_free_port()}",
+        f"steps={STEPS}",
+        "data.eval_size=0",
+        "observe.tensorboard=false",
+        *overrides,
+    ]
     records, looks = folder / name / "metrics.jsonl", {}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as started:
         own = [] if not overrides else [psutil.Popen([sys.executable, __file__, "--serve", str(folder / name)])]

@@ -66,8 +66,18 @@ UNFINISHED: dict[str, Any] = {"ok": False, "steps": None, "discarded": [], "prom
 ELSEWHERE = (*GROWTH, "files", "faults", "violations")
 MEGABYTES = ("memory", "files")
 COLUMNS = ("at", "seconds", "next_step", "standstill", "redone")
-PARTS = ("journal.db", "spool.db", "events", "metrics.jsonl", "evaluations.jsonl", "logs", "tensorboard", "rollouts",
-         "weights", "checkpoints")  # fmt: skip
+PARTS = (
+    "journal.db",
+    "spool.db",
+    "events",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "logs",
+    "tensorboard",
+    "rollouts",
+    "weights",
+    "checkpoints",
+)
 
 
 def main() -> int:
@@ -106,9 +116,14 @@ def live(folder: Path, model: Path, seconds: float, every: float, seed: int) -> 
             print("This user may not mount a disk: none will fill up.")
         kinds = [kind for kind in TARGETS if mounted or kind != "full disk"]
         overrides = [
-            "--config", str(QUICKSTART), f"run_dir={folder / 'disk'}", "name=run", f"model={model}",
-            f"master.address=tcp://127.0.0.1:{find_free_port()}", *SETTING,
-        ]  # fmt: skip
+            "--config",
+            str(QUICKSTART),
+            f"run_dir={folder / 'disk'}",
+            "name=run",
+            f"model={model}",
+            f"master.address=tcp://127.0.0.1:{find_free_port()}",
+            *SETTING,
+        ]
         run = SoakRun(folder, overrides, kinds, seed)
         try:
             if error := endure(run, folder, seconds, every):
@@ -284,14 +299,16 @@ def costs(folder: Path, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     for fault, following in pairwise([*faults, {"time": math.inf, "output": len(output)}]):
         begin, end = fault["time"], following["time"]
         lines = output[fault["output"] : following["output"]].decode(errors="replace").splitlines()
-        found.append({
-            **fault,
-            "at": begin - times[0],
-            "next_step": next((moment - begin for moment in times if moment > begin), math.inf),
-            "standstill": max((b - a for a, b in pairwise(times) if begin < b <= end), default=math.inf),
-            "redone": sum(steps for moment, steps in redone if begin < moment <= end),
-            "lines": [line for line in lines if not line.startswith("step ")],
-        })  # fmt: skip
+        found.append(
+            {
+                **fault,
+                "at": begin - times[0],
+                "next_step": next((moment - begin for moment in times if moment > begin), math.inf),
+                "standstill": max((b - a for a, b in pairwise(times) if begin < b <= end), default=math.inf),
+                "redone": sum(steps for moment, steps in redone if begin < moment <= end),
+                "lines": [line for line in lines if not line.startswith("step ")],
+            }
+        )
     return found
 
 
@@ -329,9 +346,11 @@ def tell(results: Mapping[str, Any]) -> None:
         ["", "first", "last", "most"],
         [
             [f"{what} of {name}", *(end / 1e6 if what in MEGABYTES else end for end in found)]
-         for what in (*GROWTH, "files") for name, found in results[what].items()],
+            for what in (*GROWTH, "files")
+            for name, found in results[what].items()
+        ],
         [f"{name}: {value}" for name, value in results.items() if name not in ELSEWHERE],
-    )  # fmt: skip
+    )
     print("\n".join(results["violations"]) or "No violation.")
 
 

@@ -94,8 +94,11 @@ class SoakRun:
         with output.open("ab") as out:
             return subprocess.Popen(
                 [sys.executable, str(ROOT / "run.py"), *arguments],
-                stdout=out, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True,
-            )  # fmt: skip
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
 
     @property
     def steps(self) -> int:

@@ -59,9 +59,15 @@ TRL = {
 }
 # In the order of the runs: what a ratio compares follows closely, since the speed of a machine drifts.
 CONTESTANTS = (
-    "TRL async", "max_staleness 4", "max_staleness 0", "TRL async-unbiased", "max_staleness 2", "max_staleness 1",
-    "max_staleness 4, run_ahead max", "TRL colocate",
-)  # fmt: skip
+    "TRL async",
+    "max_staleness 4",
+    "max_staleness 0",
+    "TRL async-unbiased",
+    "max_staleness 2",
+    "max_staleness 1",
+    "max_staleness 4, run_ahead max",
+    "TRL colocate",
+)
 TRL_ASYNC = CONTESTANTS[0]
 
 Curve = Sequence[tuple[float, float]]
@@ -93,9 +99,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=QUICKSTART)
     parser.add_argument("--model", type=Path, help="a folder; by default the quickstart's model")
     parser.add_argument(
-        "--only", type=lambda words: words.split(","), default=CONTESTANTS, metavar="NAMES",
+        "--only",
+        type=lambda words: words.split(","),
+        default=CONTESTANTS,
+        metavar="NAMES",
         help=f"of {', '.join(CONTESTANTS)}, and {AS_CONFIGURED}: the configuration as it stands",
-    )  # fmt: skip
+    )
     return parser.parse_args()
 
 
@@ -152,9 +161,19 @@ def trls(name: str, seed: int, options: argparse.Namespace, folder: Path) -> tup
     """The same, by TRL."""
     out = folder / "run"
     memory = vs_trl.start(
-        TRL[name], seed, out, options.model, "--config", options.config, "--steps", options.steps, "--eval-size", 0,
-        "--checkpoint-every", options.checkpoint_every,
-    )  # fmt: skip
+        TRL[name],
+        seed,
+        out,
+        options.model,
+        "--config",
+        options.config,
+        "--steps",
+        options.steps,
+        "--eval-size",
+        0,
+        "--checkpoint-every",
+        options.checkpoint_every,
+    )
     _, *ends = (record["time"] for record in vs_trl.records(out / "steps.jsonl"))
     minibatches: int = load_config(options.config).trainer.minibatches
     return {"samples_per_second": vs_trl.trls(out)["samples_per_second"], "memory": memory}, {

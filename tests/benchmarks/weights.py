@@ -112,9 +112,13 @@ class Trainer:
             for index in range(count):
                 setup = {"index": index, "folder": str(self._folder), "weights": self._config}
                 receiver = await asyncio.create_subprocess_exec(
-                    sys.executable, __file__, "--receiver", json.dumps(setup),
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                )  # fmt: skip
+                    sys.executable,
+                    __file__,
+                    "--receiver",
+                    json.dumps(setup),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                )
                 self._receivers.append(receiver)
                 address = json.loads(await receiver.stdout.readline())["address"]
                 self._members.append(_member("generator", index, address))

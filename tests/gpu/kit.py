@@ -46,29 +46,51 @@ LOST_SECONDS = 60.0
 LARGE_GIB = 60
 """Memory of a GPU on which 1.5B parameters train with Adam, beside an engine."""
 SHAPE = {
-    "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": False,
-    "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "rope_theta": 10_000,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+}
 """Of DeepSeek-R1-Distill-Qwen-1.5B, from its config.json."""
 SMALL_SHAPE = SHAPE | {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1024,
-    "max_position_embeddings": 2048, "initializer_range": 0.05,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.05,
+}
 # Of runs. The others are the quickstart's.
 SHORT = ("steps=8", "batch_size=8", "group_size=8", "max_staleness=2", "data.eval_size=32")
 BF16 = ("trainer.dtype=bfloat16", "generator.dtype=bfloat16")
 SMALL = (
-    "steps=6", "batch_size=4", "group_size=4", "max_staleness=2", "data.eval_size=8", "sampling.max_new_tokens=100",
-    "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
-)  # fmt: skip
+    "steps=6",
+    "batch_size=4",
+    "group_size=4",
+    "max_staleness=2",
+    "data.eval_size=8",
+    "sampling.max_new_tokens=100",
+    "generator.kv_cache_gib=0.25",
+    "generator.memory_share=0.1",
+)
 QUICKSTART = ("steps=60", "batch_size=16", "max_staleness=4", "data.eval_size=1024")
 PAPER_RUN = ("steps=3", "sampling.max_new_tokens=1024", "trainer.max_tokens_per_microbatch=16384")
 PAPER = ROOT / "configs" / "paper" / "table7.yaml"
 SMALL_PAPER = (
-    *SMALL, "trainer.max_tokens_per_microbatch=2048", "generator.max_concurrent_rollouts=16",
-    "trainer.dtype=float32", "generator.dtype=float32",
-)  # fmt: skip
+    *SMALL,
+    "trainer.max_tokens_per_microbatch=2048",
+    "generator.max_concurrent_rollouts=16",
+    "trainer.dtype=float32",
+    "generator.dtype=float32",
+)
 ZERO_3, GLOO = ("trainer.ranks=2", "trainer.zero_stage=3"), ("weights.transport=gloo",)
 GAP = {"float32": 1e-3, "bfloat16": 0.05}
 """Largest `logprob_gap` of a step, nats."""
@@ -151,9 +173,13 @@ class Kit:
                 kind = "" if isinstance(error, StageFailed | AssertionError) else f"{type(error).__name__}: "
                 result, measured = "FAILED", f"{kind}{error}"
         return {
-            "stage": stage.name, "result": result, "seconds": round(time.monotonic() - began, 1), "measured": measured,
-            "machine": self.machine.name, "time": time.time(),
-        }  # fmt: skip
+            "stage": stage.name,
+            "result": result,
+            "seconds": round(time.monotonic() - began, 1),
+            "measured": measured,
+            "machine": self.machine.name,
+            "time": time.time(),
+        }
 
     def lines(self) -> dict[str, dict[str, Any]]:
         """The last line of each stage that was made on a machine like this one, by its name."""
@@ -184,9 +210,14 @@ class Kit:
         variables |= {"OMP_NUM_THREADS": "1"} if self.rehearsal else {}
         with (self.logs / log).open("ab") as out:
             process = subprocess.Popen(
-                [sys.executable, *command], cwd=self.folder, env=os.environ | variables, stdout=out,
-                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *command],
+                cwd=self.folder,
+                env=os.environ | variables,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         try:
             yield process
         finally:
@@ -297,9 +328,16 @@ def paper_shape(kit: Kit) -> str:
     few = ("trainer.offload=optimizer",) if kit.machine.memory_gib < LARGE_GIB else ()
     more = SMALL_PAPER if kit.rehearsal else few
     return selftest_of(
-        kit, "paper-shape", "--model-only", "--config", str(PAPER), f"model={model}", "generator.count=1",
-        f"trainer.ranks={2 if kit.machine.gpus > 2 else 1}", *more,
-    )  # fmt: skip
+        kit,
+        "paper-shape",
+        "--model-only",
+        "--config",
+        str(PAPER),
+        f"model={model}",
+        "generator.count=1",
+        f"trainer.ranks={2 if kit.machine.gpus > 2 else 1}",
+        *more,
+    )
 
 
 def selftest_of(kit: Kit, name: str, *arguments: str) -> str:

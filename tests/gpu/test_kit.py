@@ -91,9 +91,14 @@ def test_pins_that_are_not_met_are_named(monkeypatch):
 @pytest.mark.parametrize(("gap", "ok"), [(0.01, True), (0.1, False), (float("nan"), False), (None, False)])
 def test_a_run_whose_log_probs_differ_fails(tmp_path, monkeypatch, gap, ok):
     summary = {
-        "logprob_gap_max": gap, "samples_trained": 64, "seconds": 9.0, "staleness_max": 1, "max_staleness": 2,
-        "accuracy_before": 0.5, "accuracy_after": 0.6,
-    }  # fmt: skip
+        "logprob_gap_max": gap,
+        "samples_trained": 64,
+        "seconds": 9.0,
+        "staleness_max": 1,
+        "max_staleness": 2,
+        "accuracy_before": 0.5,
+        "accuracy_after": 0.6,
+    }
     monkeypatch.setattr(kit, "check_accounts", lambda folder: ([{"sequences_interrupted": 3}], summary))
     stage = Stage("run", lambda kit: kit.judged("run"), 9)
     assert Kit(tmp_path, GPU, 1.0).make([stage]) == ok

@@ -14,8 +14,11 @@ def file(tmp_path):
     source = tmp_path / "source.whl"
     source.write_bytes(DATA)
     return {
-        "name": "big.whl", "url": source.as_uri(), "size": len(DATA), "sha256": hashlib.sha256(DATA).hexdigest(),
-    }  # fmt: skip
+        "name": "big.whl",
+        "url": source.as_uri(),
+        "size": len(DATA),
+        "sha256": hashlib.sha256(DATA).hexdigest(),
+    }
 
 
 def test_a_file_travels_in_pieces_and_is_whole_again(tmp_path, file):

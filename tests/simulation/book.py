@@ -41,9 +41,19 @@ class Row:
 
 # What is again as it was if the run goes back.
 GOES_BACK = (
-    "version", "rows", "prompt_of", "row_of", "bounds", "masks", "waiting", "failures", "trained", "discarded",
-    "batches", "prompts",
-)  # fmt: skip
+    "version",
+    "rows",
+    "prompt_of",
+    "row_of",
+    "bounds",
+    "masks",
+    "waiting",
+    "failures",
+    "trained",
+    "discarded",
+    "batches",
+    "prompts",
+)
 
 
 @dataclass(slots=True)

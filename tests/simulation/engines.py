@@ -189,9 +189,18 @@ class SimEngine:
     `on_load` is called with each version before it is loaded. `unloadable`: the folders that failed to load once."""
 
     def __init__(
-        self, files: Files, weights: Weights, version: int, config: GeneratorConfig, pace: Pace, mishaps: Mishaps,
-        random: Random, toil: Toil, tell: Callable[[str], None] | None, on_load: Callable[[SimEngine, int], None],
-    ) -> None:  # fmt: skip
+        self,
+        files: Files,
+        weights: Weights,
+        version: int,
+        config: GeneratorConfig,
+        pace: Pace,
+        mishaps: Mishaps,
+        random: Random,
+        toil: Toil,
+        tell: Callable[[str], None] | None,
+        on_load: Callable[[SimEngine, int], None],
+    ) -> None:
         self.version = version
         self.unloadable: set[str] = set()
         self._files = files
@@ -217,9 +226,14 @@ class SimEngine:
         self._error: EngineError | None = None
 
     async def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None,
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        max_new_tokens: int | None = None,
         first_version: int | None = None,
-    ) -> AsyncGenerator[Generation, None]:  # fmt: skip
+    ) -> AsyncGenerator[Generation, None]:
         await self._admits.wait()
         if self._error is not None:
             raise self._error
@@ -457,9 +471,16 @@ class SimLearner:
     `hand`: what this trainer's own way of computing adds to each step; empty: nothing, as on one machine in fp32."""
 
     def __init__(
-        self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random, toil: Toil, doubtful: float,
+        self,
+        files: Files,
+        judge: Judge,
+        writer: str,
+        pace: Pace,
+        random: Random,
+        toil: Toil,
+        doubtful: float,
         hand: bytes,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._toil = toil
         self._hand = hand
         self._files = files

@@ -265,9 +265,13 @@ def shared_tokens_trained_twice() -> AbstractContextManager[None]:
     def sequences(sample: Trajectory) -> Iterator[Trajectory]:
         for path in paths(sample.branches or (Branch(0, len(sample)),)):
             yield replace(
-                sample, tokens=sample.tokens[path], logprobs=sample.logprobs[path], versions=sample.versions[path],
-                returns=None, branches=(),
-            )  # fmt: skip
+                sample,
+                tokens=sample.tokens[path],
+                logprobs=sample.logprobs[path],
+                versions=sample.versions[path],
+                returns=None,
+                branches=(),
+            )
 
     return patch.multiple(Trajectory, sequences=sequences)
 

@@ -68,9 +68,13 @@ class Oracle:
     """
 
     def __init__(
-        self, config: Config, files: Files, scheduler: WorldScheduler, fail: Callable[[Violation], None],
+        self,
+        config: Config,
+        files: Files,
+        scheduler: WorldScheduler,
+        fail: Callable[[Violation], None],
         doubtful: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.files = files
         self.scheduler = scheduler
@@ -562,17 +566,21 @@ class Oracle:
                 raise Violation(f"{name} has for row {row} {scores} and {tokens} tokens, but it saw {known}")
 
     def evaluated(
-        self, done: EvaluationDone, kept: Mapping[int, tuple[list[float], int]],
+        self,
+        done: EvaluationDone,
+        kept: Mapping[int, tuple[list[float], int]],
         seen: Mapping[int, Sequence[Trajectory]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """An evaluator reports a result. `kept`: the rows that the master gave it. `seen`: the samples of its
         attempt."""
         self._guard(self._check_evaluation, done, kept, seen)
 
     def _check_evaluation(
-        self, done: EvaluationDone, kept: Mapping[int, tuple[list[float], int]],
+        self,
+        done: EvaluationDone,
+        kept: Mapping[int, tuple[list[float], int]],
         seen: Mapping[int, Sequence[Trajectory]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         version, name = done.version, f"an evaluation of {done.version}"
         on_disk = self.disk.row_scores.get(version, {})
         if lost := [row for row, (scores, _) in kept.items() if on_disk.get(row) != scores or row in seen]:

@@ -87,11 +87,15 @@ def test_with_one_generator_training_goes_on_with_the_groups_of_version_0() -> N
 @pytest.mark.parametrize(
     ("which", "killed"),
     [
-        ("first", "evaluator"), ("first", "master"), ("first", "generator"),
-        ("between", "evaluator"), ("between", "master"),
-        ("last", "evaluator"), ("last", "generator"),
+        ("first", "evaluator"),
+        ("first", "master"),
+        ("first", "generator"),
+        ("between", "evaluator"),
+        ("between", "master"),
+        ("last", "evaluator"),
+        ("last", "generator"),
     ],
-)  # fmt: skip
+)
 def test_rows_that_are_scored_are_not_scored_again(which: str, killed: str, sampled: Counter[tuple[int, int]]) -> None:
     settings = model(pace=Pace(tokens_per_second=20.0, step=0.6), steps=6)
     if which == "between":

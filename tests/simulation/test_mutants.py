@@ -117,9 +117,14 @@ TOGETHER = replace(WITH_SIBLINGS, steps=4, groups=True, oversample=1, rewards=2,
 
 def scorers_die(n: int = 0) -> Plan:
     """With managers, reward actors die. The trainer is so slow that some die while it stores what is scored."""
-    deaths = [kill for i in range(8) for kill in (
-        Kill(0.8 * (1 + i), f"rollout_manager-{i % 2}", 0.1), Kill(0.8 * (1 + i) + 0.05, f"reward-{i % 2}", 0.1),
-    )]  # fmt: skip
+    deaths = [
+        kill
+        for i in range(8)
+        for kill in (
+            Kill(0.8 * (1 + i), f"rollout_manager-{i % 2}", 0.1),
+            Kill(0.8 * (1 + i) + 0.05, f"reward-{i % 2}", 0.1),
+        )
+    ]
     return plan(SlowDisk(0.1, "trainer-0", 0.1, 8.0), *deaths, until=8.0)
 
 
@@ -132,7 +137,8 @@ PROVOKED = {
     ),
     # The spool is lost, and with it groups that were ready.
     "lost groups stay ready": Provoked(
-        "the ledger does not have the groups", lambda n: plan(Resume(2.0 + n, 0, 2, 0, spool_lost=True)),
+        "the ledger does not have the groups",
+        lambda n: plan(Resume(2.0 + n, 0, 2, 0, spool_lost=True)),
         Model(steps=12, batch_size=2, max_staleness=2, generators=2),
     ),
     # The master dies between the commit of a permit and its answer.
@@ -145,11 +151,14 @@ PROVOKED = {
     ),
     # The trainer is replaced between two steps, and does not know it when a generator asks for the devices.
     "old trainers give devices": Provoked(
-        "awake while trainer-0 computes", lambda n: plan(Replace(2.0 + n / 16, "trainer-0")),
-        Model(steps=8, colocate=True, checkpoint_every=4), 24,
+        "awake while trainer-0 computes",
+        lambda n: plan(Replace(2.0 + n / 16, "trainer-0")),
+        Model(steps=8, colocate=True, checkpoint_every=4),
+        24,
     ),
     "nothing saved on leaving": Provoked(
-        "left at version", lambda n: plan(Leave(1.0 + n / 10, "trainer-0", 0.3), until=4.0),
+        "left at version",
+        lambda n: plan(Leave(1.0 + n / 10, "trainer-0", 0.3), until=4.0),
         Model(steps=8, checkpoint_every=3, max_staleness=2),
     ),
     "hangs not noticed": Provoked(
@@ -186,11 +195,13 @@ PROVOKED = {
         replace(FAILING, compact_events=20),
     ),
     "snapshots without run-ahead": Provoked(
-        "['run_ahead']", lambda n: plan(Kill(6.0, "master-0", 0.1)),
+        "['run_ahead']",
+        lambda n: plan(Kill(6.0, "master-0", 0.1)),
         replace(FAILING, max_staleness=3, run_ahead="auto", compact_events=20, pace=Pace(tokens_per_second=10.0)),
     ),
     "snapshots without lost evaluations": Provoked(
-        "['not_evaluated']", lambda n: plan(*(Kill(at, "master-0", 0.1) for at in (2.0, 5.0))),
+        "['not_evaluated']",
+        lambda n: plan(*(Kill(at, "master-0", 0.1) for at in (2.0, 5.0))),
         replace(EVALUATING, every=1, compact_events=20),
     ),
     "evaluations of dead lineages": Provoked(
@@ -203,14 +214,16 @@ PROVOKED = {
     "hold ignored": Provoked("although it holds", lambda n: plan(), EVALUATING),
     "no batch gate": Provoked(
         "every group fits before its deadline",
-        lambda n: plan(until=60.0, mishaps=Mishaps(straggler=0.2, straggler_times=8.0)), replace(FAILING, generators=2),
+        lambda n: plan(until=60.0, mishaps=Mishaps(straggler=0.2, straggler_times=8.0)),
+        replace(FAILING, generators=2),
     ),
     "bounds of now": Provoked("every group fits", lambda n: plan(Resume(2.0, 0, 0)), replace(FAILING, max_staleness=2)),
     "lineages ignored": Provoked("but knows of", lambda n: plan(Kill(2.0 + n / 4, "trainer-0", 0.3)), Model(steps=8)),
     "rollouts written again": Provoked(
         "twice or not in order",
         lambda n: plan(
-            SlowDisk(1.0, "trainer-0", 0.5, 8.0), *(Kill(1.7 + n / 32 + 1.43 * i, "trainer-0", 0.1) for i in range(4)),
+            SlowDisk(1.0, "trainer-0", 0.5, 8.0),
+            *(Kill(1.7 + n / 32 + 1.43 * i, "trainer-0", 0.1) for i in range(4)),
             until=10.0,
         ),
         Model(steps=12, checkpoint_every=2),
@@ -243,17 +256,24 @@ PROVOKED = {
     "saved calls whatever their prompts": Provoked("tokens", managers_die, BRANCHES_SAVED),
     "newest version of saved calls": Provoked("start version", managers_die, SAVED),
     "latest deadlines first": Provoked(
-        "have earlier deadlines", lambda n: plan(),
+        "have earlier deadlines",
+        lambda n: plan(),
         Model(steps=12, batch_size=2, group_size=1, max_staleness=2, generators=2),
     ),
-}  # fmt: skip
+}
 
 
 SLOW = {
-    "never discarded for failures", "evidence ignored", "own code without a limit", "hangs not noticed",
-    "stored samples however old", "saved calls whatever their prompts",
-    "newest version of saved calls", "evaluations of dead lineages", "leases not renewed at a start",
-}  # fmt: skip
+    "never discarded for failures",
+    "evidence ignored",
+    "own code without a limit",
+    "hangs not noticed",
+    "stored samples however old",
+    "saved calls whatever their prompts",
+    "newest version of saved calls",
+    "evaluations of dead lineages",
+    "leases not renewed at a start",
+}
 """Half of the time of all: long simulations, or many until it is found. Cheaper mutants break the same rules."""
 
 

@@ -669,9 +669,13 @@ def test_a_scorer_that_dies_leaves_is_replaced_and_joins_late_costs_no_group_and
 ) -> None:
     points = [FailPoint("scorer", kind, "handled", 2, 0.5) for kind in HANDLERS["scorer"]]
     happens = [
-        Kill(0.8, "scorer-0", 4.0, silent=True), Leave(1.5, "scorer-1", 3.0), faults.Arrive(2.5, "scorer-9"),
-        faults.Replace(5.0, "scorer-1"), Kill(5.5, "scorer-4", 1.0), Kill(6.0, "scorer-0", 0.3),
-    ]  # fmt: skip
+        Kill(0.8, "scorer-0", 4.0, silent=True),
+        Leave(1.5, "scorer-1", 3.0),
+        faults.Arrive(2.5, "scorer-9"),
+        faults.Replace(5.0, "scorer-1"),
+        Kill(5.5, "scorer-4", 1.0),
+        Kill(6.0, "scorer-0", 0.3),
+    ]
     of_all = Model(
         steps=8, max_staleness=2, scorers=(TEACHER, TEACHER, REFERENCE, LIKED, LIKED), branching=branching, eval_size=4
     )

@@ -237,9 +237,14 @@ def test_a_generator_that_cannot_load_weights_is_avoided_and_started_again(monke
     monkeypatch.setattr(World, "_start_engine", with_a_broken_one)
     # Steps are slow, so that the run outlasts the time after which such a generator ends itself.
     settings = model(
-        steps=12, batch_size=2, max_staleness=2, generators=4, max_new_tokens=200, stream_interval=16,
+        steps=12,
+        batch_size=2,
+        max_staleness=2,
+        generators=4,
+        max_new_tokens=200,
+        stream_interval=16,
         pace=Pace(step=12.0),
-    )  # fmt: skip
+    )
     world, events = run(settings)
     assert broken
     assert world.processes["generator-3"].lives == 2
@@ -256,9 +261,18 @@ def test_weights_that_are_removed_while_sequences_finish_are_not_loaded(monkeypa
 
     monkeypatch.setattr(SimEngine, "_swap", watched)
     settings = model(
-        steps=40, batch_size=4, max_staleness=8, run_ahead="max", generators=4, concurrent=16, interrupt=False,
-        max_new_tokens=120, stream_interval=16, pace=Pace(step=0.3, write=0.1), checkpoint_every=20,
-    )  # fmt: skip
+        steps=40,
+        batch_size=4,
+        max_staleness=8,
+        run_ahead="max",
+        generators=4,
+        concurrent=16,
+        interrupt=False,
+        max_new_tokens=120,
+        stream_interval=16,
+        pace=Pace(step=0.3, write=0.1),
+        checkpoint_every=20,
+    )
     plan = Plan(until=1000.0, mishaps=Mishaps(straggler=0.5, straggler_times=3.0))
     world, _ = run(settings, plan)
     assert len(loaded) > 20

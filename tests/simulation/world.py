@@ -326,10 +326,14 @@ class World:
             case "scorer":
                 name = self.model.scorers[one.process.index % len(self.model.scorers)]
                 return Membership(
-                    Scorer, one.bus, MASTER, **common, name=name,
+                    Scorer,
+                    one.bus,
+                    MASTER,
+                    **common,
+                    name=name,
                     start_engine=lambda *_, **__: self._start_scorer(one, name),
                     load_tokenizer=lambda _: TextTokenizer(),
-                )  # fmt: skip
+                )
         common["open_source"] = lambda config, seed: self._source
         common["load_tokenizer"] = lambda *_: SimTokenizer()
         common |= {"oracle": self.oracle, "toil": one.toil}
@@ -356,15 +360,31 @@ class World:
             self.fail(Violation(f"the master has restored another state than its journal has: {forgotten}", "master-0"))
 
     async def _start_engine(
-        self, one: Incarnation, model: Path, config: Any, *, version: int, seed: int, lora: Any, sleeps: bool,
+        self,
+        one: Incarnation,
+        model: Path,
+        config: Any,
+        *,
+        version: int,
+        seed: int,
+        lora: Any,
+        sleeps: bool,
         transfer: Any,
-    ) -> SimEngine:  # fmt: skip
+    ) -> SimEngine:
         await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
         one.engine = SimEngine(
-            self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, one.toil,
-            tell, functools.partial(self._loads, one),
-        )  # fmt: skip
+            self.files,
+            self.files.model,
+            version,
+            config,
+            self.model.pace,
+            self.plan.mishaps,
+            self.random,
+            one.toil,
+            tell,
+            functools.partial(self._loads, one),
+        )
         return one.engine
 
     async def _start_scorer(self, one: Incarnation, name: str) -> SimScorer:
@@ -415,9 +435,15 @@ class World:
         await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         hand = one.loop.name.encode() if self.model.redo_differs else b""
         return SimLearner(
-            self.files, _Judge(self, one), one.loop.name, self.model.pace, self.random, one.toil, self.model.doubtful,
+            self.files,
+            _Judge(self, one),
+            one.loop.name,
+            self.model.pace,
+            self.random,
+            one.toil,
+            self.model.doubtful,
             hand,
-        )  # fmt: skip
+        )
 
     def _open_spool(self, one: Incarnation) -> Spool:
         spool = WatchedSpool(self._disk(one, empty_spool()))

@@ -41,10 +41,18 @@ async def run(tmp_path, monkeypatch, free_port):
     """A run whose reward is left to others, with its master in this process; and a way to ask the master."""
     monkeypatch.delenv(KEYS, raising=False)
     config = areal.Config(
-        name="here", run_dir=tmp_path, model=str(tmp_path), steps=2, batch_size=2, group_size=1,
-        data={"source": "addition", "eval_size": 0}, sampling={"max_new_tokens": 8}, trainer={"minibatches": 1},
-        reward={"functions": ["length"], "external": ["length"]}, master={"address": f"tcp://127.0.0.1:{free_port}"},
-    )  # fmt: skip
+        name="here",
+        run_dir=tmp_path,
+        model=str(tmp_path),
+        steps=2,
+        batch_size=2,
+        group_size=1,
+        data={"source": "addition", "eval_size": 0},
+        sampling={"max_new_tokens": 8},
+        trainer={"minibatches": 1},
+        reward={"functions": ["length"], "external": ["length"]},
+        master={"address": f"tcp://127.0.0.1:{free_port}"},
+    )
     take_folder(config, resume=False).close()
     folder = RunFolder(config)
     keys = Path(os.environ.pop(KEYS))
@@ -223,10 +231,12 @@ async def test_calls_in_this_process_have_a_deadline_and_places():
     settings = RewardConfig(timeout_seconds=0.5, workers=1)
     async with FunctionPool(functions, settings) as pool:
         outcomes = await asyncio.gather(
-            pool.score_all("slow", "", ["5"], {}), pool.score_all("slow", "", ["0"], {}),
+            pool.score_all("slow", "", ["5"], {}),
+            pool.score_all("slow", "", ["0"], {}),
             *(pool.score_all(name, "", [""], {}) for name in ("raises", "exits", "gives_up")),
-            *(pool.score_all("meets", "", [text], {}) for text in ("", "", "odd")), return_exceptions=True,
-        )  # fmt: skip
+            *(pool.score_all("meets", "", [text], {}) for text in ("", "", "odd")),
+            return_exceptions=True,
+        )
     said = [outcome.kind if isinstance(outcome, RewardFailed) else outcome[0].score for outcome in outcomes]
     assert said == ["timeout", 1.0, "raised", "raised", "raised", 1.0, 1.0, "not_finite"]
 
@@ -257,9 +267,12 @@ def test_a_call_gives_the_configuration_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{n}?", "number": n} for n in range(70)]
     settings = settings_of(
-        None, rows, length, None,
+        None,
+        rows,
+        length,
+        None,
         {"model": "m", "steps": 3, "trainer.lr": 1e-3, "data.eval_size": 4, "data.prompt_template": "{{ question }}"},
-    )  # fmt: skip
+    )
     config = settings.config
     assert areal.load_config(settings.file) == config
     assert (config.steps, config.group_size, config.trainer.lr, config.data.eval_size) == (3, 8, 1e-3, 4)
@@ -277,10 +290,15 @@ def test_a_call_replaces_what_its_configuration_says_of_rewards_rows_and_workflo
         raise NotImplementedError
 
     keys = {
-        "model": "m", "steps": 3, "batch_size": 1, "group_size": 2, "sampling": {"max_new_tokens": 8},
-        "reward": {"functions": {"math": 1.0}, "workers": 3}, "trainer": {"minibatches": 1},
+        "model": "m",
+        "steps": 3,
+        "batch_size": 1,
+        "group_size": 2,
+        "sampling": {"max_new_tokens": 8},
+        "reward": {"functions": {"math": 1.0}, "workers": 3},
+        "trainer": {"minibatches": 1},
         "data": {"source": "hf:other", "split": "test", "eval_source": "hf:more", "answer_key": "right"},
-    }  # fmt: skip
+    }
     rows = [{"prompt": "a", "right": "b"}]
     settings = settings_of(areal.Config(**keys), rows, length, once, {"data.eval_size": 0, "data.system_prompt": None})
     config = settings.config
@@ -299,9 +317,15 @@ def test_a_call_replaces_what_its_configuration_says_of_rewards_rows_and_workflo
 def test_a_run_that_prepares_itself_is_waited_for_and_one_that_is_gone_is_not(tmp_path):
     (tmp_path / "console.log").write_text("Note: a long download\nThere is no model m.\n")
     config = areal.Config(
-        model="m", steps=1, batch_size=1, group_size=2, data={"source": "addition"}, reward={"functions": ["addition"]},
-        sampling={"max_new_tokens": 8}, trainer={"minibatches": 1},
-    )  # fmt: skip
+        model="m",
+        steps=1,
+        batch_size=1,
+        group_size=2,
+        data={"source": "addition"},
+        reward={"functions": ["addition"]},
+        sampling={"max_new_tokens": 8},
+        trainer={"minibatches": 1},
+    )
     process = subprocess.Popen(["sh", "-c", "sleep 0.5; exit 2"])
     with pytest.raises(UserError, match=r"^There is no model m\.$"):
         areal.LiveRun(tmp_path, config, process).find_master(0.0)
@@ -351,9 +375,16 @@ def test_a_run_from_python_ends_with_a_workflow_and_a_reward_that_stay_here(tmp_
         return float(len(completion))
 
     run = areal.train(
-        ROOT / "configs" / "quickstart.yaml", model=tiny_model, reward=length, workflow=once,
-        steps=2, batch_size=4, group_size=2, sampling={"max_new_tokens": 16}, **{"data.eval_size": 4},
-    )  # fmt: skip
+        ROOT / "configs" / "quickstart.yaml",
+        model=tiny_model,
+        reward=length,
+        workflow=once,
+        steps=2,
+        batch_size=4,
+        group_size=2,
+        sampling={"max_new_tokens": 16},
+        **{"data.eval_size": 4},
+    )
     assert "Everything is in runs/quickstart" in capsys.readouterr().out
     assert list(run.metrics["step"]) == [1, 2] and len(seen) >= 16 + 2 * 4
     assert run.rollouts.sql("SELECT count(*) AS n FROM rollouts")["n"][0] >= 16

@@ -84,10 +84,16 @@ def test_the_way_to_a_master_is_measured_and_what_is_wrong_with_it_is_told(maste
 def test_keys_that_cannot_be_read_and_links_without_any_fail(tmp_path, monkeypatch):
     def check(address, keys=None):
         values = {
-            "model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "none.jsonl"},
-            "sampling": {"max_new_tokens": 4}, "reward": {"functions": ["math"]},
-            "master": {"address": address}, "network": {"keys": keys},
-        }  # fmt: skip
+            "model": "m",
+            "steps": 1,
+            "batch_size": 4,
+            "group_size": 2,
+            "data": {"source": "none.jsonl"},
+            "sampling": {"max_new_tokens": 4},
+            "reward": {"functions": ["math"]},
+            "master": {"address": address},
+            "network": {"keys": keys},
+        }
         return results(links.check_this_node(Config.model_validate(values)))
 
     monkeypatch.delenv(KEYS)

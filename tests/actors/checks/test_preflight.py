@@ -181,14 +181,20 @@ def config_of_chat(tmp_path, messages, **rollout_manager):
         (CHATML, "multi_turn", None),
         (CHATML, "tools", None),
         (CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'"), "multi_turn", None),
-        (CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'"), "tools",
-         "does not show 'Result 7394.', which the role tool says"),
+        (
+            CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'"),
+            "tools",
+            "does not show 'Result 7394.', which the role tool says",
+        ),
         (CHATML.replace("tools or []", "[]"), "tools", "shows it no tools"),
-        ("{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}" + CHATML, "multi_turn",
-         "(the chat template refuses such a conversation: one message)"),
+        (
+            "{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}" + CHATML,
+            "multi_turn",
+            "(the chat template refuses such a conversation: one message)",
+        ),
         ("{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}" + CHATML, "single_turn", None),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_loses_a_turn_of_the_workflow_is_refused_before_the_run(tmp_path, template, workflow, sentence):
     options = {"workflow_options": {"servers": {"x": {"command": ["x"]}}}} if workflow == "tools" else {}
     config = config_of_chat(tmp_path, [{"role": "user", "content": "What is 1?"}], workflow=workflow, **options)

@@ -63,10 +63,20 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
 
 def start(folder: Path, model: Path, *arguments: str) -> subprocess.Popen:
     command = [
-        sys.executable, "-m", "areal", "agent", "try", *arguments, "--model", str(model), "sampling.max_new_tokens=48",
-        "data.chat_template=plain.jinja", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
+        sys.executable,
+        "-m",
+        "areal",
+        "agent",
+        "try",
+        *arguments,
+        "--model",
+        str(model),
+        "sampling.max_new_tokens=48",
+        "data.chat_template=plain.jinja",
+        "generator.kv_cache_gib=0.25",
+        "generator.memory_share=0.1",
         "rollout_manager.workflow_options.agent_reward=true",
-    ]  # fmt: skip
+    ]
     pipe = subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)

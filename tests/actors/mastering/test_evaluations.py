@@ -29,11 +29,17 @@ class Run:
     def __init__(self, connection: sqlite3.Connection | None = None) -> None:
         self.now = 100.0
         values: dict[str, Any] = {
-            "model": "m", "steps": 10, "batch_size": 2, "group_size": 2, "sampling": {"max_new_tokens": 8},
-            "data": {"source": "addition", "eval_size": 4}, "reward": {"functions": ["addition"]},
+            "model": "m",
+            "steps": 10,
+            "batch_size": 2,
+            "group_size": 2,
+            "sampling": {"max_new_tokens": 8},
+            "data": {"source": "addition", "eval_size": 4},
+            "reward": {"functions": ["addition"]},
             "evaluator": {"every": 2, "timeout_seconds": 50.0},
-            "master": {"lost_seconds": 30.0, "stall_seconds": 90.0}, "trainer": {"minibatches": 1},
-        }  # fmt: skip
+            "master": {"lost_seconds": 30.0, "stall_seconds": 90.0},
+            "trainer": {"minibatches": 1},
+        }
         config = Config.model_validate(values)
         self.connection = connection or sqlite3.connect(":memory:", check_same_thread=False)
         self.state = RunState(config, Journal(self.connection))

@@ -12,10 +12,15 @@ from areal.storage.journal import Journal
 
 def config_of(**data) -> Config:
     values = {
-        "model": "m", "steps": 10, "batch_size": 2, "group_size": 2, "sampling": {"max_new_tokens": 8},
-        "data": {"source": "addition", "size": 20, "eval_size": 0, **data}, "reward": {"functions": ["addition"]},
+        "model": "m",
+        "steps": 10,
+        "batch_size": 2,
+        "group_size": 2,
+        "sampling": {"max_new_tokens": 8},
+        "data": {"source": "addition", "size": 20, "eval_size": 0, **data},
+        "reward": {"functions": ["addition"]},
         "trainer": {"minibatches": 1},
-    }  # fmt: skip
+    }
     return Config.model_validate(values)
 
 
@@ -26,10 +31,19 @@ def state_of(config: Config, connection: sqlite3.Connection) -> RunState:
 def rewarded(state: RunState, group: str, signal: bool = True) -> None:
     row = state.ledger.group(group).row
     state.ledger.ready(group, 0, signal)
-    state.emit(changes.Rewarded(
-        group=group, row=row, version=0, mean=0.5 if signal else 0.0, spread=0.5 * signal, signal=signal,
-        parts={}, tokens=7, discarded=0,
-    ))  # fmt: skip
+    state.emit(
+        changes.Rewarded(
+            group=group,
+            row=row,
+            version=0,
+            mean=0.5 if signal else 0.0,
+            spread=0.5 * signal,
+            signal=signal,
+            parts={},
+            tokens=7,
+            discarded=0,
+        )
+    )
 
 
 def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_from_a_snapshot():

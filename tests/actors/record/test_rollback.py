@@ -46,10 +46,18 @@ def group_of(name: str) -> Group:
 def config(tmp_path: Path) -> Config:
     """A run that has trained five steps: a batch each, with a batch left over that is ready and one that is begun."""
     settings = {
-        "model": "m", "run_dir": tmp_path, "name": "run", "steps": STEPS, "batch_size": B, "max_staleness": 3,
-        "group_size": 1, "sampling": {"max_new_tokens": 8}, "trainer": {"checkpoint_every": EVERY, "minibatches": 1},
-        "data": {"source": "addition"}, "reward": {"functions": ["addition"]},
-    }  # fmt: skip
+        "model": "m",
+        "run_dir": tmp_path,
+        "name": "run",
+        "steps": STEPS,
+        "batch_size": B,
+        "max_staleness": 3,
+        "group_size": 1,
+        "sampling": {"max_new_tokens": 8},
+        "trainer": {"checkpoint_every": EVERY, "minibatches": 1},
+        "data": {"source": "addition"},
+        "reward": {"functions": ["addition"]},
+    }
     config = Config.model_validate(settings)
     config.folder.mkdir()
     journal, spool = Journal.open(config.folder / "journal.db"), Spool.open(config.folder / "spool.db")
@@ -88,10 +96,19 @@ def ready(state: RunState, spool: Spool, name: str) -> None:
     put(spool, group_of(name))
     version, row = state.ledger.version, state.ledger.group(name).row
     state.ledger.ready(name, version)
-    state.emit(changes.Rewarded(
-        group=name, row=row, version=version, mean=0.5, spread=0.5, signal=True, parts={}, tokens=3,
-        discarded=0,
-    ))  # fmt: skip
+    state.emit(
+        changes.Rewarded(
+            group=name,
+            row=row,
+            version=version,
+            mean=0.5,
+            spread=0.5,
+            signal=True,
+            parts={},
+            tokens=3,
+            discarded=0,
+        )
+    )
 
 
 def state_of(config: Config) -> RunState:

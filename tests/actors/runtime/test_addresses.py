@@ -25,11 +25,19 @@ def config(tmp_path):
     return load_config(
         None,
         [
-            f"run_dir={tmp_path / 'runs'}", "name=mine", "model=quickstart", "steps=1", "batch_size=1", "group_size=1",
-            "data.source=addition", "sampling.max_new_tokens=8", "reward.functions=addition", "trainer.minibatches=1",
+            f"run_dir={tmp_path / 'runs'}",
+            "name=mine",
+            "model=quickstart",
+            "steps=1",
+            "batch_size=1",
+            "group_size=1",
+            "data.source=addition",
+            "sampling.max_new_tokens=8",
+            "reward.functions=addition",
+            "trainer.minibatches=1",
             f"master.address={MASTER}",
         ],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])

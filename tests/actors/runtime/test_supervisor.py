@@ -120,12 +120,19 @@ def stage(tmp_path, monkeypatch):
 def config(tmp_path, free_port) -> Config:
     return Config.model_validate(
         {
-            "model": str(tmp_path), "run_dir": tmp_path, "name": "run", "steps": 2, "batch_size": 2, "group_size": 1,
-            "data": {"source": "addition", "eval_size": 0}, "sampling": {"max_new_tokens": 8},
-            "reward": {"functions": ["addition"]}, "trainer": {"minibatches": 1},
+            "model": str(tmp_path),
+            "run_dir": tmp_path,
+            "name": "run",
+            "steps": 2,
+            "batch_size": 2,
+            "group_size": 1,
+            "data": {"source": "addition", "eval_size": 0},
+            "sampling": {"max_new_tokens": 8},
+            "reward": {"functions": ["addition"]},
+            "trainer": {"minibatches": 1},
             "master": {"address": f"tcp://127.0.0.1:{free_port}"},
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

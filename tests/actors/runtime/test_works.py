@@ -90,5 +90,6 @@ def test_a_heartbeat_has_of_each_kind_the_work_that_has_stood_still_for_longest_
             clock.run(4)
             report = clock.works.report()
     assert [(work.kind, work.what, work.seconds, work.still) for work in report] == [
-        ("", "scoring", 8.0, 8.0), ("write", "the other", 4.0, 4.0)
-    ]  # fmt: skip
+        ("", "scoring", 8.0, 8.0),
+        ("write", "the other", 4.0, 4.0),
+    ]

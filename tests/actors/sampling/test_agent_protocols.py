@@ -235,9 +235,13 @@ async def test_a_streamed_message_has_the_same_parts(messages):
     given = [user("Weather?"), {"role": "assistant", "content": done.content}, user([result])]
     events = await collected(await client.create(messages=given, stream=True, **how))
     assert [event.type for event in events] == [
-        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
         "message_stop",
-    ]  # fmt: skip
+    ]
 
 
 async def test_the_tool_runner_of_anthropic_s_client_goes_on_in_one_conversation(opened):

@@ -655,9 +655,12 @@ async def test_a_policy_with_a_shell_gives_itself_no_reward(tokenizer, monkeypat
     (tmp_path / "attack.py").write_text(ATTACK)
     gives, success = "give(0.125)" if agent_reward else "", tmp_path / "success"
     policy, done = await sample(
-        tokenizer, monkeypatch, f"{sys.executable} {tmp_path / 'attack.py'} {success}",
-        command=program(tmp_path, f"{gives}\n{RUNS_THE_ANSWER[how]}"), agent_reward=agent_reward,
-    )  # fmt: skip
+        tokenizer,
+        monkeypatch,
+        f"{sys.executable} {tmp_path / 'attack.py'} {success}",
+        command=program(tmp_path, f"{gives}\n{RUNS_THE_ANSWER[how]}"),
+        agent_reward=agent_reward,
+    )
     assert done.reward == (0.125 if agent_reward else 0.25)
     assert not success.exists()
     statuses = [line.removeprefix("POST /v1/reward: ")[:3] for line in policy.refused]
@@ -774,9 +777,10 @@ async def test_mini_swe_agent_goes_on_in_one_conversation(opened, tmp_path, monk
     calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
     policy, api, _ = await opened(*(f"So: <tool_call>{call}</tool_call>" for call in calls))
     model = litellm_model.LitellmModel(
-        model_name="openai/policy", cost_tracking="ignore_errors",
+        model_name="openai/policy",
+        cost_tracking="ignore_errors",
         model_kwargs={"api_base": api.base_url, "api_key": api.api_key},
-    )  # fmt: skip
+    )
     coder = default.DefaultAgent(
         model, local.LocalEnvironment(cwd=str(tmp_path)), system_template="Fix it.", instance_template="{{task}}"
     )

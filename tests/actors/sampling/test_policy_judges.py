@@ -30,9 +30,14 @@ class AnsweringPolicy:
 
 def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **options) -> RoutedRewards:
     config = Config(
-        model="m", steps=1, batch_size=4, group_size=2, data={"source": "addition"}, sampling={"max_new_tokens": 5},
+        model="m",
+        steps=1,
+        batch_size=4,
+        group_size=2,
+        data={"source": "addition"},
+        sampling={"max_new_tokens": 5},
         reward={"functions": ["math", *options], "options": options, "retries": retries},
-    )  # fmt: skip
+    )
     assert (config.policy_judges, config.own_rewards) == ([*options], ["math"])
     judges = PolicyJudges(config, policy, Characters())
     return RoutedRewards(None, None, config.reward, set(), lambda *refusal: refusals.append(refusal), (), judges)

@@ -39,21 +39,34 @@ class Cluster:
 
     role, index = "rollout_manager", 0
     config = Config(
-        model="m", steps=1, batch_size=4, group_size=2, data={"source": "addition"}, sampling={"max_new_tokens": 10},
+        model="m",
+        steps=1,
+        batch_size=4,
+        group_size=2,
+        data={"source": "addition"},
+        sampling={"max_new_tokens": 10},
         reward={"functions": ["addition"]},
-    )  # fmt: skip
+    )
 
     def __init__(self, *members: Member) -> None:
         self.directory = Directory(Policy(lineage=0, version=0, folder=""), members)
         self.failures = []
         self.router = Router(self.directory, "rollout_manager", 0, self.config.generator.max_concurrent_rollouts)
         self.services = Services(
-            self.config, Characters(), Parsers(Characters()), RoutedGenerators(self.router, self),
+            self.config,
+            Characters(),
+            Parsers(Characters()),
+            RoutedGenerators(self.router, self),
             RoutedRewards(
-                self.router, self, self.config.reward, {*self.config.rewards}, self.report_failure,
-            ), Programs(self.config.sandbox),
+                self.router,
+                self,
+                self.config.reward,
+                {*self.config.rewards},
+                self.report_failure,
+            ),
+            Programs(self.config.sandbox),
             Endpoint(self.config),
-        )  # fmt: skip
+        )
 
     def report_failure(self, cause: str, reason: str) -> None:
         self.failures.append((cause, reason))
@@ -64,9 +77,13 @@ class Cluster:
 
 def generator(index: int, held: int | None = None) -> Member:
     return Member(
-        identity=f"generator/{index}#x", role="generator", index=index, address=f"tcp://node:{index}", state="healthy",
+        identity=f"generator/{index}#x",
+        role="generator",
+        index=index,
+        address=f"tcp://node:{index}",
+        state="healthy",
         held=None if held is None else Policy(lineage=0, version=held, folder=f"v{held}"),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("min_version", "chosen"), [(2, 0), (3, 0), (4, 1)])
@@ -373,9 +390,18 @@ class Rewards(Cluster):
 
     def __init__(self, **answers: list) -> None:
         super().__init__(
-            *(Member(identity=f"reward/{i}#x", role="reward", index=i, address=f"{i}", state="healthy",
-                     serves=tuple(answers)) for i in range(2))
-        )  # fmt: skip
+            *(
+                Member(
+                    identity=f"reward/{i}#x",
+                    role="reward",
+                    index=i,
+                    address=f"{i}",
+                    state="healthy",
+                    serves=tuple(answers),
+                )
+                for i in range(2)
+            )
+        )
         self.answers, self.asked = answers, []
 
     async def run_job(self, member: Member, job):

@@ -52,11 +52,21 @@ def test_a_conversation_is_shown_turn_by_turn_with_versions_and_parsed_calls():
     read = Parsed("Let me add", "hm", [CALL], stopped=False)
     out = printed(("<user>2+2", said("<call>", version=3)), ("<user>2+2<call>=4", said("4.")), reads=[read, NOTHING])
     wanted = [
-        "conversation: 19 tokens", "not sampled: 9 tokens", "<user>2+2", "call 1: 6 tokens of version 3, finish stop",
-        "<call>", "reasoning: hm", "content: Let me add", 'tool call: add({"a": 1})', "not sampled: 2 tokens", "=4",
-        "call 2: 2 tokens of version 0, finish stop", "4.", "calls 2, branches 1, tokens 19, of which 8 sampled",
+        "conversation: 19 tokens",
+        "not sampled: 9 tokens",
+        "<user>2+2",
+        "call 1: 6 tokens of version 3, finish stop",
+        "<call>",
+        "reasoning: hm",
+        "content: Let me add",
+        'tool call: add({"a": 1})',
+        "not sampled: 2 tokens",
+        "=4",
+        "call 2: 2 tokens of version 0, finish stop",
+        "4.",
+        "calls 2, branches 1, tokens 19, of which 8 sampled",
         "start 9.0 s, episode 1.0 s",
-    ]  # fmt: skip
+    ]
     places = [out.index(text) for text in wanted]
     assert places == sorted(places) and "!" not in out
 

@@ -27,9 +27,17 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 
 SCORES = {
-    "accuracy": 0.25, "standard_error": 0.05, "pass_at": {"1": 0.25, "16": 0.5}, "rows": 30, "failed": 0,
-    "unfinished": 0, "completion_tokens_mean": 9.0, "samples": 16, "scored": 470, "cut_share": 0.125,
-}  # fmt: skip
+    "accuracy": 0.25,
+    "standard_error": 0.05,
+    "pass_at": {"1": 0.25, "16": 0.5},
+    "rows": 30,
+    "failed": 0,
+    "unfinished": 0,
+    "completion_tokens_mean": 9.0,
+    "samples": 16,
+    "scored": 470,
+    "cut_share": 0.125,
+}
 
 
 def printed(folder, **benchmarks: dict[str, Any]) -> str:
@@ -129,10 +137,14 @@ class FakeMaster:
             raise DeadlineError("no answer")
         recent = [step for step in self.steps if step["step"] > (message.since or 0)]
         members = [
-            {"identity": "generator/0#a", "state": "healthy", "activity": "generating",
-             "stats": {"running": 7.0, "limit": 8.0, "waiting": 2.0, "kv_use": 0.25}},
+            {
+                "identity": "generator/0#a",
+                "state": "healthy",
+                "activity": "generating",
+                "stats": {"running": 7.0, "limit": 8.0, "waiting": 2.0, "kv_use": 0.25},
+            },
             {"identity": "trainer/0#b", "state": "stale", "activity": "loading [1/2]", "stats": {}},
-        ]  # fmt: skip
+        ]
         return Status(
             values={
                 "run": "demo", "version": len(self.steps), "steps": 9, "max_staleness": 4, "alive": 5, "ready": 3,
@@ -191,8 +203,11 @@ async def test_without_a_terminal_each_step_and_each_alert_is_a_line_and_the_end
 
     assert await follow(Feed(master, "tcp://m:1"), EndsAfterThree(file=out)) == 0
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
-        "step 1/9", "step 2/9", "first failure (reward)", "the run reached its end",
-    ]  # fmt: skip
+        "step 1/9",
+        "step 2/9",
+        "first failure (reward)",
+        "the run reached its end",
+    ]
 
 
 async def test_a_master_that_is_not_heard_of_any_more_is_a_failure(monkeypatch):

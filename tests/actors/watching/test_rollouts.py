@@ -44,16 +44,22 @@ async def test_the_list_has_the_rows_that_the_filters_of_the_address_leave(run):
         assert [row["reward"] for row in found["rows"]] == [0.5] * 4 + [0.75] * 4
         assert not {"tokens", "logprobs", "row"} & set(found["rows"][0])
         assert await asked(page, "list", page="7") == {
-            "fates": {"trained": 13, "filtered": 2}, "steps": 3, "rows": [], "start": 350,
-        }  # fmt: skip
+            "fates": {"trained": 13, "filtered": 2},
+            "steps": 3,
+            "rows": [],
+            "start": 350,
+        }
 
 
 async def test_one_row_has_its_turns_and_the_text_and_numbers_of_each_token(run):
     async with client(run) as page:
         row = await asked(page, "row", group="g0.0", sample="0", branch="0")
         assert ["".join(row["texts"][a:b]) for _, a, b in row["pieces"]] == [
-            "user: 2+2\n", "call\n", "tool: é\n", "4 <b>[red]\\x1b[2J",
-        ]  # fmt: skip
+            "user: 2+2\n",
+            "call\n",
+            "tool: é\n",
+            "4 <b>[red]\\x1b[2J",
+        ]
         assert [sampled for sampled, _, _ in row["pieces"]] == [False, True, False, True]
         assert (row["logprobs"][10], row["proximal_logprobs"][10], row["advantages"][10]) == (-0.5, 0.19315, 0.25)
         assert (row["versions"][0], row["versions"][10], row["returns"]) == (-1, 0, None)
@@ -63,8 +69,10 @@ async def test_the_group_and_the_prompt_of_a_row_are_beside_it(run):
     async with client(run) as page:
         group = await asked(page, "group", group="g1.0")
         assert [(one["sample"], one["branch"], one["completion"]) for one in group] == [
-            (0, 0, "one"), (0, 1, "other"), (1, 0, "say 1"),
-        ]  # fmt: skip
+            (0, 0, "one"),
+            (0, 1, "other"),
+            (1, 0, "say 1"),
+        ]
         assert [point["samples"] for point in await asked(page, "prompt", group="g1.0")] == [2] * 6
 
 

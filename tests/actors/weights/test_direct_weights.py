@@ -55,10 +55,19 @@ SHORT = SamplingConfig(max_new_tokens=16, min_new_tokens=16)
 PROMPT = list(range(10, 60))
 NAMES = ["generator/0#x", "generator/1#x", "generator/2#x", "generator/3#a", "generator/3#b", "generator/3#c"]
 SHAPE = {
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True,
-    "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.08,
-}  # fmt: skip
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.08,
+}
 
 
 def serve_weights(pipe) -> None:
@@ -131,9 +140,15 @@ class Cluster:
         self.trainer = trainer
         member = Membership(Generator, self.bus(NAMES[0]), NOBODY, 0)
         member.config = SimpleNamespace(
-            model="the model", seed=0, steps=1, colocate=False, generator=self._config, weights=WEIGHTS,
-            trainer=SimpleNamespace(lora=None), weights_folder=self.folder,
-        )  # fmt: skip
+            model="the model",
+            seed=0,
+            steps=1,
+            colocate=False,
+            generator=self._config,
+            weights=WEIGHTS,
+            trainer=SimpleNamespace(lora=None),
+            weights_folder=self.folder,
+        )
         member.directory = self.directory = Directory(self.policy, [self.trainer.member])
         member.disk = DiskRetry(self.folder, "the generator")
         self.generator = await Generator.start(member, self._start_engine)
@@ -595,9 +610,13 @@ async def test_vllms_receiver_of_nccl_takes_what_is_packed_here_and_buffers_are_
     group.broadcast = lambda tensor, src: tensor.copy_(wire.sent.pop(0))
     received = {}
     packed_nccl_broadcast_consumer(
-        iter([(meta.name, (list(meta.shape), meta.dtype)) for meta in source.metadata()]), group, 0,
-        lambda pairs: received.update({name: tensor.clone() for name, tensor in pairs}), 16 << 20, device="cpu",
-    )  # fmt: skip
+        iter([(meta.name, (list(meta.shape), meta.dtype)) for meta in source.metadata()]),
+        group,
+        0,
+        lambda pairs: received.update({name: tensor.clone() for name, tensor in pairs}),
+        16 << 20,
+        device="cpu",
+    )
     sent = load_file(tmp_path / "model.safetensors")
     assert received.keys() == sent.keys() and all(received[name].equal(sent[name]) for name in sent)
     assert not wire.sent
@@ -623,9 +642,13 @@ async def test_a_transfer_has_a_stream_to_itself_which_later_ones_use_again(stre
 async def test_two_workers_of_an_engine_each_take_their_part_of_135_million_parameters(context, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM sets it, and the trainers of later tests read it
     shape = SHAPE | {
-        "vocab_size": 49152, "hidden_size": 640, "intermediate_size": 1536, "num_hidden_layers": 26,
-        "num_attention_heads": 10, "initializer_range": 0.05,
-    }  # fmt: skip
+        "vocab_size": 49152,
+        "hidden_size": 640,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 10,
+        "initializer_range": 0.05,
+    }
     models = []
     for seed in range(2):
         torch.manual_seed(seed)

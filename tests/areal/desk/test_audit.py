@@ -56,11 +56,19 @@ def finished(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(make_model(folder / "model"))
     config = Config.model_validate(
         {
-            "model": str(folder / "model"), "run_dir": folder, "name": "run", "steps": STEPS, "batch_size": 2,
-            "group_size": 2, "max_staleness": 1, "data": {"source": "addition"}, "reward": {"functions": ["addition"]},
-            "sampling": {"max_new_tokens": 8, "temperature": TEMPERATURE}, "trainer": {"minibatches": 1, "lr": 0.01},
+            "model": str(folder / "model"),
+            "run_dir": folder,
+            "name": "run",
+            "steps": STEPS,
+            "batch_size": 2,
+            "group_size": 2,
+            "max_staleness": 1,
+            "data": {"source": "addition"},
+            "reward": {"functions": ["addition"]},
+            "sampling": {"max_new_tokens": 8, "temperature": TEMPERATURE},
+            "trainer": {"minibatches": 1, "lr": 0.01},
         }
-    )  # fmt: skip
+    )
     run = config.folder
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(config))
@@ -93,9 +101,13 @@ def finished(tmp_path_factory) -> Path:
         step = ledger.commit(version)
         rewards = [sample.reward for group in of_step for sample in group.trajectories]
         metrics = {
-            "step": version + 1, "loss": result.loss, "logprob_gap": result.logprob_gap, "run": journal.run,
-            "reward_mean": float(np.mean(rewards)), "staleness_max": step.max_staleness,
-        }  # fmt: skip
+            "step": version + 1,
+            "loss": result.loss,
+            "logprob_gap": result.logprob_gap,
+            "run": journal.run,
+            "reward_mean": float(np.mean(rewards)),
+            "staleness_max": step.max_staleness,
+        }
         lines.append(line_of(metrics))
         writer.add_trained(version + 1, of_step, engine.values)
         writer.write()
@@ -234,8 +246,11 @@ TEXTS = "texts are those of the tokens"
         (change_token, WEIGHTS, "the steps 3 to 4 give other weights, and another loss from step 3 on"),
         (lambda run: edit(run, 1, "prompt", lambda texts: texts.__setitem__(0, "1+1=")), TEXTS, "of step 1"),
         (repeat_batch, ONCE, "was trained 2 times"),
-        (lambda run: shutil.copy(run / "rollouts/000002.parquet", run / "rollouts/000009.parquet"), ONCE,
-         "step 2 is there 2 times"),
+        (
+            lambda run: shutil.copy(run / "rollouts/000002.parquet", run / "rollouts/000009.parquet"),
+            ONCE,
+            "step 2 is there 2 times",
+        ),
         (lambda run: (run / "rollouts/000002.parquet").unlink(), ONCE, "no rollouts of the steps 2"),
         (lambda run: swap_rewards(run, 2, 4), REWARDS, "has reward"),
         (change_metrics, REWARDS, "by metrics.jsonl"),
@@ -251,7 +266,7 @@ TEXTS = "texts are those of the tokens"
         (lambda run: cut_journal(run, "= ?"), JOURNAL, "is missing"),
         (lambda run: (run / "journal.db").unlink(), JOURNAL, "journal.db is missing"),
     ],
-)  # fmt: skip
+)
 def test_a_forgery_is_found(run, forge, check, fault):
     forge(run)
     found = failures(run, "--full")

@@ -47,11 +47,17 @@ def test_a_scale_goes_from_its_first_colour_to_its_last():
     ("purpose", "names"),
     [
         (WORK, "train, fetch, training step 3, generating at version 2, scoring with addition, nobody waits"),
-        (WEIGHTS, "load, pause, resume, write, snapshot, save, saving a checkpoint of version 9, loading version 3, "
-                  "receiving version 4, fetching version 4, checkpoint"),
-        (WAITING, "trainer_wait, publish_wait, save_wait, waiting for permits from the master, finished, "
-                  "the generators are full"),
+        (
+            WEIGHTS,
+            "load, pause, resume, write, snapshot, save, saving a checkpoint of version 9, loading version 3, "
+            "receiving version 4, fetching version 4, checkpoint",
+        ),
+        (
+            WAITING,
+            "trainer_wait, publish_wait, save_wait, waiting for permits from the master, finished, "
+            "the generators are full",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_span_is_work_weights_or_waiting(purpose, names):
     assert {TimelineSpan("a", name, 0.0, 1.0).purpose for name in names.split(", ")} <= {purpose}

@@ -97,8 +97,14 @@ def test_each_sampled_turn_of_the_best_samples_is_a_row(plain, tmp_path, capsys)
 
 def test_a_pair_has_the_best_and_the_worst_answer_to_one_prompt(plain, tmp_path, capsys):
     (row,) = read_jsonl(export(plain, tmp_path / "rows.jsonl", "--format", "preference"))
-    assert row == {"prompt": "1+1=", "chosen": "2", "rejected": "3", "score_chosen": 1.0, "score_rejected": 0.0,
-                   "group": "g0.0"}  # fmt: skip
+    assert row == {
+        "prompt": "1+1=",
+        "chosen": "2",
+        "rejected": "3",
+        "score_chosen": 1.0,
+        "score_rejected": 0.0,
+        "group": "g0.0",
+    }
     assert "1 samples of several turns or branches left out" in capsys.readouterr().out
 
 
@@ -119,8 +125,9 @@ def test_answers_to_chat_messages_are_messages_that_render_as_they_were_sampled(
     run.add({"prompt": "1+1="}, ([prompt, "so</think>2<end>"], 1, "stop"), ([prompt, "</think>3<end>"], 0, "stop"))
     run.add({"prompt": "other"}, ([prompt, "</think>2<end>"], 1, "stop"))
     run.write()
-    (row,) = load_dataset("json", data_files=str(export(run, tmp_path / "rows.jsonl")), split="train",
-                          cache_dir=str(tmp_path))  # fmt: skip
+    (row,) = load_dataset(
+        "json", data_files=str(export(run, tmp_path / "rows.jsonl")), split="train", cache_dir=str(tmp_path)
+    )
     assert row["prompt"] == asked
     rendered = of.apply_chat_template([*row["prompt"], *row["completion"]], tokenize=False)
     assert rendered == prompt + "so</think>2<end>"

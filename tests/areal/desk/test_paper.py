@@ -16,9 +16,15 @@ from areal.storage.records import line_of
 
 # Of DeepSeek-R1-Distill-Qwen-1.5B, from its config.json.
 QWEN = {
-    "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+}
 PUBLISHED_TABLES = yaml.safe_load(PUBLISHED.read_text())["tables"]
 
 

@@ -36,9 +36,13 @@ def run(tiny_model, tmp_path) -> Path:
     (folder / "secrets.json").write_text(SECRET)
     model = tmp_path / "models--me--base" / "snapshots" / "0123"
     overrides = [
-        "name=adder", f"run_dir={folder.parent}", f"model={model}", "data.source=hf:me/sums",
-        f"observe.prometheus_token={SECRET}", f'reward.functions=["{tmp_path}/own.py:right"]',
-    ]  # fmt: skip
+        "name=adder",
+        f"run_dir={folder.parent}",
+        f"model={model}",
+        "data.source=hf:me/sums",
+        f"observe.prometheus_token={SECRET}",
+        f'reward.functions=["{tmp_path}/own.py:right"]',
+    ]
     (folder / "config.yaml").write_text(
         dump_config(load_config(ROOT / "configs" / "quickstart.yaml", overrides)).replace("(hidden)", SECRET)
     )
@@ -61,10 +65,19 @@ def test_the_folder_is_the_last_checkpoint_with_a_card_and_nothing_private(run, 
     assert capsys.readouterr().out.splitlines()[-1] == str(folder)
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {
-        "README.md", "adapter/adapter_config.json", "config.json", "config.yaml", "evaluations.jsonl",
-        "generation_config.json", "metrics.jsonl", "model.safetensors", "summary.json", "tokenizer.json",
-        "tokenizer_config.json", "training.svg",
-    }  # fmt: skip
+        "README.md",
+        "adapter/adapter_config.json",
+        "config.json",
+        "config.yaml",
+        "evaluations.jsonl",
+        "generation_config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "summary.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.svg",
+    }
     for path in files - {"model.safetensors"}:
         assert SECRET not in (text := (folder / path).read_text())
         assert str(tmp_path) not in text
@@ -125,9 +138,12 @@ class Hub(BaseHTTPRequestHandler):
 
 def push(run: Path, endpoint: str, *options: str) -> subprocess.CompletedProcess:
     environment = os.environ | {
-        "HF_ENDPOINT": endpoint, "HF_HOME": str(run), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x",
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(run),
+        "HF_HUB_OFFLINE": "0",
+        "HF_TOKEN": "hf_x",
         "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "areal", "push", str(run), "--repo", "me/adder", *options]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
 

@@ -42,13 +42,20 @@ def record(folder: Path, **trainer) -> Path:
     """The folder of a run, as far as a replay needs it."""
     config = Config.model_validate(
         {
-            "model": str(make_model(folder / "model")), "run_dir": folder, "name": "run", "steps": STEPS,
-            "batch_size": 4, "group_size": 4, "max_staleness": 1, "on_straggler": "mask",
-            "data": {"source": "addition"}, "sampling": {"max_new_tokens": 8, "temperature": TEMPERATURE},
+            "model": str(make_model(folder / "model")),
+            "run_dir": folder,
+            "name": "run",
+            "steps": STEPS,
+            "batch_size": 4,
+            "group_size": 4,
+            "max_staleness": 1,
+            "on_straggler": "mask",
+            "data": {"source": "addition"},
+            "sampling": {"max_new_tokens": 8, "temperature": TEMPERATURE},
             "reward": {"functions": ["addition"]},
             "trainer": {"minibatches": 2, "lr": 1e-3, "lr_schedule": "linear", "advantage_mean": "group", **trainer},
         }
-    )  # fmt: skip
+    )
     run = config.folder
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(config))

@@ -103,7 +103,7 @@ def test_sql_of_the_user_may_use_all_columns(written):
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        ("rewrd > 1", "Referenced column \"rewrd\" not found"),
+        ("rewrd > 1", 'Referenced column "rewrd" not found'),
         ("", "The rollouts cannot be queried"),
         ("reward > 1) OR (true", "syntax error"),
         ("true; COPY (SELECT 1) TO 'x.csv'", "more than one statement"),
@@ -115,7 +115,7 @@ def test_sql_of_the_user_may_use_all_columns(written):
         ("step IN (SELECT 1 FROM read_csv('http://127.0.0.1:1/x.csv'))", "Cannot access file"),
         ("step IN (WITH a AS (COPY (SELECT 1) TO '{run}/rollouts/x.parquet') SELECT 1 FROM a)", "top level"),
     ],
-)  # fmt: skip
+)
 def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(written, tmp_path, where, told):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     before = sorted(written.rglob("*"))
@@ -128,8 +128,13 @@ def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(writt
 
 def test_nothing_can_be_set_or_written_on_the_connection(written, tmp_path):
     own = Rollouts(Record(written))._connection
-    for sql in ("SET threads = 9", "SET enable_external_access = true", f"COPY (SELECT 1) TO '{tmp_path}/x.csv'",
-                "INSTALL httpfs", f"ATTACH '{tmp_path}/x.db'"):  # fmt: skip
+    for sql in (
+        "SET threads = 9",
+        "SET enable_external_access = true",
+        f"COPY (SELECT 1) TO '{tmp_path}/x.csv'",
+        "INSTALL httpfs",
+        f"ATTACH '{tmp_path}/x.db'",
+    ):
         with pytest.raises(Exception, match="configuration"):
             own.execute(sql)
 
@@ -191,9 +196,13 @@ def test_one_row_has_everything_and_its_group_is_beside_it(written):
 def test_a_prompt_is_followed_through_the_run_by_its_row_of_the_data(written):
     points = Rollouts(Record(written)).prompt("g4.0")
     assert [(p["group"], p["start_version"], p["samples"], p["mean"]) for p in points] == [
-        ("g0.0", 0, 2, 0.625), ("g1.0", 0, 2, 0.375), ("g2.0", 1, 2, 0.5), ("g3.0", 1, 2, 0.5), ("g4.0", 2, 2, 0.75),
+        ("g0.0", 0, 2, 0.625),
+        ("g1.0", 0, 2, 0.375),
+        ("g2.0", 1, 2, 0.5),
+        ("g3.0", 1, 2, 0.5),
+        ("g4.0", 2, 2, 0.75),
         ("g5.0", 2, 2, 0.75),
-    ]  # fmt: skip
+    ]
     assert (points[0]["low"], points[0]["high"]) == (0.25, 1.0)
     assert [p["samples"] for p in Rollouts(Record(written)).prompt("g9.0")] == [2]
     assert Rollouts(Record(written)).prompt("none") == []

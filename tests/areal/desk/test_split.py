@@ -293,10 +293,17 @@ def test_what_does_not_fit_is_told_with_what_to_do(memory, sentence):
 def file(tmp_path: Path) -> Path:
     """A configuration whose model is the config.json of a small Qwen3 with 4 layers."""
     sizes = {
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    }
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
     path = tmp_path / "run.yaml"

@@ -168,8 +168,10 @@ def test_a_killed_sweep_takes_its_run_along_and_goes_on_with_it_and_an_interrupt
         with output.open("w") as out:
             return subprocess.Popen(
                 [sys.executable, "-m", "areal", "sweep", str(file), *small],
-                cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
 
     log = tmp_path / "runs" / "eta" / "seed-5" / "logs" / "master-0.jsonl"
 

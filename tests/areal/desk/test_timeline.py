@@ -61,8 +61,9 @@ def test_spans_are_recorded_at_the_time_they_began_however_late_one_hears_of_the
     events.record_heartbeat("generator/0", "healthy", "generating", {}, 71.0, [("load", 70.5, 0.25)])
     events.flush()
     assert list(spans(Record(tmp_path).events)) == [
-        TimelineSpan("generator/0", "load", 998.0, 0.5), TimelineSpan("generator/0", "load", 1000.5, 0.25),
-    ]  # fmt: skip
+        TimelineSpan("generator/0", "load", 998.0, 0.5),
+        TimelineSpan("generator/0", "load", 1000.5, 0.25),
+    ]
 
 
 def test_an_actor_that_comes_back_may_have_another_clock(events, tmp_path):

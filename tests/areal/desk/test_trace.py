@@ -76,9 +76,12 @@ def test_a_kind_of_span_keeps_its_row_which_has_its_name():
     found = trace(events=events)
     names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
     assert [(e["name"], names[e["tid"]]) for e in found if e["ph"] == "X"] == [
-        ("train", "train, save"), ("train", "train, save"), ("save", "train, save"), ("write", "write"),
+        ("train", "train, save"),
+        ("train", "train, save"),
+        ("save", "train, save"),
         ("write", "write"),
-    ]  # fmt: skip
+        ("write", "write"),
+    ]
 
 
 def test_what_clocks_or_rounding_make_overlap_a_little_follows():

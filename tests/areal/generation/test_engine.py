@@ -59,10 +59,19 @@ SECONDS = 120.0
 PROMPT = list(range(10, 90))  # longer than two KV blocks, so that it is cached
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN, "initializer_range": 0.1,
-    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": EOS,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": EOS,
+}
 
 Models = dict[int, Path]
 
@@ -319,9 +328,7 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
     monkeypatch.setattr(areal.generation.engine, "_engine_args", as_on_gpus)
     policies: Models = request.getfixturevalue(folders)
     workers = changes.get("tensor_parallel", 1)
-    engine = await GenerationEngine.start(
-        policies[0], CONFIG.model_copy(update=changes), version=0, transfer="gloo"
-    )  # fmt: skip
+    engine = await GenerationEngine.start(policies[0], CONFIG.model_copy(update=changes), version=0, transfer="gloo")
     assert await engine._core.collective_rpc_async("schedules_ahead") == [True] * workers
     await check_interruption(engine, policies)
     assert await engine._core.collective_rpc_async("reloaded_with_the_config") == [True] * workers
@@ -640,9 +647,13 @@ async def test_weights_that_do_not_fit_are_refused_and_generation_goes_on(
 
 @pytest.mark.parametrize("adapter", [False, True])
 async def test_weights_that_are_removed_once_checked_are_refused_and_once_open_are_loaded_whole(
-    engine: GenerationEngine, adapting: GenerationEngine, models: Models, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, adapter: bool,
-) -> None:  # fmt: skip
+    engine: GenerationEngine,
+    adapting: GenerationEngine,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    adapter: bool,
+) -> None:
     def write(folder: Path) -> Path:
         return write_adapter_of(models[0], folder) if adapter else Path(shutil.copytree(models[1], folder))
 
@@ -791,9 +802,12 @@ async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
 async def test_a_missing_library_is_told_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "libnuma.so.1").touch()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from areal.cpu.generation import check_libraries; check_libraries()",
-        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        sys.executable,
+        "-c",
+        "from areal.cpu.generation import check_libraries; check_libraries()",
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
+        stderr=asyncio.subprocess.PIPE,
+    )
     _, said = await process.communicate()
     assert b"UserError: vLLM needs libnuma on the CPU" in said.splitlines()[-1]
 

@@ -143,12 +143,18 @@ def test_a_healthy_run_has_no_alerts_at_any_step_and_a_recovered_one_none_any_mo
         ("nothing trained", "No step has moved the weights since step 21", {"optimizer_steps": 0}),
         ("log-prob gap", "ends the run above 0.5", {"logprob_gap": 0.3}),
         ("log-prob gap", "0.0004 nats apart", {"engine_gap": 4e-4}),
-        ("reward parts diverge", "part form from 0.2 to 0.9 has risen, part right from 0.6 to 0.3 has fallen",
-         {"reward_parts": {"form": 0.9, "right": 0.3}}),
-        ("reward parts diverge", "part form from 0.2 to 0.9 has risen, the reward from 0.5 to 0.25 has fallen",
-         {"reward_parts": {"form": 0.9, "right": 0.6, "judge/tokens": 900.0}, "reward_mean": 0.25}),
+        (
+            "reward parts diverge",
+            "part form from 0.2 to 0.9 has risen, part right from 0.6 to 0.3 has fallen",
+            {"reward_parts": {"form": 0.9, "right": 0.3}},
+        ),
+        (
+            "reward parts diverge",
+            "part form from 0.2 to 0.9 has risen, the reward from 0.5 to 0.25 has fallen",
+            {"reward_parts": {"form": 0.9, "right": 0.6, "judge/tokens": 900.0}, "reward_mean": 0.25},
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_metrics_show_is_named(tmp_path, name, says, changes):
     records = write_run(tmp_path)
     for record in records:

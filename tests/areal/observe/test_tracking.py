@@ -50,8 +50,10 @@ def test_every_record_is_told_once_however_often_one_looks(tmp_path):
     write(tmp_path, 2)
     tracker.look()
     assert sink.told == [
-        (1, {"step/loss": 0.5}, 9.0), (0, {"evaluation/accuracy": 0.5}, 9.0), (2, {"step/loss": 1.0}, 9.0),
-    ]  # fmt: skip
+        (1, {"step/loss": 0.5}, 9.0),
+        (0, {"evaluation/accuracy": 0.5}, 9.0),
+        (2, {"step/loss": 1.0}, 9.0),
+    ]
 
 
 def test_benchmarks_are_told_by_their_names(tmp_path):

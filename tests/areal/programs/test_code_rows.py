@@ -142,7 +142,7 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"reward_model": {"style": "rule"}}, "that should have them has no ground_truth"),
         ({"test": "def same(a, b):\n    return a == b\nfor x in [1]:\n    same(f(x), 2)"}, CANNOT_FAIL),
     ],
-)  # fmt: skip
+)
 def test_a_row_whose_tests_say_nothing_is_an_error_of_the_data(row, message):
     with pytest.raises(RewardError, match=message):
         read_tests(row)
@@ -189,7 +189,7 @@ def test_what_gives_a_program_a_hold_on_its_tests_is_seen(source, unsafe):
         ("def test_f(capsys):\n    f(1)\n    assert capsys.readouterr().out == '1'", None),
         ("import unittest\nclass F(unittest.TestCase):\n    def test_f(self):\n        self.assertTrue(f(1))", None),
     ],
-)  # fmt: skip
+)
 def test_tests_that_need_more_than_calls_with_plain_data_are_seen(source, beyond):
     needs = read_tests({"tests": source}).needs
     assert (needs.beyond or "").startswith(beyond or "") and bool(needs.beyond) == bool(beyond)

@@ -45,11 +45,17 @@ keys = st.one_of(st.integers(), st.text(), st.tuples(st.integers(), st.booleans(
 def containers(items):
     dicts = st.dictionaries(keys, items, max_size=4)
     return st.one_of(
-        st.lists(items, max_size=4), st.lists(items, max_size=4).map(tuple), st.sets(keys, max_size=4), dicts,
-        st.binary(max_size=9).map(bytearray), st.lists(items, max_size=4).map(lambda v: collections.deque(v, maxlen=9)),
-        dicts.map(collections.OrderedDict), dicts.map(lambda d: collections.defaultdict(list, d)),
-        st.text(max_size=9).map(collections.Counter), st.lists(st.floats(), max_size=4).map(np.array),
-    )  # fmt: skip
+        st.lists(items, max_size=4),
+        st.lists(items, max_size=4).map(tuple),
+        st.sets(keys, max_size=4),
+        dicts,
+        st.binary(max_size=9).map(bytearray),
+        st.lists(items, max_size=4).map(lambda v: collections.deque(v, maxlen=9)),
+        dicts.map(collections.OrderedDict),
+        dicts.map(lambda d: collections.defaultdict(list, d)),
+        st.text(max_size=9).map(collections.Counter),
+        st.lists(st.floats(), max_size=4).map(np.array),
+    )
 
 
 values = st.recursive(numbers, containers, max_leaves=12)
@@ -243,11 +249,14 @@ class Forged(AssertionError, LookupError):
 @pytest.mark.parametrize(
     ("error", "base"),
     [
-        (ValueError(1), ValueError), (KeyError("x"), KeyError), (SystemExit(2), SystemExit), (Forged(), LookupError),
+        (ValueError(1), ValueError),
+        (KeyError("x"), KeyError),
+        (SystemExit(2), SystemExit),
+        (Forged(), LookupError),
         *((kind("x"), Exception) for kind in (Exception, BaseException, AssertionError, AttributeError, NameError)),
         *((kind("x"), Exception) for kind in (UnboundLocalError, StopIteration, KeyboardInterrupt, GeneratorExit)),
     ],
-)  # fmt: skip
+)
 def test_no_error_arrives_as_what_catches_all_or_what_tests_raise_themselves(error, base):
     found = decoded(encoded(error))
     assert isinstance(found, base) and isinstance(found, Exception | SystemExit) and type(found) is not Exception
@@ -257,11 +266,17 @@ def test_no_error_arrives_as_what_catches_all_or_what_tests_raise_themselves(err
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (np.float16("inf"), math.inf), (np.float32(16777216), 16777216.0), (np.float64(2**53), float(2**53)),
-        (np.int64(2**53 + 1), 2**53 + 1), (np.int8(-1), -1), (np.bool_(True), True), (np.str_("é"), "é"),
-        (np.complex64(1j), 1j), (np.array(3, np.float16), 3.0),
+        (np.float16("inf"), math.inf),
+        (np.float32(16777216), 16777216.0),
+        (np.float64(2**53), float(2**53)),
+        (np.int64(2**53 + 1), 2**53 + 1),
+        (np.int8(-1), -1),
+        (np.bool_(True), True),
+        (np.str_("é"), "é"),
+        (np.complex64(1j), 1j),
+        (np.array(3, np.float16), 3.0),
     ],
-)  # fmt: skip
+)
 def test_numbers_of_numpy_arrive_as_pythons(value, expected):
     found = decoded(encoded(value))
     assert found == expected and type(found) is type(expected)

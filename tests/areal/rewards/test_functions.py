@@ -293,9 +293,12 @@ def wrong(solution_str, ground_truth):
 def test_a_reward_for_verl_gets_what_verl_gives_it(tmp_path):
     (file := tmp_path / "for_verl.py").write_text(FOR_VERL)
     row = {
-        "data_source": "gsm8k", "prompt": "?", "reward_model": {"style": "rule", "ground_truth": "7"},
-        "extra_info": {"index": 2}, "answer": "8",
-    }  # fmt: skip
+        "data_source": "gsm8k",
+        "prompt": "?",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"index": 2},
+        "answer": "8",
+    }
     score = resolve(f"{file}:compute_score").function
     assert score("?", "7", row) == 121 and score("?", "8", row) == 120
     assert score("?", "8", {"prompt": "?", "answer": "8"}) == 1

@@ -43,9 +43,11 @@ async def test_the_score_is_the_model_s_raw_output_for_the_chat_also_after_the_s
         assert await reward("p", "c", {}) == (-2.5, {"tokens": 7})
         assert await reward("s\n\np", "c", {"prompt": chat}) == (0.5, {"tokens": 7})
     answered = {"role": "assistant", "content": "c"}
-    assert requests[0] == requests[1] == {
-        "model": "m", "use_activation": False, "messages": [{"role": "user", "content": "p"}, answered]
-    }  # fmt: skip
+    assert (
+        requests[0]
+        == requests[1]
+        == {"model": "m", "use_activation": False, "messages": [{"role": "user", "content": "p"}, answered]}
+    )
     assert requests[2]["messages"] == [*chat, answered]
 
 

@@ -86,12 +86,17 @@ def test_rows_with_programs_are_tested_in_the_ways_that_data_sets_write_them(sco
     defined = {"prompt": "Write add.", "entry_point": "add", "tests": HUMANEVAL["test"]}
     stdin = {"prompt": "Add.", "tests": json.dumps([{"input": "1 2", "output": "3"}])}
     _, scores, _ = score(
-        HUMANEVAL, HUMANEVAL | {"completion": "    return a * b\n"},
-        mbpp | {"completion": right}, mbpp | {"completion": wrong},
-        asserts | {"completion": right}, asserts | {"completion": wrong}, defined | {"completion": right},
-        stdin | {"completion": "print(sum(map(int, input().split())))"}, stdin | {"completion": right},
+        HUMANEVAL,
+        HUMANEVAL | {"completion": "    return a * b\n"},
+        mbpp | {"completion": right},
+        mbpp | {"completion": wrong},
+        asserts | {"completion": right},
+        asserts | {"completion": wrong},
+        defined | {"completion": right},
+        stdin | {"completion": "print(sum(map(int, input().split())))"},
+        stdin | {"completion": right},
         reward=("code",),
-    )  # fmt: skip
+    )
     assert [one["score"] for one in scores] == [1, 0, 1, 0, 1, 0, 1, 1, 0]
     assert scores[3]["parts"] == {"code/passed": 0.5}
 

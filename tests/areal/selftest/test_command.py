@@ -27,9 +27,13 @@ reward: {functions: [math]}
 def selftest(folder, *arguments, timeout=280):
     """The exit code, what was printed, and the results by (model, check)."""
     done = subprocess.run(
-        [sys.executable, "-m", "areal", "selftest", *arguments], cwd=folder, capture_output=True, text=True,
-        timeout=timeout, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "areal", "selftest", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
     file = folder / "selftest.json"
     found = json.loads(file.read_text()) if file.exists() else {"findings": []}
     results = {(each["model"], each["name"]): each["result"] for each in found["findings"]}

@@ -28,9 +28,11 @@ class Orders:
     """Has everything done at once. `given`: the orders, with the part that got them. fails: one that does not work."""
 
     ANSWERS = {
-        "checkpoint_bytes": {"bytes": 1000}, "operations": {"of_token": 1.0, "peak_tflops": None},
-        "send": {"call": "a", "info": {}}, "sent": {},
-    }  # fmt: skip
+        "checkpoint_bytes": {"bytes": 1000},
+        "operations": {"of_token": 1.0, "peak_tflops": None},
+        "send": {"call": "a", "info": {}},
+        "sent": {},
+    }
 
     def __init__(self, only=(), fails="") -> None:
         self.given, self.rows, self._only, self._fails = [], {}, set(only), fails

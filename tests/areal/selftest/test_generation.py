@@ -120,9 +120,12 @@ async def test_sequences_that_an_engine_sleeps_in_go_on_right(generator, folder)
 
 
 GPU = {
-    "before": {"bytes": 78 * GIB}, "running": {"bytes": 14 * GIB}, "asleep": {"bytes": 75 * GIB},
-    "offloaded": [20 * GIB, GIB], "sleep_seconds": 1.0,
-}  # fmt: skip
+    "before": {"bytes": 78 * GIB},
+    "running": {"bytes": 14 * GIB},
+    "asleep": {"bytes": 75 * GIB},
+    "offloaded": [20 * GIB, GIB],
+    "sleep_seconds": 1.0,
+}
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,9 @@ def test_kernels_that_are_right_pass(dtype):
 
 def sees_the_sequence_before(module, query, key, value, attention_mask, *, row, mask, **others):
     added = [row.added[0] + row.added[1], *row.added[2:]]
-    return packed_sdpa(module, query, key, value, None, row=dataclasses.replace(row, added=added, lengths=added),
-                       mask=mask, **others)  # fmt: skip
+    return packed_sdpa(
+        module, query, key, value, None, row=dataclasses.replace(row, added=added, lengths=added), mask=mask, **others
+    )
 
 
 def sees_the_future(module, query, key, value, attention_mask, *, row, mask, scaling=None, **others):

@@ -23,9 +23,12 @@ NOTES = (Note({"form": 0.5}, 0, ("generator/0", "generator/1"), 1e9, 2.5),) * 2
 
 def group(number: int, version: int = 4) -> Group:
     plain = Trajectory(
-        np.array([0, number, 2], np.int32), np.array([0, -0.1, -0.7], np.float32),
-        np.array([-1, version, version + 1], np.int32), 0.1 + number, "length",
-    )  # fmt: skip
+        np.array([0, number, 2], np.int32),
+        np.array([0, -0.1, -0.7], np.float32),
+        np.array([-1, version, version + 1], np.int32),
+        0.1 + number,
+        "length",
+    )
     return Group(f"g{number}.0", number, (plain, BRANCHED), ROW, NOTES)
 
 

@@ -96,9 +96,11 @@ def test_a_new_run_moves_an_old_one_of_its_name_aside_and_says_where_it_is(confi
 
 SECRET = "s3cr3t"
 SECRETS_GIVEN = [
-    f"observe.prometheus_token={SECRET}", "observe.prometheus_port=9400", f"sandbox.url=https://me:{SECRET}@example.org",
+    f"observe.prometheus_token={SECRET}",
+    "observe.prometheus_port=9400",
+    f"sandbox.url=https://me:{SECRET}@example.org",
     f"rollout_manager.workflow_options={{api_key: {SECRET}, stop: 3, nested: [{{password: {SECRET}}}]}}",
-]  # fmt: skip
+]
 
 
 @pytest.fixture

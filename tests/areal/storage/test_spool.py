@@ -155,9 +155,11 @@ def test_samples_of_an_earlier_attempt_become_those_of_the_next_one(path: Path):
     put(spool, make_group(2), 0, 3)
     samples = spool.samples(1)
     assert {key: sample.reward for key, sample in samples.items()} == {
-        ("g1.0", 0): group.trajectories[0].reward, ("g1.0", 1): group.trajectories[1].reward,
-        ("g1.0", 2): group.trajectories[2].reward, ("g1.1", 1): group.trajectories[2].reward,
-    }  # fmt: skip
+        ("g1.0", 0): group.trajectories[0].reward,
+        ("g1.0", 1): group.trajectories[1].reward,
+        ("g1.0", 2): group.trajectories[2].reward,
+        ("g1.1", 1): group.trajectories[2].reward,
+    }
     spool.move("g1.1", [("g1.0", 0), ("g1.0", 1), ("g1.0", 5), ("g1.0", 2)], size=2)
     assert spool.samples(1).keys() == {("g1.1", 0), ("g1.1", 1), ("g1.0", 1), ("g1.0", 2)}
     spool.close()

@@ -651,9 +651,11 @@ def test_saved_weights_load_in_transformers_and_give_the_same_log_probs(engine_o
 def test_zero_3_saves_weights_that_a_pass_has_begun_to_gather(engine_of, tmp_path):
     """As it does with any model of more than a billion parameters; this one has 17,000."""
     zero = {
-        "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 5000,
-        "stage3_max_live_parameters": 15_000, "stage3_max_reuse_distance": 10_000,
-    }  # fmt: skip
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 5000,
+        "stage3_max_live_parameters": 15_000,
+        "stage3_max_reuse_distance": 10_000,
+    }
     engine = engine_of(zero_stage=3, gradient_checkpointing=True, deepspeed_options={"zero_optimization": zero})
     train(engine, BATCHES[:2])
     before = engine.logprobs(make_batch(), temperature=TEMPERATURE)

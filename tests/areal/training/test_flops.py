@@ -23,9 +23,14 @@ EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts"
 
 def model_of(**sizes):
     config = AutoConfig.for_model(
-        **sizes, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=2,
-        head_dim=WIDTH, vocab_size=50,
-    )  # fmt: skip
+        **sizes,
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        head_dim=WIDTH,
+        vocab_size=50,
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").train()
 
 

@@ -10,9 +10,13 @@ from areal.config import GuardConfig
 from areal.training.guard import Guard
 
 SOUND = {
-    "loss": -0.01, "grad_norm": 0.7, "entropy": 1.2, "effective_sample_size": 0.8, "logprob_gap": 1e-4,
+    "loss": -0.01,
+    "grad_norm": 0.7,
+    "entropy": 1.2,
+    "effective_sample_size": 0.8,
+    "logprob_gap": 1e-4,
     "kl_reference": None,
-}  # fmt: skip
+}
 
 
 def guard(**limits: float) -> Guard:

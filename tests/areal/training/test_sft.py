@@ -179,9 +179,7 @@ def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str,
 
 def trajectory(tokens, versions, reward: float, branches: tuple[Branch, ...] = ()) -> Trajectory:
     zeros = np.zeros(len(tokens), np.float32)
-    return Trajectory(
-        np.array(tokens, np.int32), zeros, np.array(versions, np.int32), reward, "stop", branches
-    )  # fmt: skip
+    return Trajectory(np.array(tokens, np.int32), zeros, np.array(versions, np.int32), reward, "stop", branches)
 
 
 def test_of_rollouts_exactly_the_sampled_tokens_of_the_best_are_trained(tiny_model, tmp_path):

@@ -46,9 +46,17 @@ CASES = {
     },
 }
 LOOKS_AT_SEQUENCES = {
-    "objective": "gspo", "sequence_mask": "geometric", "kl_coef": 0.1, "kl_in": "reward", "minibatches": 2, "lr": 0.01,
-    "critic": {"lam": 0.9}, "teacher": "wise", "teacher_coef": 0.1, "teacher_top_k": 2,
-}  # fmt: skip
+    "objective": "gspo",
+    "sequence_mask": "geometric",
+    "kl_coef": 0.1,
+    "kl_in": "reward",
+    "minibatches": 2,
+    "lr": 0.01,
+    "critic": {"lam": 0.9},
+    "teacher": "wise",
+    "teacher_coef": 0.1,
+    "teacher_top_k": 2,
+}
 """Settings whose losses and metrics need the log-probs of a whole sequence, and of all minibatches."""
 
 

@@ -40,8 +40,9 @@ CHAT = {
     "a date": "{{ strftime_now('%d %B %Y') }}" + TEXT + PROMPT,
     "content as parts": TEXT.replace(
         "{{ m.content }}", "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
-    ) + PROMPT,
-}  # fmt: skip
+    )
+    + PROMPT,
+}
 
 CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}\n{% endfor %}"
 SAID = "<start>{{ m.role }}\n{{ m.content }}<end>\n"
@@ -88,7 +89,7 @@ TOOLS = {
         "<start>assistant\n<call>f<close><end>\n",
         "<result>{{ m.content }}<end>\n",
     ),
-}  # fmt: skip
+}
 TOOLS_SHOWN = {
     "in the system's turn": "<start>system\n{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}<end>\n",
     "apart": "{% if tools %}<tools>{{ tools | tojson }}<end>{% endif %}",

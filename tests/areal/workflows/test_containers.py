@@ -33,7 +33,7 @@ def bash(code: str) -> str:
 
 async def play(
     session: Session, command: str = "test -f /made", fields: dict | None = None, world: str = WORLD, **options
-):  # fmt: skip
+):
     options = {"command": command, "folder": None, "arguments": ARGUMENTS, **options}
     row = Row(index=0, prompt="Go.", answer=None, reward=None, fields=fields or {})
     workflow = resolve_workflow("environment", {"environment": world, "environment_options": options})

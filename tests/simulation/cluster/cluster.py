@@ -144,9 +144,11 @@ class Cluster:
         setup = self.setup
         self._start("master", 0, 0.0)
         for role, number in (
-            ("trainer", 1), ("reward", setup.rewards), ("generator", setup.generators),
+            ("trainer", 1),
+            ("reward", setup.rewards),
+            ("generator", setup.generators),
             ("rollout_manager", setup.managers),
-        ):  # fmt: skip
+        ):
             for index in range(number):
                 self._start(role, index, 0.1 + self._random.random() * START_SECONDS)
         begun = time.thread_time()
@@ -180,10 +182,15 @@ class Cluster:
         learner = self.learner
         self._totals.append(
             Totals(
-                self.scheduler.now, self.scheduler.cpu(), self.messages.copy(), engines, learner.shares.copy(),
-                learner.tokens, self.logged.copy(),
+                self.scheduler.now,
+                self.scheduler.cpu(),
+                self.messages.copy(),
+                engines,
+                learner.shares.copy(),
+                learner.tokens,
+                self.logged.copy(),
             )
-        )  # fmt: skip
+        )
 
     def _count(self, source: SimNetwork, target: SimNetwork, frames: list[Frame], fate: str) -> None:
         self.messages[source.name] += 1

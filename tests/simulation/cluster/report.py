@@ -137,44 +137,85 @@ def run_sizes(setups: Sequence[Setup], console: Console) -> list[Report]:
 def _throughput(reports: Sequence[Report]) -> Table:
     first = reports[0]
     table = Table(
-        "devices", "engines", "tokens/s", "of the ideal", "training bound", "generating bound", "age bound",
-        "staleness mean", "max", "alive, batches", title=_title(first.setup), title_justify="left",
-    )  # fmt: skip
+        "devices",
+        "engines",
+        "tokens/s",
+        "of the ideal",
+        "training bound",
+        "generating bound",
+        "age bound",
+        "staleness mean",
+        "max",
+        "alive, batches",
+        title=_title(first.setup),
+        title_justify="left",
+    )
     for r in reports:
         ideal = first.throughput * r.setup.devices / first.setup.devices
         table.add_row(
-            f"{r.setup.devices}", f"{r.setup.generators} x {r.setup.llm.devices_an_engine}", f"{r.throughput:,.0f}",
-            f"{r.throughput / ideal:.3f}", f"{r.training_bound:,.0f}", f"{r.generating_bound:,.0f}",
-            f"{r.age_bound:,.0f}", f"{r.staleness_mean:.2f}", f"{r.staleness_max}", f"{r.alive:.1f}",
-        )  # fmt: skip
+            f"{r.setup.devices}",
+            f"{r.setup.generators} x {r.setup.llm.devices_an_engine}",
+            f"{r.throughput:,.0f}",
+            f"{r.throughput / ideal:.3f}",
+            f"{r.training_bound:,.0f}",
+            f"{r.generating_bound:,.0f}",
+            f"{r.age_bound:,.0f}",
+            f"{r.staleness_mean:.2f}",
+            f"{r.staleness_max}",
+            f"{r.alive:.1f}",
+        )
     return table
 
 
 def _time(reports: Sequence[Report]) -> Table:
     names = list(dict.fromkeys(name for report in reports for name in report.shares))
     table = Table(
-        "devices", "step, s", *names, "sequences an engine", "engines idle", "loading",
-        title="Where a step's time goes", title_justify="left",
-    )  # fmt: skip
+        "devices",
+        "step, s",
+        *names,
+        "sequences an engine",
+        "engines idle",
+        "loading",
+        title="Where a step's time goes",
+        title_justify="left",
+    )
     for r in reports:
         shares = (f"{r.shares.get(name, 0.0):.1%}" for name in names)
         table.add_row(
-            f"{r.setup.devices}", f"{r.step_seconds:,.1f}", *shares, f"{r.sequences:.0f}", f"{r.engines_idle:.1%}",
+            f"{r.setup.devices}",
+            f"{r.step_seconds:,.1f}",
+            *shares,
+            f"{r.sequences:.0f}",
+            f"{r.engines_idle:.1%}",
             f"{r.engines_loading:.1%}",
-        )  # fmt: skip
+        )
     return table
 
 
 def _load(reports: Sequence[Report]) -> Table:
     table = Table(
-        "devices", "master: messages/s", "cores", "managers", "busiest: messages/s", "cores", "trainer: cores",
-        "limit", title="Load of the control plane", title_justify="left",
-    )  # fmt: skip
+        "devices",
+        "master: messages/s",
+        "cores",
+        "managers",
+        "busiest: messages/s",
+        "cores",
+        "trainer: cores",
+        "limit",
+        title="Load of the control plane",
+        title_justify="left",
+    )
     for r in reports:
         table.add_row(
-            f"{r.setup.devices}", f"{r.master.messages:,.1f}", f"{r.master.cores:.4f}", f"{r.setup.managers}",
-            f"{r.manager.messages:,.1f}", f"{r.manager.cores:.4f}", f"{r.trainer.cores:.4f}", r.limit,
-        )  # fmt: skip
+            f"{r.setup.devices}",
+            f"{r.master.messages:,.1f}",
+            f"{r.master.cores:.4f}",
+            f"{r.setup.managers}",
+            f"{r.manager.messages:,.1f}",
+            f"{r.manager.cores:.4f}",
+            f"{r.trainer.cores:.4f}",
+            r.limit,
+        )
     return table
 
 
