@@ -52,6 +52,7 @@ from protocols.messages import (
     AskSnapshot,
     AskStatus,
     Configuration,
+    ConnectionLost,
     Done,
     Heartbeat,
     HeartbeatAnswer,
@@ -72,6 +73,8 @@ from protocols.transport import Bus, Publisher, Request, fingerprint
 WATCH_SECONDS = 1.0
 # A member that has missed some heartbeats: its process may be suspended. Until it is heard or fenced, nothing stalls.
 SILENT_SECONDS = 5.0
+# A member that lives has sent a heartbeat within this time.
+LAST_BEAT_SECONDS = 3.0
 # Membership changes within this time are published as one event.
 GATHER_SECONDS = 0.05
 # How long the master waits, after the end of the run, for the other actors to leave.
@@ -391,6 +394,20 @@ class Master(HandlesRequests):
         if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
             self._run.progress.await_successor()
+        return Done()
+
+    @handles(ConnectionLost)
+    async def connection_lost(self, request: Request[ConnectionLost]) -> Done:
+        """Remove a member at once, and not only when its lease ends, if its machine says that nobody listens at its
+        address, and it is not heard either."""
+        self._run.member(request)
+        identity = request.message.identity
+        member, last = self.state.members.get(identity), self.members.last_heartbeats.get(identity)
+        if member and await self.bus.refuses(member.address):
+            await asyncio.sleep(LAST_BEAT_SECONDS)
+            if self.members.last_heartbeats.get(identity) is last:
+                self._remove(identity, f"nobody listens at {member.address}")
+                self._run.progress.await_successor()
         return Done()
 
     @handles(AskSnapshot)

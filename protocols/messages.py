@@ -37,6 +37,7 @@
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
 | rollout_manager, evaluator | master | ScoringFailed | Done |
+| rollout_manager, evaluator | master | ConnectionLost | Done |
 | monitor | master | AskStatus | Status |
 | any | master | AddReward | Done |
 
@@ -56,7 +57,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 28
+PROTOCOL_VERSION = 29
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -389,6 +390,13 @@ class ScoringFailed(Message):
 
     cause: Cause
     reason: Annotated[str, Field(max_length=4096)]
+
+
+class ConnectionLost(Message):
+    """The sender cannot reach a member: a connection was refused, or broke. The answer comes once the master has tried
+    it, too."""
+
+    identity: Name
 
 
 class OpenFlow(Message):

@@ -28,6 +28,7 @@ from protocols.codec import Frame, Header, decode_body, decode_header, encode, e
 from protocols.errors import (
     BusError,
     BusyError,
+    ConnectionLostError,
     DeadlineError,
     MalformedError,
     ProtocolVersionError,
@@ -281,7 +282,8 @@ class Peer:
     """A link to one server. Every request has a deadline; a lost request is sent again under its id. `token`: what the
     server recognizes the asker by.
 
-    If the link is closed, waiting requests fail at once with DeadlineError, and streams with StreamBrokenError.
+    If the link is closed, waiting requests fail at once with DeadlineError, and streams with StreamBrokenError. If the
+    connection is lost or refused, requests wait for the next one; streams fail, since the server ends them, too.
     """
 
     def __init__(
@@ -291,7 +293,7 @@ class Peer:
         self.identity = identity
         self.address = address
         self._ids = ids
-        self._link = network.connect(address, self._receive, on_crash)
+        self._link = network.connect(address, self._receive, on_crash, self._lose_streams)
         self._waiting: dict[str, _Inbox] = {}
 
     async def close(self) -> None:
@@ -308,7 +310,7 @@ class Peer:
         try:
             for attempt in itertools.count():
                 head = self._head(message, sender, id, deadline, attempt)
-                if not await self._send([head, *body], deadline):
+                if not await self._send([head, *body], deadline, inbox):
                     break
                 until = min(deadline, loop.time() + RESEND_SECONDS)
                 if arrived := inbox.take() or await inbox.wait(until):
@@ -322,7 +324,8 @@ class Peer:
     async def stream(self, message: Message, timeout: float) -> AsyncGenerator[Message, None]:
         """The parts of a stream that must end within `timeout` seconds.
 
-        Raises StreamBrokenError if a part is missing or the server stops responding, DeadlineError at the deadline.
+        Raises StreamBrokenError if a part is missing or the server stops responding, ConnectionLostError at once if
+        the connection is lost or refused, DeadlineError at the deadline.
         """
         loop = asyncio.get_running_loop()
         sender, id, deadline = self.identity.name, f"{next(self._ids)}", loop.time() + timeout
@@ -331,8 +334,8 @@ class Peer:
         complete = False
         try:
             until = min(deadline, loop.time() + STREAM_SILENCE_SECONDS)
-            if not await self._send([self._head(message, sender, id, deadline), *body], until):
-                raise StreamBrokenError(f"{self.address} cannot be reached")
+            if not await self._send([self._head(message, sender, id, deadline), *body], until, inbox):
+                raise ConnectionLostError(f"{self.address} cannot be reached")
             expected, taken = 0, 0
             while True:
                 header, part = inbox.take() or await self._next_part(inbox, message, deadline)
@@ -380,19 +383,21 @@ class Peer:
             Header(message.kind, sender, id, remaining_ms=remaining, attempt=attempt, token=self.token)
         )
 
-    async def _send(self, frames: list[Frame], until: float) -> bool:
-        """Send the frames. False if that was not possible before `until`. True on a closed link too: the inbox gets the
-        error."""
+    async def _send(self, frames: list[Frame], until: float, inbox: _Inbox) -> bool:
+        """Send the frames. False if that was not possible before `until`, or before `inbox` was told to send no more.
+        True on a closed link too: the inbox gets the error."""
         try:
             self._link.send(frames)
         except Unreachable:
             pass
         except Full:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(until) as inbox.sending:
                     await self._link.send_when_possible(frames)
                     return True
             return False
+        finally:
+            inbox.sending = None
         return True
 
     def _send_now(self, message: Message, sender: str, reply_to: str) -> None:
@@ -421,6 +426,13 @@ class Peer:
         for inbox in self._waiting.values():
             inbox.put((_NOT_SENT, _failure(error)))
 
+    def _lose_streams(self) -> None:
+        error = _failure(ConnectionLostError(f"the connection to {self.address} was lost"))
+        for inbox in self._waiting.values():
+            if inbox.closed is StreamBrokenError:
+                inbox.put((_NOT_SENT, error))
+                inbox.give_up_sending()
+
     def _tell_closed(self, inbox: _Inbox) -> None:
         inbox.put((_NOT_SENT, _failure(inbox.closed(f"the link to {self.address} was closed"))))
 
@@ -429,16 +441,18 @@ _Arrived = tuple[Header, Message]
 
 
 class _Inbox:
-    """The messages that have arrived for one request. `closed`: the error that a closed link means for it.
+    """The messages that have arrived for one request. `closed`: the error that a closed link means for it. `sending`:
+    limits the time in which the request itself waits for a connection.
 
     All waits share one timer. No wait may end before the one before it, so the timer is moved only after it has rung
     too early.
     """
 
-    __slots__ = ("_arrived", "_timer", "_until", "_woken", "closed")
+    __slots__ = ("_arrived", "_timer", "_until", "_woken", "closed", "sending")
 
     def __init__(self, closed: type[BusError]) -> None:
         self.closed = closed
+        self.sending: asyncio.Timeout | None = None
         self._arrived: deque[_Arrived] = deque()
         self._woken: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -447,6 +461,10 @@ class _Inbox:
     def put(self, arrived: _Arrived) -> None:
         self._arrived.append(arrived)
         self._wake()
+
+    def give_up_sending(self) -> None:
+        if self.sending and not self.sending.expired():
+            self.sending.reschedule(asyncio.get_running_loop().time())
 
     def take(self) -> _Arrived | None:
         return self._arrived.popleft() if self._arrived else None
@@ -571,6 +589,13 @@ class Bus:
             closing = asyncio.create_task(peer.close(), name=f"forget {address}")
             self._closing[closing] = None
             closing.add_done_callback(self._closing.pop)
+
+    async def refuses(self, address: str) -> bool:
+        """True if nobody listens at the address any more; False if anything does, or nothing is heard of it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RESEND_SECONDS):
+                return await self._network.refuses(address)
+        return False
 
     def publisher(self, address: str, first: int = 0) -> Publisher:
         """A publisher whose first event is number `first + 1`; its `address` is the real one.
