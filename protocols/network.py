@@ -104,7 +104,7 @@ class Network(Protocol):
         """A link that receives everything published at `address`."""
 
     async def refuses(self, address: str) -> bool:
-        """True if the machine at this address says that nobody listens there. Waits while nothing is heard."""
+        """True if the machine at this address says that nobody listens there; False if nothing is heard of it."""
 
     def close(self) -> None:
         """Close everything that is still open."""
@@ -145,8 +145,9 @@ class ZmqNetwork:
     async def refuses(self, address: str) -> bool:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         try:
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        except OSError as error:
+            async with asyncio.timeout(HANDSHAKE_MS / 1000):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError as error:  # TimeoutError is one
             return isinstance(error, ConnectionRefusedError)
         writer.close()
         return False

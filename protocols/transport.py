@@ -431,7 +431,8 @@ class Peer:
         for inbox in self._waiting.values():
             if inbox.closed is StreamBrokenError:
                 inbox.put((_NOT_SENT, error))
-                inbox.give_up_sending()
+                if (sending := inbox.sending) and not sending.expired():
+                    sending.reschedule(0.0)
 
     def _tell_closed(self, inbox: _Inbox) -> None:
         inbox.put((_NOT_SENT, _failure(inbox.closed(f"the link to {self.address} was closed"))))
@@ -461,10 +462,6 @@ class _Inbox:
     def put(self, arrived: _Arrived) -> None:
         self._arrived.append(arrived)
         self._wake()
-
-    def give_up_sending(self) -> None:
-        if self.sending and not self.sending.expired():
-            self.sending.reschedule(asyncio.get_running_loop().time())
 
     def take(self) -> _Arrived | None:
         return self._arrived.popleft() if self._arrived else None
@@ -591,11 +588,8 @@ class Bus:
             closing.add_done_callback(self._closing.pop)
 
     async def refuses(self, address: str) -> bool:
-        """True if nobody listens at the address any more; False if anything does, or nothing is heard of it."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RESEND_SECONDS):
-                return await self._network.refuses(address)
-        return False
+        """See `Network.refuses`."""
+        return await self._network.refuses(address)
 
     def publisher(self, address: str, first: int = 0) -> Publisher:
         """A publisher whose first event is number `first + 1`; its `address` is the real one.
