@@ -20,12 +20,12 @@ import yaml
 import zmq
 from helpers import SHORT, check_adapters, descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
-from run import keep_report, main, port_is_named
 
 from actors.checks.preflight import check_port
 from actors.checks.preflight import free_port as hold_free_port
 from actors.checks.start_checks import own_port
 from actors.runtime.supervisor import Supervisor
+from actors.start.command import keep_report, main, port_is_named
 from areal.config import load_config
 from areal.processes import KEYS
 
