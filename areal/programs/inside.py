@@ -121,14 +121,6 @@ for name in MODULES:
     importlib.import_module(name)
 
 
-def import_pytest():
-    """Loads pytest, which tests that are modules of pytest are run by, if programs can import it."""
-    with contextlib.suppress(ImportError):
-        config = importlib.import_module("_pytest.config")
-        for name in (*(f"_pytest.{plugin}" for plugin in config.default_plugins), "_pytest._argcomplete", "pdb"):
-            importlib.import_module(name)
-
-
 # --- the filter on system calls
 
 # The refused system calls, with their numbers on x86-64 and on arm64 (-1: it does not exist there). They give access to
@@ -834,6 +826,11 @@ def main():
     requests, plain = socket.socket(fileno=int(descriptor)), mode == "none"
     with contextlib.suppress(OSError):
         write("/proc/self/oom_score_adj", "1000")  # when memory is short, the kernel kills programs first
+    # What runs tests is loaded in advance, too.
+    sys.path.append(os.path.dirname(__file__))
+    importlib.import_module("call_runner")
+    tests_runner = importlib.import_module("tests_runner")
+    sys.path.pop()
     try:
         groups = os.open(delegated, os.O_RDONLY) if delegated and not plain else None
         other_user = not plain and enter_user_namespace()
@@ -850,7 +847,8 @@ def main():
             enter_root(folders, packages.split(os.pathsep))
         else:
             sys.path += packages.split(os.pathsep)
-        import_pytest()
+        with contextlib.suppress(ImportError):
+            tests_runner.pytest_config()
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     except (OSError, KeyError) as error:
         requests.send(json.dumps({"error": str(error)}).encode())
