@@ -80,6 +80,7 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONINTMAXSTRDIGITS": "0",  # programs print numbers of any length
     "OMP_NUM_THREADS": "1",
 }
 
@@ -513,6 +514,7 @@ def run_python(path):
         buffering = 1 if name == "stderr" else -1
         stream = open(descriptor, mode, buffering, errors=errors, closefd=False)  # noqa: SIM115
         vars(sys).update({name: stream, f"__{name}__": stream})
+    sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(sys.getrecursionlimit() + depth() + 1)  # exec takes one
     code = 0
     try:

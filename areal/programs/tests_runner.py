@@ -48,8 +48,8 @@ MODULES = {
 NAMES_FROM = {"collections": None, "typing": None, "math": ("isclose", "isnan", "sqrt")}
 # Plugins that tests do not need, of which some take long.
 NO_PLUGINS = (
-    *("assertion", "cacheprovider", "debugging", "doctest", "faulthandler", "junitxml", "pastebin", "reports"),
-    *("setuponly", "setupplan", "stepwise", "terminal", "threadexception", "unraisableexception", "warnings"),
+    *("assertion", "cacheprovider", "doctest", "faulthandler", "junitxml", "pastebin", "reports", "setuponly"),
+    *("setupplan", "stepwise", "terminal", "threadexception", "unraisableexception", "warnings"),
 )
 # Pytest reads no file: neither tests nor configuration.
 PYTEST = ("--capture=no", "--noconftest", "--import-mode=importlib", "-c", os.devnull, "--rootdir", "/", os.devnull)
