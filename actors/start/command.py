@@ -164,10 +164,13 @@ def resolved(arguments: argparse.Namespace) -> Config:
 
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> int:
-    """Print the configuration, and check all that a start checks."""
+    """Print the configuration, and check all that a start checks. What the checks say, and their verdict, is the last
+    block."""
     from actors.checks.start_checks import own_port, rehearse_start
 
-    print(dump_config(config), end="", flush=True)
+    if not arguments.quiet:
+        print(dump_config(config), flush=True)
+    print("--- What the checks say:", file=sys.stderr)
     with own_port(config, bool(arguments.role) or port_is_named(arguments, config)) as config:
         rehearse_start(config, resume=bool(arguments.resume), alone=bool(arguments.role))
     print("The configuration and what it names were checked: the run can be started.", file=sys.stderr)

@@ -76,63 +76,34 @@ def parse() -> argparse.Namespace:
 
 
 def add_options_of_run(add: Callable[..., object]) -> None:
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE.yaml",
-        help="configuration of the run, which may also come without --config (default: configs/quickstart.yaml)",
-    )
+    words = "configuration of the run, which may also come without --config (default: configs/quickstart.yaml)"
+    add("--config", type=Path, metavar="FILE.yaml", help=words)
     add("--resume", type=Path, metavar="RUN_FOLDER", help="resume this run (default for --config: its own)")
-    add(
-        "--from-step",
-        type=int,
-        metavar="N",
-        help="with --resume: go back to the checkpoint of step N; what came after is moved away, and done anew",
-    )
-    add(
-        "--end",
-        action="store_true",
-        help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
-    )
+    words = "with --resume: go back to the checkpoint of step N; what came after is moved away, and done anew"
+    add("--from-step", type=int, metavar="N", help=words)
+    words = "with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation"
+    add("--end", action="store_true", help=words)
     add("--trust", action="store_true", help="with --resume or --fork: run code that another user's run names")
     add("--fork", type=Path, metavar="RUN_FOLDER", help="a new run from a checkpoint of this one, with its settings")
     add("--at-step", type=int, metavar="N", help="with --fork: the step of the checkpoint")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check all that a start checks and print the resolved configuration, without starting anything",
-    )
-    add(
-        "--keys",
-        metavar="FOLDER",
-        help=f"keys from `python -m areal keys`, (default: {KEYS}; on one machine, keys of the run's own)",
-    )
-    add(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="changes to the configuration, e.g. max_staleness=4; with --role reward: options of the one --reward",
-    )
+    words = "check all that a start checks and print the resolved configuration, without starting anything"
+    add("--dry-run", action="store_true", help=words)
+    add("--quiet", action="store_true", help="with --dry-run: leave out the configuration")
+    words = f"keys from `python -m areal keys`, (default: {KEYS}; on one machine, keys of the run's own)"
+    add("--keys", metavar="FOLDER", help=words)
+    words = "changes to the configuration, e.g. max_staleness=4; with --role reward: options of the one --reward"
+    add("overrides", nargs="*", metavar="key=value", help=words)
 
 
 def add_options_of_role(add: Callable[..., object]) -> None:
     add("--role", action="append", choices=("master", *ROLES, "monitor"), help="start only this role (may be repeated)")
     add("--master", metavar="tcp://HOST:PORT", help="address of the master, or the run folder on the master's machine")
-    add(
-        "--wait",
-        type=float,
-        default=WAIT_SECONDS,
-        metavar="SECONDS",
-        help=f"how long to wait for a master that has not started yet (default: {WAIT_SECONDS:g})",
-    )
+    words = f"how long to wait for a master that has not started yet (default: {WAIT_SECONDS:g})"
+    add("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help=words)
     add("--index", type=int, help="index of this actor within its role (default: the master assigns one)")
     add("--host", help="name or address at which others reach this actor (default: the interface towards the master)")
     add("--bind", metavar="HOST", help="interface to listen on, `*` for all (default: that of --host)")
     add("--ports", metavar="FIRST-LAST", default="*", help="ports to listen on (default: any free one)")
-    add(
-        "--reward",
-        action="append",
-        metavar="NAME",
-        help="reward that a reward role serves; may be repeated (default: the run's reward.functions)",
-    )
+    words = "reward that a reward role serves; may be repeated (default: the run's reward.functions)"
+    add("--reward", action="append", metavar="NAME", help=words)
     add("--scorer", metavar="NAME", help="name in the run's `scorers` of what a scorer role serves")
