@@ -507,7 +507,10 @@ def test_a_dry_run_without_a_mistake_says_so_and_leaves_nothing(small, tmp_path,
     assert main() == 0
     out, error = capsys.readouterr()
     assert yaml.safe_load(out)["name"] == "test"
-    assert error == "The configuration and what it names were checked: the run can be started.\n"
+    verdict = "The configuration and what it names were checked: the run can be started."
+    assert error.splitlines() == ["--- What the checks say:", verdict]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--quiet"])
+    assert main() == 0 and not capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
