@@ -59,13 +59,13 @@ def stop_run(folder: Path) -> list[str]:
     """Stop the run in a folder in order, and wait until it has ended. Returns the processes that remain after the time
     that it has for that. Raises UserError."""
     process = process_of(folder)
-    below = _below(process)
+    descendants = _descendants(process)
     seconds = config_of_run(folder).master.drain_seconds + STOP_SECONDS
     os.kill(process, signal.SIGTERM)
     until = time.monotonic() + seconds
-    while (rest := [one for one in (process, *below) if _command(one)]) and time.monotonic() < until:
+    while (survivors := [pid for pid in (process, *descendants) if _command(pid)]) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
-    return [f"{one} ({_command(one)})" for one in rest]
+    return [f"{pid} ({_command(pid)})" for pid in survivors]
 
 
 def print_runs(_options: Namespace) -> None:
@@ -81,8 +81,8 @@ def print_runs(_options: Namespace) -> None:
 
 def stop(options: Namespace) -> int:
     print(f"The run in {options.folder} is told to stop; a step in progress ends first.", file=sys.stderr, flush=True)
-    if rest := stop_run(options.folder):
-        print(shown(f"It was told to stop, and is not over: {', '.join(rest)}."), file=sys.stderr)
+    if survivors := stop_run(options.folder):
+        print(shown(f"It was told to stop, and these go on: {', '.join(survivors)}."), file=sys.stderr)
         return 1
     print(f"The run in {options.folder} has ended: `areal run --resume {options.folder}` goes on with it.")
     return 0
@@ -102,7 +102,7 @@ def _parent(process: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-def _below(process: int) -> list[int]:
+def _descendants(process: int) -> list[int]:
     """The processes below one, of all generations."""
     parents: dict[int, int] = {}
     for entry in PROC.glob("[0-9]*"):
@@ -110,11 +110,11 @@ def _below(process: int) -> list[int]:
             parents[int(entry.name)] = _parent(int(entry.name))
         except OSError:  # it has ended meanwhile
             continue
-    return [one for one in parents if _is_below(one, process, parents)]
+    return [pid for pid in parents if _is_below(pid, process, parents)]
 
 
-def _is_below(one: int, process: int, parents: Mapping[int, int]) -> bool:
-    while one := parents.get(one, 0):
-        if one == process:
+def _is_below(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    while pid := parents.get(pid, 0):
+        if pid == ancestor:
             return True
     return False
