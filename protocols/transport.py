@@ -318,7 +318,7 @@ class Peer:
                 if until == deadline:
                     break
         finally:
-            self._shut(id, inbox)
+            del self._waiting[id]
         raise DeadlineError(f"no answer to {message.kind!r} from {self.address} within {timeout:g} s")
 
     async def stream(self, message: Message, timeout: float) -> AsyncGenerator[Message, None]:
@@ -355,7 +355,7 @@ class Peer:
                     self._send_now(Credit(parts=taken), sender, id)
                     taken = 0
         finally:
-            self._shut(id, inbox)
+            del self._waiting[id]
             if not complete:
                 self._send_now(Cancel(), sender, id)
 
@@ -372,10 +372,6 @@ class Peer:
         if self._link.closed:
             self._tell_closed(inbox)
         return inbox
-
-    def _shut(self, id: str, inbox: _Inbox) -> None:
-        del self._waiting[id]
-        inbox.close()
 
     def _head(self, message: Message, sender: str, id: str, deadline: float, attempt: int = 0) -> bytes:
         remaining = max(0, int((deadline - asyncio.get_running_loop().time()) * 1000))
@@ -443,60 +439,30 @@ _Arrived = tuple[Header, Message]
 
 class _Inbox:
     """The messages that have arrived for one request. `closed`: the error that a closed link means for it. `sending`:
-    limits the time in which the request itself waits for a connection.
+    limits the time in which the request itself waits for a connection."""
 
-    All waits share one timer. No wait may end before the one before it, so the timer is moved only after it has rung
-    too early.
-    """
-
-    __slots__ = ("_arrived", "_timer", "_until", "_woken", "closed", "sending")
+    __slots__ = ("_arrived", "_woken", "closed", "sending")
 
     def __init__(self, closed: type[BusError]) -> None:
         self.closed = closed
         self.sending: asyncio.Timeout | None = None
         self._arrived: deque[_Arrived] = deque()
-        self._woken: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._until = 0.0
+        self._woken = asyncio.Event()
 
     def put(self, arrived: _Arrived) -> None:
         self._arrived.append(arrived)
-        self._wake()
+        self._woken.set()
 
     def take(self) -> _Arrived | None:
         return self._arrived.popleft() if self._arrived else None
 
     async def wait(self, until: float) -> _Arrived | None:
-        """The next message; None if nothing has arrived at `until` (the loop's time), which must never go back."""
-        self._until = until
-        if self._timer is None:
-            self._set_timer()
-        self._woken = asyncio.get_running_loop().create_future()
-        try:
-            await self._woken
-        finally:
-            self._woken = None
+        """The next message; None if nothing has arrived at `until`, by the loop's time."""
+        self._woken.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._woken.wait()
         return self.take()
-
-    def close(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-
-    def _set_timer(self) -> None:
-        self._timer = asyncio.get_running_loop().call_at(self._until, self._ring)
-
-    def _ring(self) -> None:
-        assert self._timer is not None  # this is it
-        early = self._timer.when() < self._until
-        self._timer = None
-        if early:
-            self._set_timer()
-        else:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._woken and not self._woken.done():
-            self._woken.set_result(None)
 
 
 class _EventLink:
