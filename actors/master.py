@@ -296,10 +296,8 @@ class Master(HandlesRequests):
             last = now = self._run.now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
-                self._run.progress.await_successor()
             for identity, hang in self._hangs.find():
                 self._remove(identity, hang)
-                self._run.progress.await_successor()
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._run.evaluations.watch()
@@ -394,7 +392,6 @@ class Master(HandlesRequests):
     async def leave(self, request: Request[Leave]) -> Done:
         if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
-            self._run.progress.await_successor()
         return Done()
 
     @handles(ConnectionLost)
@@ -408,7 +405,6 @@ class Master(HandlesRequests):
             await asyncio.sleep(LAST_BEAT_SECONDS)
             if self.members.last_heartbeats.get(identity) is last:
                 self._remove(identity, f"nobody listens at {member.address}")
-                self._run.progress.await_successor()
         return Done()
 
     @handles(AskSnapshot)
@@ -423,6 +419,7 @@ class Master(HandlesRequests):
         return Shutdown(ok=ending.ok, reason=text_of(ending.reason), stopped=self._trainer_may_end)
 
     def _remove(self, identity: str, reason: str) -> None:
+        self._run.progress.await_successor()
         self._run.evaluations.lose_member(self.state.members[identity])
         self.members.remove(identity, reason)
         self.folder.record_heartbeat(actor_name(identity), GONE, reason, {})
