@@ -22,9 +22,9 @@ arguments, and the output the result.
 
 A field may be the text of its JSON, or of a Python literal. Before asserts, `test_imports` and `test_setup_code` are
 run, if the row has them. `entry_point` names the function under test, which the tests may call `candidate`. If `prompt`
-defines it, as in HumanEval, or `code_prompt`, as in BigCodeBench, the program begins with that. `{"functional"}`, as in
-rLLM, is Python code, which may end with `check(Solution().f)`. If the entry point is `Solution().f`, as in LeetCodeDataset, `test`
-is read, as calls of this method. `language` is the language of the programs; default: python.
+defines it, as in HumanEval, or `code_prompt`, as in BigCodeBench, the program begins with that. If `entry_point` is
+`Solution().f`, as in LeetCodeDataset, `test` is read, as calls of this method. Tests `{"functional"}`, as in rLLM, are
+code, which may end with `check(Solution().f)`. `language` is the language of the programs; default: python.
 """
 
 from __future__ import annotations
@@ -288,8 +288,9 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
     candidate, prompt = row.get("entry_point"), row.get("code_prompt") or row.get("prompt")
     begins = prompt if candidate and isinstance(prompt, str) and f"def {candidate}" in prompt else ""
     prepare = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
-    # It may define other names that the tests use. That of BigCodeBench ends with the head of the function.
-    prepare += [text for text in (begins, f"{begins.rstrip()}\n    pass\n") if is_python(text)][:1]
+    head = re.split(rf"^def {candidate}\b", begins, maxsplit=1, flags=re.MULTILINE)[0]
+    if is_python(head):
+        prepare.append(head)  # it may define other names that the tests use
     tests = list(sources)
     try:
         pytest_style = static_checks.is_pytest_style(tuple(tests))
