@@ -34,6 +34,7 @@ import base64
 import contextlib
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ from areal.programs.static_checks import Needs
 from areal.result import RewardError
 
 Row = Mapping[str, Any]
+
+# Results may have more digits than Python reads by default. To read so many takes a few milliseconds.
+sys.set_int_max_str_digits(50_000)
 
 # The labels that models write after the opening fence, for each language of areal.programs.outside.
 LANGUAGES = {
