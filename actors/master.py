@@ -41,6 +41,7 @@ from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.hiding import without_secrets
 from areal.observe.tracking import flat
+from areal.processes import stop_signals
 from areal.staleness.ledger import Ledger, LedgerError
 from areal.storage.disk import DiskShortageError, Shortage
 from areal.storage.events import GONE
@@ -128,7 +129,7 @@ class Master(HandlesRequests):
             loop.add_signal_handler(signal.SIGINT, stop, "the supervisor")
             loop.add_signal_handler(signal.SIGTERM, self._ignore_signal, signal.SIGTERM.name)
         else:
-            for sign in (signal.SIGTERM, signal.SIGINT):
+            for sign in stop_signals():
                 loop.add_signal_handler(sign, stop, sign.name)
         try:
             self._take_over()

@@ -2,7 +2,7 @@
 
 An actor stops in these cases:
 
-* it is told to (SIGTERM, SIGINT) and has handed over its work;
+* it is told to (SIGTERM, SIGINT, SIGHUP) and has handed over its work;
 * the master says that the run has ended;
 * the master has been silent for `master.lost_seconds`; a master that is restarted within that time is accepted;
 * the master has fenced it: the master refuses its requests, and another process may have its place;
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
@@ -43,6 +42,7 @@ from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
 from areal.config import Config, UserError, from_message
 from areal.devices import CORES, settle
+from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
 from protocols.addresses import host_of, reachable
 from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
@@ -241,7 +241,7 @@ class Membership:
         """Join, work and leave. Returns why the actor stopped. Raises what the role's own code raised, and UserError if
         no master answers."""
         loop = asyncio.get_running_loop()
-        for sign in (signal.SIGTERM, signal.SIGINT) if self._own_process else ():
+        for sign in stop_signals() if self._own_process else ():
             loop.add_signal_handler(sign, self.leave, sign.name)
         try:
             if not await self._join_unless_stopped(self.listen_address.reached_at(self._listen())):
