@@ -348,7 +348,9 @@ class Master(HandlesRequests):
     async def join(self, request: Request[Join]) -> Welcome:
         join, mark = request.message, fingerprint(request.token)
         member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
-        return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
+        start = f"{self.state.masters}/{self.members.starts[actor_name(member.identity)]}"
+        config = self.config.model_dump(mode="json")
+        return Welcome(identity=member.identity, start=start, config=config, snapshot=self._snapshot())
 
     def _admit(self, member: Member) -> Member:
         for occupant in self.members.with_role(member.role, healthy=False):

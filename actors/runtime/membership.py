@@ -29,6 +29,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import structlog
 
@@ -61,6 +62,7 @@ from protocols.messages import (
     Span,
     State,
     Welcome,
+    actor_name,
 )
 from protocols.network import Network
 from protocols.transport import Bus, Request, Subscriber
@@ -122,6 +124,7 @@ class Membership:
         self.state: State = "stale"
         self.activity = "starting"
         self.outcome = ""
+        self.engine_seed = 0
         self.used = AsyncExitStack()
         self._options = options
         self._patience = patience
@@ -290,7 +293,10 @@ class Membership:
         welcome: Welcome = await first_answer(self.bus, self.master, join, self._patience)
         self.bus.identity.name = welcome.identity
         self.config = from_message(welcome.config)
-        self.index = int(welcome.identity.split("/")[1].split("#")[0])
+        name = actor_name(welcome.identity)
+        self.index = int(name.split("/")[1])
+        # Another one at each start, or an engine would draw the random numbers again that it began with.
+        self.engine_seed = crc32(f"{self.config.seed}/{name}/{welcome.start}".encode())
         self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")
