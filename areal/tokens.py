@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from areal.config import RowsConfig, UserError
+from areal.config import RowsConfig, UserError, explain
 
 
 def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
@@ -74,10 +74,10 @@ def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
 
 def read_template(file: Path) -> str:
     """The text of a chat template. Raises UserError."""
-    try:
+    with explain(
+        (OSError, ValueError), f"The chat template {file} cannot be read ({{why}}): correct data.chat_template."
+    ):
         return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"The chat template {file} cannot be read ({error}): correct data.chat_template.") from None
 
 
 @functools.lru_cache(maxsize=64)

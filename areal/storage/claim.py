@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.storage.database import try_lock
 from areal.storage.disk import RESERVE_BYTES, free_bytes, mebibytes, refusal, shortage
 
@@ -67,11 +67,9 @@ def claim(folder: Path, resume: bool = False) -> int:
     cannot be made. Only this user may enter the folder, whatever its mode was: it holds the run's keys and completions.
     """
     while True:
-        try:
+        with explain(OSError, f"The run folder {folder} cannot be used ({{strerror}}): {_ELSEWHERE}."):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = _open(folder)
-        except OSError as error:
-            raise UserError(f"The run folder {folder} cannot be used ({error.strerror}): {_ELSEWHERE}.") from None
         if lock is None:
             continue
         if not try_lock(lock, LOCK_ATTEMPTS):

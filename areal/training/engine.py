@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.config import Config, TrainerConfig, UserError
+from areal.config import Config, TrainerConfig, UserError, explain
 from areal.cpu import training as cpu
 from areal.models import check_trainable
 from areal.network_interfaces import choose_interface
@@ -127,11 +127,11 @@ def check_settings(settings: dict[str, Any]) -> None:
     after the model is read, which may take minutes."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    try:
+    with explain(
+        (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError),
+        "DeepSpeed does not take trainer.deepspeed_options: {why}",
+    ):
         DeepSpeedConfig(copy.deepcopy(settings))
-    except (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"DeepSpeed does not take trainer.deepspeed_options: {reason}") from error
 
 
 def _needed_column(batch: FlatBatch, name: str, key: str) -> np.ndarray:

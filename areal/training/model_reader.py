@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from areal.config import TrainerConfig, UserError
+from areal.config import TrainerConfig, UserError, explain
 from areal.processes import importing
 from areal.training.optimizer import deepspeed_config
 
@@ -78,7 +78,10 @@ class ModelReader:
         transformers_logging.disable_progress_bar()
         # Where each rank has all weights, not first into host memory, where there would be a whole model for each rank.
         place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self.stage < 3 else None
-        try:
+        with explain(
+            (ImportError, KeyError, OSError, SafetensorError, ValueError),
+            f"{folder} does not hold a model that transformers can load: {{why}}",
+        ):
             module, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=getattr(torch, self.config.dtype),
@@ -87,8 +90,6 @@ class ModelReader:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-        except (ImportError, KeyError, OSError, SafetensorError, ValueError) as error:
-            raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
         # transformers gives them random values.
         if lacks := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
             raise UserError(f"The model {folder} has no {lacks[0]} of the shape that its config.json describes.")

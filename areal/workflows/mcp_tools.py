@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel
 
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.processes import plain_environment, tied
 
 # What each start of a server and each call of a tool may take, unless the user sets it.
@@ -113,10 +113,8 @@ def rehearse(options: Mapping[str, Any]) -> None:
         async with opened(servers, options.get("timeout_seconds", TIMEOUT_SECONDS)):
             pass
 
-    try:
+    with explain(ServerFailed, "rollout_manager.workflow_options.servers: {why}."):
         asyncio.run(once())
-    except ServerFailed as error:
-        raise UserError(f"rollout_manager.workflow_options.servers: {error}.") from None
 
 
 @contextlib.asynccontextmanager
