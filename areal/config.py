@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from types import UnionType
@@ -86,10 +86,9 @@ T = TypeVar("T", bound=Section)
 
 
 def _expanded(path: Path) -> Path:
-    try:
+    with suppress(RuntimeError):
         return path.expanduser()
-    except RuntimeError:  # there is no such user
-        return path
+    return path  # there is no such user
 
 
 UserPath = Annotated[Path, AfterValidator(_expanded)]

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,9 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
 
 def tokenizer_in(folder: str) -> Any | None:
     """The tokenizer in this folder; None if the folder is not here, or has none that can be loaded."""
-    try:
+    with suppress(UserError):
         return load_tokenizer(folder) if any(Path(folder).glob("*token*")) else None  # else one would be made up
-    except UserError:
-        return None
+    return None
 
 
 def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:

@@ -381,10 +381,9 @@ def _process_in(folder: Path) -> int:
 
 
 def _text(file: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return file.read_text(errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def _table(records: list[dict[str, Any]]) -> Any:

@@ -17,6 +17,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -62,10 +63,9 @@ class Table:
         return map(self._prompt, self.rows)
 
     def _prompt(self, raw: Mapping[str, Any]) -> Any:
-        try:
+        with suppress(UserError):
             return _prompt(raw, self.config, "")
-        except UserError:
-            return None
+        return None
 
 
 Draw = Callable[[str, int, int], Row]

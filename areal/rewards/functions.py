@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -252,10 +253,9 @@ def _names(options: Mapping[str, Any]) -> str:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
+    with suppress(ValueError):
         return inspect.signature(function).parameters
-    except ValueError:  # some functions that are not written in Python have no signature
-        return {}
+    return {}  # some functions that are not written in Python have no signature
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:

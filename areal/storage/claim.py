@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from areal.config import UserError, explain
@@ -91,11 +92,10 @@ def _in_progress(folder: Path) -> UserError:
 
 def _open(folder: Path) -> int | None:
     """The file of the claim, open; None if another run has moved the folder aside just now."""
-    try:
+    with suppress(FileNotFoundError):
         folder.chmod(0o700)
         return os.open(folder / ADDRESS, os.O_CREAT | os.O_RDWR, 0o600)
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def announce(lock: int, address: str) -> None:
@@ -127,7 +127,6 @@ def _aside(folder: Path) -> Path:
 
 def _is_same_file(lock: int, path: Path) -> bool:
     """True if the open file is still the one at `path`."""
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock), path.stat())
-    except FileNotFoundError:
-        return False
+    return False

@@ -74,10 +74,9 @@ class Tools:
 
         if name not in self._owners:
             return f"Error: there is no tool {name}"
-        try:
+        fields = None
+        with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(arguments)
-        except (ValueError, RecursionError):
-            fields = None
         if not isinstance(fields, dict):
             return f"Error: the arguments of {name} are no JSON object"
         server, client = self._owners[name]
