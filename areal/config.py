@@ -35,6 +35,7 @@ from pydantic import (
 
 from areal.engine_options import deepspeed_conflicts, devices_of, parser_conflicts, vllm_conflicts
 from areal.hiding import reveal, without_secrets
+from areal.text import reason_of
 
 Causes = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -53,7 +54,7 @@ def explain(causes: Causes, message: str, error: type[Exception] = UserError) ->
     try:
         yield
     except causes as cause:
-        text = " ".join(str(cause).split()) or type(cause).__name__
+        text = reason_of(cause) or type(cause).__name__
         if Exception in (causes if isinstance(causes, tuple) else (causes,)):
             text = f"{type(cause).__name__}: {text}"
         strerror = getattr(cause, "strerror", None) or text
@@ -64,7 +65,9 @@ def explain(causes: Causes, message: str, error: type[Exception] = UserError) ->
 NAME = r"(?!\.+$|-)[\w.-]{1,100}"
 
 # Benchmarks that `evaluator.benchmarks` names without a file.
-BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
+# A link to the folder of a clone; in a wheel a copy of it.
+CONFIGS = Path(__file__).with_name("configs")
+BENCHMARKS = CONFIGS / "benchmarks"
 
 
 class Section(BaseModel):
@@ -1589,7 +1592,9 @@ def write_yaml(values: Any) -> str:
 
 def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
-    first. Raises UserError if it cannot be read."""
+    first. `configs/NAME` is also there outside a clone. Raises UserError if the file cannot be read."""
+    if file.parts[:1] == ("configs",) and not file.is_file() and (CONFIGS.parent / file).is_file():
+        file = CONFIGS.parent / file
     if not file.is_file():
         how = f"correct the base in {bases[-1]}" if bases else "correct its path"
         raise UserError(f"There is no configuration file {file}: {how}.")

@@ -769,6 +769,7 @@ def _engine_args(
     arguments = {
         "model": str(model),
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "dtype": config.dtype,
         "seed": seed,
         "max_model_len": config.max_model_len,

@@ -84,6 +84,7 @@ class ModelReader:
         ):
             module, report = AutoModelForCausalLM.from_pretrained(
                 folder,
+                trust_remote_code=False,
                 dtype=getattr(torch, self.config.dtype),
                 attn_implementation=self.attention,
                 device_map=place,
