@@ -40,7 +40,7 @@ from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
-from areal.config import Config, UserError, from_message
+from areal.config import Config, UserError, explain, from_message
 from areal.devices import CORES, settle
 from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
@@ -258,13 +258,12 @@ class Membership:
             await self.bus.close()
 
     def _listen(self) -> str:
-        try:
+        with explain(
+            OSError,
+            f"The {self.kind.role} cannot listen at {self.listen_address.address} ({{strerror}}): "
+            f"change --bind, --host or --ports.",
+        ):
             return self.bus.serve(self.listen_address.address, self._dispatch, self._on_crash)
-        except OSError as error:
-            raise UserError(
-                f"The {self.kind.role} cannot listen at {self.listen_address.address} ({error.strerror}): "
-                f"change --bind, --host or --ports."
-            ) from None
 
     def _dispatch(self, request: Request[Message]) -> Any:
         for part in self._parts:
