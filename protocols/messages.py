@@ -205,9 +205,11 @@ class Snapshot(Message):
 
 
 class Welcome(Message):
-    """The answer to Join: the actor's identity, the run's configuration and a snapshot."""
+    """The answer to Join: the actor's identity, the run's configuration and a snapshot. start: no earlier start of an
+    actor with this role and index had the same."""
 
     identity: Name
+    start: Name
     config: dict[str, Any]
     snapshot: Snapshot
 
@@ -393,8 +395,7 @@ class ScoringFailed(Message):
 
 
 class ConnectionLost(Message):
-    """The sender cannot reach a member: a connection was refused, or broke. The answer comes once the master has tried
-    it, too."""
+    """The sender cannot reach a member: a connection was refused, or broke. Answered once the master has tried it."""
 
     identity: Name
 

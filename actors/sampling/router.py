@@ -86,10 +86,6 @@ class Router:
 
         return min(candidates, key=cost)
 
-    def knows(self, member: Member) -> bool:
-        """True if the member is still in the run."""
-        return member.identity in self.directory.members
-
     @property
     def askers(self) -> int:
         """Number of healthy actors of this actor's own role, at least 1."""
