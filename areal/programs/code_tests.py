@@ -12,14 +12,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import marshal
 import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from hashlib import sha256
-from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,9 +38,9 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import,
 _KEPT_FACTS = 4096
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
-# What runs in the sandbox, and is not imported here.
+# What runs tests in the sandbox, and is not imported here.
 _SOURCES = {
-    name: Path(__file__).with_name(f"{name}.py").read_text() for name in ("tests_runner", "call_runner", "plain_data")
+    name: Path(__file__).with_name(name).read_bytes() for name in ("tests_runner.py", "call_runner.py", "plain_data.py")
 }
 # Why a row is refused whose solutions do not pass.
 FAILS = "the row's own solution does not pass them so"
@@ -73,9 +71,7 @@ class CodeTests:
         self._refuse_weak = refuse_weak
         self._facts: dict[bytes, str | None] = {}
         self._sandbox = open_sandbox(self._config)
-        # A sandbox on this machine runs this very Python.
-        packed = _compiled if self._config.url is None else _source
-        self._runner = dict(packed(name) for name in ("tests_runner", "plain_data"))
+        self._runner = _SOURCES if self._config.url else {}  # a sandbox on this machine has them
 
     def close(self) -> None:
         self._sandbox.close()
@@ -180,14 +176,15 @@ class CodeTests:
     async def _run_calls(self, code: str, tests: Calls, results: list[bool]) -> None:
         """All calls in one run. If a limit ends it after some answers, the other calls get another run: so each call
         may take as much as a program."""
-        files = {"program.py": code.encode(errors="replace")}
+        files = {"program.py": code.encode(errors="replace"), **self._runner}
+        main = "import call_runner\ncall_runner.main()\n"
         job = json.dumps({"function": tests.function, "int_keys": tests.int_keys})
         calls = [json.dumps(arguments) for arguments in tests.arguments]
         position = 0
         while position < len(tests):
             size = len(json.dumps(tests.expected[position:]))
             stdin = "\n".join([job, *calls[position:]])
-            outcome = await self._sandbox.run(_SOURCES["call_runner"], stdin=stdin, files=files, expected=size)
+            outcome = await self._sandbox.run(main, stdin=stdin, files=files, expected=size)
             answers = outcome.stdout.split("\n")[:-1][: len(tests) - position]
             if not answers:
                 break
@@ -228,16 +225,6 @@ def _verdict(lines: Sequence[Sequence[str]], count: int) -> tuple[list[bool], st
 def _whole(code: str, tests: Asserts) -> str:
     """The program, which begins with the row's prompt where the tests say so."""
     return continued(tests.prompt, code, tests.candidate) if tests.prompt and tests.candidate else code
-
-
-def _source(name: str) -> tuple[str, bytes]:
-    return f"{name}.py", _SOURCES[name].encode()
-
-
-def _compiled(name: str) -> tuple[str, bytes]:
-    """A module without its source, in Python's format: a head of 16 bytes and the code."""
-    code = compile(_SOURCES[name], f"{name}.py", "exec", dont_inherit=True)
-    return f"{name}.pyc", MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
 def program_in(completion: str, language: str = "python") -> str:

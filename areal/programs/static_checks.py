@@ -38,8 +38,10 @@ ATTRIBUTES = {name for kind in DATA for name in dir(kind)} | {"__name__"}
 LIBRARIES = {
     *("self", "cls", "request", "capsys", "np", "pytest", PROGRAM, *PURE, *collections.__all__, *typing.__all__),
 }
-# What tests replace in their own process alone, what does not cross, and what arrives as no class of the tests.
+# What tests replace in their own process alone or does not cross, what looks into objects, and what arrives as no class
+# of the tests.
 BEYOND = {"stdin", "seed", "setrecursionlimit", "__cause__", "__context__"}
+LOOKS = {"hasattr", "getattr", "setattr", "delattr", "vars", "callable"}
 CAUGHT_ALONE = {"AssertionError", "AttributeError", "NameError", "KeyboardInterrupt", "GeneratorExit", "StopIteration"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -193,6 +195,10 @@ def _beyond(
                     return f"the class {attribute}"
                 if attribute not in ATTRIBUTES | own_names and not _is_of_module(base, modules):
                     return f".{attribute}, which no plain data have"
+            case ast.Call(func=ast.Name(id=name), args=[value, *_]) if name in LOOKS and not _is_of_module(
+                value, modules
+            ):
+                return f"{name}, which looks into an object"
             case ast.Call(func=ast.Call(func=ast.Name(id=name))) if name in names:
                 return f"a call of what {name} returns"
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords) if name in names:

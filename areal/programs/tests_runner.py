@@ -27,6 +27,7 @@ import signal
 import socket
 import sys
 import types
+from functools import cache
 from json import dumps
 from typing import Any
 
@@ -47,15 +48,11 @@ MODULES = {
 NAMES_FROM = {"collections": None, "typing": None, "math": ("isclose", "isnan", "sqrt")}
 # Plugins that tests do not need, of which some take long.
 NO_PLUGINS = (
-    *("cacheprovider", "terminal", "warnings", "faulthandler", "unraisableexception", "threadexception", "doctest"),
-    *("junitxml", "pastebin"),
+    *("assertion", "cacheprovider", "doctest", "faulthandler", "junitxml", "pastebin", "reports", "setuponly"),
+    *("setupplan", "stepwise", "terminal", "threadexception", "unraisableexception", "warnings"),
 )
-# Pytest is given a file that no program can change, in a folder without configuration. It is never read.
-PYTEST = (
-    *("--assert=plain", "--capture=sys", "--noconftest", "--import-mode=importlib", "-c", os.devnull),
-    *(f"-pno:{plugin}" for plugin in NO_PLUGINS),
-    *("--rootdir", os.path.dirname(os.__file__), os.__file__),
-)
+# Pytest reads no file: neither tests nor configuration.
+PYTEST = ("--capture=no", "--noconftest", "--import-mode=importlib", "-c", os.devnull, "--rootdir", "/", os.devnull)
 
 
 def set_dumpable(value):
@@ -214,7 +211,7 @@ def judge(job, program, verdict):
     except BaseException as error:  # so no test passes
         return explain(error, report)
     if job["pytest"]:
-        return run_pytest(tests, report, [] if job["to_the_end"] else ["--maxfail=1"])
+        return run_pytest(tests, report, most_failures=int(not job["to_the_end"]))
     report("tests", len(job["tests"]))
     for index, test in enumerate(job["tests"]):
         try:
@@ -263,7 +260,16 @@ def of_library(names):
     return library
 
 
-def run_pytest(tests, report, options):
+@cache
+def pytest_config():
+    """Pytest, ready to run. The launcher of sandboxes calls this before it forks. Raises ImportError."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    from _pytest.config import _prepareconfig
+
+    return _prepareconfig([*PYTEST, *(f"-pno:{name}" for name in NO_PLUGINS)])
+
+
+def run_pytest(tests, report, most_failures):
     import pytest
 
     class Module(pytest.Module):
@@ -276,15 +282,13 @@ def run_pytest(tests, report, options):
         indices: dict[str, int] = {}
         failed: set[str] = set()
 
-        def pytest_pycollect_makemodule(self, module_path, parent):
-            return Module.from_parent(parent, path=module_path)
-
-        def pytest_collect_directory(self, path, parent):
-            return pytest.Dir.from_parent(parent, path=path)  # no package, whose first file would be run
-
-        def pytest_collection_finish(self, session):
-            self.indices.update({item.nodeid: index for index, item in enumerate(session.items)})
-            report("tests", len(session.items))
+        def pytest_collection(self, session):
+            items = [*session.genitems(Module.from_parent(session, path=session.config.rootpath / "tests"))]
+            session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=items)
+            session.items, session.testscollected = items, len(items)
+            self.indices.update({item.nodeid: index for index, item in enumerate(items)})
+            report("tests", len(items))
+            return True
 
         def pytest_pyfunc_call(self, pyfuncitem):
             function = pyfuncitem.obj
@@ -305,8 +309,10 @@ def run_pytest(tests, report, options):
         def pytest_runtest_logfinish(self, nodeid, location):
             report(self.indices[nodeid], int(nodeid not in self.failed))
 
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    pytest.main([*PYTEST, *options], plugins=[Plugin()])
+    config = pytest_config()
+    config.option.maxfail = most_failures
+    config.pluginmanager.register(Plugin())
+    config.hook.pytest_cmdline_main(config=config)
 
 
 def is_safe(path):
