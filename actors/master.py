@@ -402,7 +402,7 @@ class Master(HandlesRequests):
         self._run.member(request)
         identity = request.message.identity
         member, last = self.state.members.get(identity), self.members.last_heartbeats.get(identity)
-        if member and await self.bus.refuses(member.address):
+        if member and await self.bus.network.refuses(member.address):
             await asyncio.sleep(LAST_BEAT_SECONDS)
             if self.members.last_heartbeats.get(identity) is last:
                 self._remove(identity, f"nobody listens at {member.address}")

@@ -384,8 +384,8 @@ class Peer:
         )
 
     async def _send(self, frames: list[Frame], until: float, inbox: _Inbox) -> bool:
-        """Send the frames. False if that was not possible before `until`, or before `inbox` was told to send no more.
-        True on a closed link too: the inbox gets the error."""
+        """Send the frames. False if that was not possible in time. True on a closed link too: the inbox gets the
+        error."""
         try:
             self._link.send(frames)
         except Unreachable:
@@ -526,7 +526,7 @@ class Bus:
     def __init__(self, identity: str, network: Network, secret: bytes = b"") -> None:
         self.identity = Identity(identity)
         self.server: RequestServer | None = None
-        self._network = network
+        self.network = network
         self._secret = secret or secrets.token_bytes(32)
         self._ids = itertools.count()
         self._peers: dict[str, Peer] = {}
@@ -540,14 +540,14 @@ class Bus:
         Raises OSError (address in use).
         """
         self._on_crash = on_crash
-        self.server = RequestServer(self._network, address, self.identity, handle, on_crash)
+        self.server = RequestServer(self.network, address, self.identity, handle, on_crash)
         return self.server.address
 
     def peer(self, address: str) -> Peer:
         """The link to the server at `address`, made on first use."""
         if address not in self._peers:
             token = token_for(address, self._secret)
-            self._peers[address] = Peer(self._network, self.identity, self._ids, address, self._on_crash, token)
+            self._peers[address] = Peer(self.network, self.identity, self._ids, address, self._on_crash, token)
         return self._peers[address]
 
     def forget(self, address: str) -> None:
@@ -557,23 +557,19 @@ class Bus:
             self._closing[closing] = None
             closing.add_done_callback(self._closing.pop)
 
-    async def refuses(self, address: str) -> bool:
-        """See `Network.refuses`."""
-        return await self._network.refuses(address)
-
     def publisher(self, address: str, first: int = 0) -> Publisher:
         """A publisher whose first event is number `first + 1`; its `address` is the real one.
 
         Raises OSError (address in use).
         """
-        publisher = Publisher(self._network, address, self.identity, first, self._on_crash)
+        publisher = Publisher(self.network, address, self.identity, first, self._on_crash)
         self._event_links.append(publisher)
         return publisher
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
         """Call `on_event(sequence, event)` for each event published at `address`, until the subscriber is closed."""
         self._event_links = [end for end in self._event_links if not end.closed]
-        subscriber = Subscriber(self._network, address, on_event, self._on_crash)
+        subscriber = Subscriber(self.network, address, on_event, self._on_crash)
         self._event_links.append(subscriber)
         return subscriber
 
@@ -583,7 +579,7 @@ class Bus:
         for part in [*parts, self.server] if self.server else parts:
             await part.close()
         await asyncio.gather(*self._closing)
-        self._network.close()
+        self.network.close()
 
 
 async def ask_until(

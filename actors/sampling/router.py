@@ -70,7 +70,6 @@ class Router:
 
         serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
         """
-
         candidates = await self.directory.until(
             lambda: [m for m in self.directory.with_role(role) if serves in (None, *m.serves)]
         )
