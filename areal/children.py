@@ -19,15 +19,19 @@ def kill_group(process: subprocess.Popen[Any] | asyncio.subprocess.Process) -> N
 async def finish(*command: str, stdin: bytes = b"", seconds: float, most_bytes: int = 0) -> tuple[int | None, bytes]:
     """Run a program to its end. Returns its exit status, or None if it was killed after `seconds`, and the first
     `most_bytes` of what it printed."""
-    printed, output = bytearray(), asyncio.subprocess.PIPE if most_bytes else asyncio.subprocess.DEVNULL
+    pipe, nothing, printed = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL, bytearray()
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=asyncio.subprocess.STDOUT, start_new_session=True
+        *command,
+        stdin=pipe if stdin else nothing,
+        stdout=pipe if most_bytes else nothing,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
     )
-    assert process.stdin is not None  # it is a pipe
     try:
         async with asyncio.timeout(seconds):
-            process.stdin.write(stdin)
-            process.stdin.close()
+            if process.stdin and not process.stdin.is_closing():  # the program may have ended
+                process.stdin.write(stdin)
+                process.stdin.close()
             while process.stdout and (part := await process.stdout.read(65536)):
                 printed += part[: most_bytes - len(printed)]
             return await process.wait(), bytes(printed)

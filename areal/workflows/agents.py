@@ -174,8 +174,9 @@ async def _execute(command: str, environment: dict[str, str], api: Access, row: 
             start_new_session=True,
         )
         assert process.stdin is not None  # it is a pipe, which what the program starts inherits empty
-        process.stdin.write(json.dumps(row.fields).encode() + b"\n")
-        process.stdin.close()
+        if not process.stdin.is_closing():  # the program may have ended
+            process.stdin.write(json.dumps(row.fields).encode() + b"\n")
+            process.stdin.close()
         try:
             code = await process.wait()
         finally:

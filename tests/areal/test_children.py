@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import uvloop
 
 from areal.children import finish
 
@@ -34,6 +35,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 )
 async def test_a_program_is_run_to_its_end_and_the_beginning_of_what_it_prints_is_kept(script, most_bytes, outcome):
     assert await finish("sh", "-c", script, stdin=b"asks much", seconds=60, most_bytes=most_bytes) == outcome
+
+
+def test_programs_that_end_before_they_read_have_an_exit_status():
+    async def many():
+        return await asyncio.gather(*(finish("sh", "-c", "exit 3", stdin=b"x", seconds=60) for _ in range(20)))
+
+    for run in (asyncio.run, uvloop.run):
+        assert run(many()) == [(3, b"")] * 20
 
 
 async def test_a_program_that_takes_too_long_is_killed_with_what_it_has_started():
