@@ -112,9 +112,9 @@ class Sampler(Actor):
                 self.member.ask_master(ScoringFailed(cause=cause, reason=text_of(reason)), Done), "report failure"
             )
 
-    def _report_lost(self, lost: Member) -> None:
+    def _report_lost(self, actor: Member) -> None:
         """Report to the master that this actor cannot reach another one."""
-        self.member.spawn(self.member.ask_master(ConnectionLost(identity=lost.identity), Done), "report lost")
+        self.member.spawn(self.member.ask_master(ConnectionLost(identity=actor.identity), Done), "report lost")
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails
