@@ -74,8 +74,6 @@ from protocols.transport import Bus, Publisher, Request, fingerprint
 WATCH_SECONDS = 1.0
 # A member that has missed some heartbeats: its process may be suspended. Until it is heard or fenced, nothing stalls.
 SILENT_SECONDS = 5.0
-# A member that lives has sent a heartbeat within this time.
-LAST_BEAT_SECONDS = 3.0
 # Membership changes within this time are published as one event.
 GATHER_SECONDS = 0.05
 # How long the master waits, after the end of the run, for the other actors to leave.
@@ -403,7 +401,7 @@ class Master(HandlesRequests):
         identity = request.message.identity
         member, last = self.state.members.get(identity), self.members.last_heartbeats.get(identity)
         if member and await self.bus.network.refuses(member.address):
-            await asyncio.sleep(LAST_BEAT_SECONDS)
+            await asyncio.sleep(SILENT_SECONDS)
             if self.members.last_heartbeats.get(identity) is last:
                 self._remove(identity, f"nobody listens at {member.address}")
         return Done()

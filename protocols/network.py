@@ -245,8 +245,7 @@ class Handshakes(Watch):
 
 
 class Approach(Handshakes):
-    """Connects a socket with one generation of the keys after another, until the other end knows one. `on_lost`: as of
-    `Network.connect`."""
+    """Connects a socket with one generation of the keys after another, until the other end knows one."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, keys: Keys, on_lost: OnLost) -> None:
         # CLOSED is that of a socket which could not be connected.
@@ -255,7 +254,6 @@ class Approach(Handshakes):
         self._address = address
         self._keys = keys
         self._on_lost = on_lost
-        self._connected = False
         self._timer: asyncio.TimerHandle | None = None
         self._connect(keys.generations[0])
 
@@ -265,12 +263,9 @@ class Approach(Handshakes):
 
     def _ended(self, event: zmq.Event) -> None:
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-            self._connected = True
             self._wait()
         elif event in (zmq.Event.DISCONNECTED, zmq.Event.CLOSED):
-            if self._connected or event == zmq.Event.CLOSED:  # otherwise a handshake failed
-                self._connected = False
-                self._on_lost()
+            self._on_lost()
         elif self._timer is None:
             self._timer = self._loop.call_later(OTHER_KEYS_SECONDS, self._try_next)
 

@@ -286,8 +286,7 @@ class Peer:
     """A link to one server. Every request has a deadline; a lost request is sent again under its id. `token`: what the
     server recognizes the asker by.
 
-    If the link is closed, waiting requests fail at once with DeadlineError, and streams with StreamBrokenError. If the
-    connection is lost or refused, requests wait for the next one; streams fail, since the server ends them, too.
+    If the link is closed, waiting requests and streams fail at once; streams also if the connection is lost or refused.
     """
 
     def __init__(
@@ -328,8 +327,7 @@ class Peer:
     async def stream(self, message: Message, timeout: float) -> AsyncGenerator[Message, None]:
         """The parts of a stream that must end within `timeout` seconds.
 
-        Raises StreamBrokenError if a part is missing or the server stops responding, ConnectionLostError at once if
-        the connection is lost or refused, DeadlineError at the deadline.
+        Raises StreamBrokenError if a part is missing or the server stops responding, DeadlineError at the deadline.
         """
         loop = asyncio.get_running_loop()
         sender, id, deadline = self.identity.name, f"{next(self._ids)}", loop.time() + timeout

@@ -65,8 +65,8 @@ class Sampler(Actor):
         self._source = source
         self._workflow = workflow
         self._causes: set[Cause] = set()  # of failures that were reported
-        most = config.generator.max_concurrent_rollouts
-        self._routes = member.directory, self.role, member.index or 0, most, self._report_lost
+        limit = config.generator.max_concurrent_rollouts
+        self._routes = member.directory, self.role, member.index or 0, limit, self._report_lost
         self._router = Router(*self._routes)
         self._servers = Servers(member.bus, member.spawn)
         self.awaited_rewards = {*config.rewards}  # those of the run, which have an actor sooner or later

@@ -429,7 +429,7 @@ async def test_groups_of_a_manager_that_leaves_are_admitted_again(config):
 async def test_an_actor_that_another_cannot_reach_is_removed_before_its_lease_ends_if_it_neither_listens_nor_beats(
     config, monkeypatch, lives
 ):
-    monkeypatch.setattr(master_module, "LAST_BEAT_SECONDS", 0.5)
+    monkeypatch.setattr(master_module, "SILENT_SECONDS", 0.5)
 
     async def refuse(request):
         raise RefusedError("this generator does not answer 'ask_status'")
