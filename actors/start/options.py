@@ -7,63 +7,23 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from areal.command_line import advice
 from areal.processes import KEYS
 from areal.roles import ROLES
 
 # How long a role waits for its master: the nodes of a cluster start in any order.
 WAIT_SECONDS = 300.0
 
-HELP = """\
-Asynchronous reinforcement learning for language models, as independent actors. `areal run` is `python run.py`. `areal
-config` lists all keys of the configuration.
-
-Everything on this machine:
-  python run.py                                     the quickstart (configs/quickstart.yaml)
-  python run.py FILE.yaml batch_size=32 generator.count=2
-  python run.py FILE.yaml --dry-run                 check all that a start checks, and print the configuration
-  python run.py --resume RUN_FOLDER                 resume a run that was stopped, or whose machine was lost
-  python run.py --resume RUN_FOLDER steps=200       resume it with other settings, or extend one that is complete
-  python run.py --resume RUN_FOLDER --from-step 40  go back to a checkpoint, and do what came after anew
-  python run.py --resume RUN_FOLDER --end           end it where it is, with a checkpoint and an evaluation
-  python run.py --fork RUN_FOLDER --at-step 40 trainer.lr=1e-5
-                                                    a new run from a checkpoint of another one, with other settings
-
-One role per terminal or node. Only the master reads the configuration; the other roles get it from the master. Links
-between machines need keys, the same on every node (docs/security.md):
-  python -m areal keys FOLDER; export AREAL_KEYS=FOLDER
-  python run.py --role master --config FILE master.address=tcp://NODE0:5555
-  python run.py --role trainer --master tcp://NODE0:5555
-  python run.py --role generator --master tcp://NODE0:5555
-  python run.py --role rollout_manager --master tcp://NODE0:5555
-  python run.py --role reward --reward mypkg.rewards:Judge model=small --master tcp://NODE0:5555
-  python run.py --role scorer --scorer NAME --master tcp://NODE0:5555
-  python run.py --role evaluator --master tcp://NODE0:5555
-A live dashboard of a run, on any node that can reach its master:
-  python run.py --role monitor --master tcp://NODE0:5555
-A trainer on several nodes: run this on each of them (the number of ranks comes from torchrun, not from trainer.ranks):
-  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE1:29400 -- \\
-    run.py --role trainer --master tcp://NODE0:5555
-Roles on the master's machine may take its run folder in place of its address. There the run makes keys of its own:
-  python run.py --role generator --master runs/NAME
-With several --role, each role runs in its own process. Generators, rollout managers, rewards and scorers may join and
-leave at any time; on SIGTERM an actor hands over its work before it exits. Without --role, or with several, a process
-that dies is restarted, also after a SIGTERM to it alone. Restart a master that was started by hand with --role master
---resume RUN_FOLDER.
-
-Exit codes. 0: the run reached its end, or the actor left as it was told to. 1: the run failed. 2: something that you
-supplied has to be changed. 3: the master no longer accepts this actor, start it again. 4: an error in the program. 5
-(to a supervisor): the actor left as somebody else told it to, start it again.
-"""
-
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = Path(__file__).with_name("help.txt").read_text()
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options_of_run(parser.add_argument)
     add_options_of_role(parser.add_argument)
     # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
     arguments, words = parser.parse_known_args()
     if any(word.startswith("-") for word in words):
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
+        parser.error(f"unrecognized arguments: {' '.join(words)}{advice(words[0])}")
     arguments.overrides += words
     files = [word for word in arguments.overrides if re.fullmatch(r"[^=]+\.ya?ml", word)]
     named = [*filter(None, [arguments.config]), *files]

@@ -29,7 +29,7 @@ an entry point in the group `areal.rewards` of an installed package.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -161,8 +161,8 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
             inspect.signature(target).bind(**options)
         except TypeError as error:
             raise UserError(
-                f"reward {name!r}: {error}: its options are {_names(options)}; correct them in reward.options, or "
-                f"give them to its actor as key=value"
+                f"reward {name!r}: {error}: its options are {_names(_parameters(target))}; correct them in "
+                f"reward.options, or give them to its actor as key=value"
             ) from None
     return target
 
@@ -250,7 +250,7 @@ def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _names(options: Mapping[str, Any]) -> str:
+def _names(options: Iterable[str]) -> str:
     """Without the values, one of which may be a secret."""
     return ", ".join(options) or "none"
 
