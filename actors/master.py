@@ -36,7 +36,7 @@ from actors.mastering.training_requests import TrainingRequests
 from actors.runtime import delays
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
 from actors.watching import prometheus
-from areal.config import Config, UserError
+from areal.config import Config, UserError, explain
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.hiding import without_secrets
@@ -202,10 +202,9 @@ class Master(HandlesRequests):
 
     async def _durably(self, sender: str, answer: Awaitable[Message]) -> Message:
         """Raises PreparingError while the journal waits for its disk."""
-        try:
+        # The request was invalid, and the ledger is unchanged.
+        with explain(LedgerError, "{why}", RefusedError):
             result = await answer
-        except LedgerError as error:  # the request was invalid, and the ledger is unchanged
-            raise RefusedError(str(error)) from None
         try:
             await self.journal.durable(wait_for_room=False)
         except DiskShortageError as error:
@@ -348,7 +347,9 @@ class Master(HandlesRequests):
     async def join(self, request: Request[Join]) -> Welcome:
         join, mark = request.message, fingerprint(request.token)
         member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
-        return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
+        start = f"{self.state.masters}/{self.members.starts[actor_name(member.identity)]}"
+        config = self.config.model_dump(mode="json")
+        return Welcome(identity=member.identity, start=start, config=config, snapshot=self._snapshot())
 
     def _admit(self, member: Member) -> Member:
         for occupant in self.members.with_role(member.role, healthy=False):

@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
-from areal.config import JUDGES, SamplingConfig, UserError
+from areal.config import JUDGES, SamplingConfig, UserError, explain
 from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
@@ -71,7 +71,7 @@ class Scorer(Serving):
             raise UserError(f"The run has no scorer {name!r} (--scorer): its configuration names others.")
         member.activity = "starting the engine"
         tokenizer = None if scorer.kind == "logprobs" else await asyncio.to_thread(load_tokenizer, scorer.model)
-        engine = await start_engine(Path(scorer.model), scorer.engine, version=0, seed=member.config.seed)
+        engine = await start_engine(Path(scorer.model), scorer.engine, version=0, seed=member.engine_seed)
         member.used.push_async_callback(engine.close)
         return cls(member, name, engine, tokenizer)
 
@@ -145,10 +145,10 @@ class Scorer(Serving):
         except Exception as error:  # templates and tokenizers may raise anything
             raise RefusedError(f"{self._name} cannot read the completion: {error}") from None
         outputs = await self._wait_for_engine(self._engine.classify(key, tokens, self._settings.activation))
-        try:
+        with explain(
+            (IndexError, RewardError), f"{self._name} gives no output {self._settings.output}: {{why}}", RefusedError
+        ):
             score = as_score(float(outputs[self._settings.output]))
-        except (IndexError, RewardError) as error:
-            raise RefusedError(f"{self._name} gives no output {self._settings.output}: {error}") from None
         return Result(score, {"tokens": len(tokens)})
 
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:

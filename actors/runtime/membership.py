@@ -29,6 +29,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import structlog
 
@@ -39,7 +40,7 @@ from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
-from areal.config import Config, UserError, from_message
+from areal.config import Config, UserError, explain, from_message
 from areal.devices import CORES, settle
 from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
@@ -61,6 +62,7 @@ from protocols.messages import (
     Span,
     State,
     Welcome,
+    actor_name,
 )
 from protocols.network import Network
 from protocols.transport import Bus, Request, Subscriber
@@ -122,6 +124,7 @@ class Membership:
         self.state: State = "stale"
         self.activity = "starting"
         self.outcome = ""
+        self.engine_seed = 0
         self.used = AsyncExitStack()
         self._options = options
         self._patience = patience
@@ -256,13 +259,12 @@ class Membership:
             await self.bus.close()
 
     def _listen(self) -> str:
-        try:
+        with explain(
+            OSError,
+            f"The {self.kind.role} cannot listen at {self.listen_address.address} ({{strerror}}): "
+            f"change --bind, --host or --ports.",
+        ):
             return self.bus.serve(self.listen_address.address, self._dispatch, self._on_crash)
-        except OSError as error:
-            raise UserError(
-                f"The {self.kind.role} cannot listen at {self.listen_address.address} ({error.strerror}): "
-                f"change --bind, --host or --ports."
-            ) from None
 
     def _dispatch(self, request: Request[Message]) -> Any:
         for part in self._parts:
@@ -290,7 +292,10 @@ class Membership:
         welcome: Welcome = await first_answer(self.bus, self.master, join, self._patience)
         self.bus.identity.name = welcome.identity
         self.config = from_message(welcome.config)
-        self.index = int(welcome.identity.split("/")[1].split("#")[0])
+        name = actor_name(welcome.identity)
+        self.index = int(name.split("/")[1])
+        # Another one at each start, or an engine would draw the random numbers again that it began with.
+        self.engine_seed = crc32(f"{self.config.seed}/{name}/{welcome.start}".encode())
         self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")

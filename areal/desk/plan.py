@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, UserError, load_config
+from areal.config import Config, UserError, explain, load_config
 from areal.desk.activations import measure_activations
 from areal.desk.split import (
     BYTES,
@@ -158,13 +158,10 @@ def read_modules(model: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        sizes = AutoConfig.from_pretrained(model).get_text_config()
+    with explain((OSError, ValueError), f"The model {model} cannot be read ({{why}}): set model=FOLDER."):
+        sizes = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         with torch.device("meta"):
-            return sizes, AutoModelForCausalLM.from_config(sizes)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"The model {model} cannot be read ({first}): set model=FOLDER.") from None
+            return sizes, AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
 
 
 def count_parameters(model: str) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jinja2
 from pydantic import ValidationError
 
-from areal.config import POLICY, SamplingConfig, UserError
+from areal.config import POLICY, SamplingConfig, UserError, explain
 from areal.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
@@ -71,10 +71,8 @@ async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str
     from openai import OpenAIError
 
     messages: Any = [{"role": "user", "content": text}]
-    try:
+    with explain(OpenAIError, f"the judge at {client.base_url} did not answer: {{why}}", RewardError):
         answer = await client.chat.completions.create(messages=messages, **request)
-    except OpenAIError as error:
-        raise RewardError(f"the judge at {client.base_url} did not answer: {error}") from None
     content = (answer.choices[0].message.content if answer.choices else None) or ""
     return content, answer.usage.total_tokens if answer.usage else 0
 
@@ -98,10 +96,10 @@ class ModelJudge:
             raise UserError(f"the options of reward {reward} do not fit: samples is at least 1")
         if not model and url != POLICY:
             raise UserError(f"reward {reward} names no model: add model=NAME to its options")
-        try:
+        with explain(
+            jinja2.TemplateSyntaxError, f"the template of reward {reward} is not a Jinja template ({{why}}): correct it"
+        ):
             self._template = jinja2.Environment().from_string(template)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"the template of reward {reward} is not a Jinja template ({error}): correct it") from None
         self._samples = samples
         self.answer: Answer = _no_policy
         if url != POLICY:
@@ -118,10 +116,9 @@ class ModelJudge:
 
     async def _ask(self, read: Callable[[str], V | None], **values: Any) -> tuple[V, int]:
         """What `read` makes of the model's answer, and how many tokens both have. Raises RewardError."""
-        try:
+        # An expression in a template may raise anything.
+        with explain(Exception, "the judge's template cannot be rendered: {why}", RewardError):
             text = self._template.render(**values)
-        except Exception as error:  # an expression in a template may raise anything
-            raise RewardError(f"the judge's template cannot be rendered: {type(error).__name__}: {error}") from None
         content, tokens = await self.answer(text)
         if (verdict := read(content)) is None:
             raise RewardError(f"the judge's answer has no verdict: {content[-200:]!r}")

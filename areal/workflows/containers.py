@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
 from areal.processes import tied
 
@@ -74,10 +74,10 @@ class Container:
         if not shutil.which(self._program):
             raise UserError(f"{named} needs {self._program}, which is not installed here: install it.")
         look = [self._program, "image", "inspect", self._image]
-        try:
+        with explain(
+            subprocess.TimeoutExpired, f"{named}: {self._program} does not answer within {self._timeout:g} s."
+        ):
             looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{named}: {self._program} does not answer within {self._timeout:g} s.") from None
         if looked.returncode:
             reason = looked.stderr.strip().rpartition("\n")[2]
             raise UserError(
