@@ -13,7 +13,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ from typing import IO, Annotated, Any
 
 from pydantic import Field
 
+from areal.children import kill_group
 from areal.config import UserError, explain
 from areal.data.rows import Row
 from areal.plugins import load
@@ -174,13 +174,13 @@ async def _execute(command: str, environment: dict[str, str], api: Access, row: 
             start_new_session=True,
         )
         assert process.stdin is not None  # it is a pipe, which what the program starts inherits empty
-        process.stdin.write(json.dumps(row.fields).encode() + b"\n")
-        process.stdin.close()
+        if not process.stdin.is_closing():  # the program may have ended
+            process.stdin.write(json.dumps(row.fields).encode() + b"\n")
+            process.stdin.close()
         try:
             code = await process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
             await process.wait()
         if code:
             raise AgentFailed(f"the agent ended with exit code {code}: {_end_of(errors, ERROR_BYTES)}")
