@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TextIO, cast
 
-from areal.command_line import RoomTools, advice
-from areal.config import UserError
+from areal.command_line import RoomTools
+from areal.config import UserError, advice
 from areal.processes import START, LenientOutput
 from areal.text import shown
 

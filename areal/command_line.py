@@ -32,16 +32,6 @@ class RoomTools(NamedTuple):
         return parser
 
 
-def advice(unknown: str) -> str:
-    """What to write in place of an option that is none."""
-    from areal.config import Config, other_names
-
-    key = unknown.partition("=")[0].lstrip("-").replace("-", "_")
-    key = other_names().get(key, key)
-    is_key = key.split(".")[0] in Config.model_fields
-    return f"; settings have no dashes, write {key}=VALUE" if unknown.startswith("--") and is_key else ""
-
-
 def output(width: int) -> Console:
     """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80. Texts are printed
     as they are: `[/INST]` in a setting is no markup, and no text that is printed can steer the terminal."""

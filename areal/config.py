@@ -1766,6 +1766,14 @@ def other_names() -> dict[str, str]:
     return names
 
 
+def advice(option: str) -> str:
+    """What to write in place of an option of a command line that is none."""
+    key = option.partition("=")[0].lstrip("-").replace("-", "_")
+    key = other_names().get(key, key)
+    is_key = option.startswith("--") and key.split(".")[0] in Config.model_fields
+    return f"; settings have no dashes, write {key}=VALUE" if is_key else ""
+
+
 def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:
     is_ours = file is not None and file.is_relative_to(CONFIGS.parent)
     place = file.relative_to(CONFIGS.parent) if file and is_ours else file or "the command line"

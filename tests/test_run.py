@@ -338,7 +338,7 @@ def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
 
 
 def test_a_start_that_is_refused_says_nothing_of_its_port(small, free_port, monkeypatch, capsys):
-    monkeypatch.setattr("run.port_is_named", lambda *_: False)
+    monkeypatch.setattr("actors.start.command.port_is_named", lambda *_: False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()

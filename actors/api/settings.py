@@ -74,6 +74,8 @@ def settings_of(
             given[key] = str(value) if isinstance(value, Path) else value
     values = _values(config, given)
     own_rows = not isinstance(data, str | Path | None)
+    if own_rows and config is None and workflow is None and not any("reward" in key for key in given):
+        raise UserError("Rows of your own need a reward: reward=FUNCTION, or the name of one (docs/rewards.md).")
     if data is not None:
         values = _with_source(values, rows.FILE if own_rows else str(data))
     complete = _configured(values, given)
@@ -82,10 +84,6 @@ def settings_of(
     folder = complete.folder
     with tempfile.TemporaryDirectory() as place:
         if own_rows:
-            if config is None and workflow is None and not any("reward" in key for key in given):
-                raise UserError(
-                    "Rows of your own need a reward: reward=FUNCTION, or the name of one (docs/rewards.md)."
-                )
             file, has_answers = rows.write_rows(data, Path(place))
             complete = _configured(_with_source(values, str(file), has_answers), given)
             rows.check(complete, file)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from areal.command_line import advice
+from areal.config import advice
 from areal.processes import KEYS
 from areal.roles import ROLES
 
