@@ -1775,8 +1775,7 @@ def advice(option: str) -> str:
 
 
 def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:
-    is_ours = file is not None and file.is_relative_to(CONFIGS.parent)
-    place = file.relative_to(CONFIGS.parent) if file and is_ours else file or "the command line"
+    place = str(file or "the command line").removeprefix(f"{CONFIGS.parent}/")
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:

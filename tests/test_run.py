@@ -442,7 +442,7 @@ JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def scor
         (["generator.max_model_len=513"], "but the model"),
         (["learning_rate=1e-5"], "Unknown key 'learning_rate' in the overrides: here it is trainer.lr."),
         (["reward.functions=judges.py:Judge", "reward.options.judges.py:Judge.adress=x"], "its options are address"),
-        (["reward.functions=plain.py:nothing"], "fails for an empty completion of the prompt"),
+        (["reward.functions=plain.py:nothing"], "fails for the completion '' of the prompt"),
         (["network.ports=[20000, 20002]"], "network.ports has 3 ports, but each of 4 processes listens at one"),
         (["master.address=tcp://127.0.0.1:99999"], "ports end at 65535"),
         (["group_size=1"], "compares the samples of a group, but group_size is 1, so nothing is learned"),

@@ -14,7 +14,7 @@ from areal.rewards.functions import BUILT_IN
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
 
-# What longer calls say is not waited for: a reward may load a model, or ask one.
+# Longer calls are not waited for: a reward may load a model, or ask one.
 SECONDS = 20.0
 # Errors of a program, not of a service that may be down for now.
 OF_CODE = ("KeyError", "TypeError", "AttributeError", "NameError", "IndexError", "ValueError", "ZeroDivisionError")
@@ -32,39 +32,34 @@ def check_calls(pool: Any, names: Mapping[str, bool], row: Row) -> None:
     """Have the rewards of a pool score an empty and a plausible completion of a row. names: of the rewards, and whether
     they score groups. Prints a note if one of the two fails. Raises UserError if both do, by an error of the code or a
     score that is none."""
+    texts = ["", row.answer or "42"]
     with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one
-        thread.submit(asyncio.run, _check_calls(pool, names, row)).result()
+        failures = thread.submit(asyncio.run, _failures(pool, names, texts, row)).result()
+    for name, reasons in failures.items():
+        if reason := reasons[0] or reasons[-1]:
+            text = f"the completion {texts[not reasons[0]]!r:.40} of the prompt {prompt_text(row.prompt)!r:.60}"
+            sentence = f"reward {name!r} fails for {text} ({reason})"
+            if all(reasons) and reason.startswith(OF_CODE):
+                raise UserError(f"{sentence}: correct it, or the row's columns.")
+            print(f"Note: {sentence}.", file=sys.stderr)
 
 
-async def _check_calls(pool: Any, names: Mapping[str, bool], row: Row) -> None:
-    completions = ["", row.answer or "42"]
-    alone = [[text] for text in completions]
+async def _failures(pool: Any, names: Mapping[str, bool], texts: list[str], row: Row) -> dict[str, list[str]]:
+    """What is wrong with the scores of each reward; nothing of those that take too long."""
+
+    async def failure(name: str, completions: Sequence[str]) -> str:
+        try:
+            tokens = [0] * len(completions[-1].split())
+            await pool.score_all(name, prompt_text(row.prompt), completions, row.fields, tokens)
+        except RewardFailed as error:
+            return {"not_finite": f"ValueError: {error}", "raised": str(error)}.get(error.kind, "")
+        return ""
+
+    failures: dict[str, list[str]] = {}
     try:
         async with asyncio.timeout(SECONDS), pool:
-            failures = {
-                name: [await _failure(pool, name, texts, row) for texts in ([completions] if groups else alone)]
-                for name, groups in names.items()
-            }
+            for name, groups in names.items():
+                failures[name] = [await failure(name, call) for call in ([texts] if groups else [texts[:1], texts[1:]])]
     except TimeoutError:
-        return
-    for name, reasons in failures.items():
-        if not any(reasons):
-            continue
-        reason = next(filter(None, reasons))
-        text = "an empty completion" if reasons[0] else f"the completion {completions[1]!r:.40}"
-        sentence = f"reward {name!r} fails for {text} of the prompt {prompt_text(row.prompt)!r:.60} ({reason})"
-        if all(reasons) and reason.startswith(OF_CODE):
-            raise UserError(f"{sentence}: correct it, or the row's columns.")
-        print(f"Note: {sentence}.", file=sys.stderr)
-
-
-async def _failure(pool: Any, name: str, completions: Sequence[str], row: Row) -> str:
-    """What is wrong with the scores; empty if nothing is."""
-    tokens = [0] * len(completions[-1].split())
-    try:
-        await pool.score_all(name, prompt_text(row.prompt), completions, row.fields, tokens)
-    except RewardFailed as error:
-        if error.kind == "not_finite":
-            return f"ValueError: {error}"
-        return str(error) if error.kind == "raised" else ""
-    return ""
+        pass
+    return failures

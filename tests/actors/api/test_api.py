@@ -367,7 +367,7 @@ def uneven(prompt, completion, row):
 )
 def test_a_reward_that_cannot_score_is_found_before_the_start(tmp_path, monkeypatch, reward, sentence):
     monkeypatch.chdir(tmp_path)
-    words = f"{reward.__name__}' fails for an empty completion of the prompt '1'.*{sentence}"
+    words = f"{reward.__name__}' fails for the completion '' of the prompt '1'.*{sentence}"
     with pytest.raises(UserError, match=words):
         settings_of(None, [{"prompt": "1"}], reward, None, {"model": "m", "data.eval_size": 0})
     assert not [*tmp_path.iterdir()]
@@ -376,7 +376,7 @@ def test_a_reward_that_cannot_score_is_found_before_the_start(tmp_path, monkeypa
 async def test_a_reward_that_cannot_score_an_empty_completion_is_told_in_a_note(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings_of(None, [{"prompt": "1"}], uneven, None, {"model": "m", "data.eval_size": 0})
-    note = "Note: reward 'uneven' fails for an empty completion of the prompt '1' (ZeroDivisionError"
+    note = "Note: reward 'uneven' fails for the completion '' of the prompt '1' (ZeroDivisionError"
     assert note in capsys.readouterr().err
 
 
