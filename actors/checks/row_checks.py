@@ -21,6 +21,7 @@ from areal.programs.code_rows import read_tests
 from areal.programs.code_tests import CodeTests
 from areal.result import RewardError
 from areal.rewards import math_answers
+from areal.rewards.first_call import check_own_rewards
 from areal.tokens import missing_character
 from areal.workflows.conversation import begin
 
@@ -39,8 +40,9 @@ FEW_ROWS = 512
 
 
 def check_rows(config: Config, source: PromptSource) -> None:
-    """Check answers and tests of some rows, as `check_answers` and `check_tests`."""
+    """Check answers and tests of some rows, as `check_answers` and `check_tests`, and rewards of the user's own."""
     check_answers(config, source)
+    check_own_rewards(config, source.row(0))
     if "code" in config.rewards and not config.rollout_manager.gives_rewards:
         check_tests(config, source)
 
