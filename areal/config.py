@@ -890,10 +890,10 @@ class GuardConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the generators; docs/generation.md says when to use which setting."""
 
-    transport: Literal["folder", "stream", "nccl", "ipc", "gloo"] = Field(
+    transport: Literal["folder", "stream", "nccl", "gloo"] = Field(
         "folder",
         description="folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, "
-        "ipc, gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
+        "gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
     )
     folder: UserPath | None = Field(
         None, description="holds a folder of weights per run, for example /dev/shm; null: the run folder"

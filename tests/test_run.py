@@ -313,7 +313,6 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["network.ports=[20000, 20004]"], "and the master at one more: give 6"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
         (["weights.transport=nccl"], "weights.transport=nccl needs GPUs"),
-        (["weights.transport=ipc"], "weights.transport=ipc needs a trainer and a generator that share one GPU"),
         (["weights.transport=gloo", "colocate=true"], "sends weights straight into them"),
         (["weights.transport=gloo", "trainer.lora.rank=4"], "sends whole models, but trainer.lora publishes adapters"),
         (["observe.prometheus_port=0"], "observe.prometheus_port is 0"),
