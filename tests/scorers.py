@@ -64,13 +64,14 @@ async def scorer_of(config: Config, name: str) -> Any:
         yield await Scorer.start(member, name=name)
 
 
-async def scores_of(actor: Scorer, asked: Sequence[Asked]) -> list[tuple[float, float]]:
-    """The scores that a reward model gives, and the numbers of tokens that it read, by the code that a flow calls."""
+async def scores_of(actor: Scorer, asked: Sequence[Asked], reward: str = "") -> list[tuple[float, float]]:
+    """The scores that a scorer gives for a reward, by default one of its own name, and the numbers of tokens that it
+    read, by the code that a flow calls."""
     added: list[Any] = []
     jobs = [
         actor.score_completions(
             f"{job}",
-            Completion(job=job, function=actor._name, prompt=prompt, completions=(completion,), row=0),
+            Completion(job=job, function=reward or actor._name, prompt=prompt, completions=(completion,), row=0),
             row,
             added.append,
         )

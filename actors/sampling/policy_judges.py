@@ -1,4 +1,4 @@
-"""The policy as a judge of completions: the rewards `judge` and `group_judge` with `url: policy`.
+"""The policy as a judge of completions: rewards with `url: policy`.
 
 Whoever samples asks the run's generators, at the version that they have. What they answer is not trained.
 """

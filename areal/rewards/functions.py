@@ -23,7 +23,7 @@ A reward of groups scores all completions of a prompt at once, and returns a res
 It is a function with these parameters, or a class with a method `group_score`.
 
 The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `path/to/file.py:object`, or the name of
-an entry point in the group `areal.rewards` of an installed package.
+an entry point in the group `areal.rewards` of an installed package. `judge/strict` is `judge` with options of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from areal.data import addition, reasoning_tasks
 from areal.programs.code_tests import CodeTests
 from areal.result import Result, RewardError, as_result, as_results
 from areal.rewards import math_answers, verl_rewards
-from areal.rewards.judge import GroupJudge, Judge, ModelJudge
+from areal.rewards.judge import GroupJudge, Judge
 from areal.rewards.reward_model import RewardModel
 
 C = TypeVar("C", bound=ScoringConfig)
@@ -121,10 +121,10 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 def judge_by(
     answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int]]], name: str, options: Mapping[str, Any]
 ) -> RewardFunction:
-    """The judge called `name`, one of JUDGES, with `url: policy`. answer: asks its model with a text, and returns the
-    answer and how many tokens both have. Raises UserError."""
-    kind: Any = check(name, options)
-    judge: ModelJudge = _make(name, kind, options)
+    """The judge called `name`, whose model is in a run. answer: asks that with a text, and returns the answer and how
+    many tokens both have. Raises UserError."""
+    kind: Any = find(name)
+    judge: Judge = _make(name, kind, options)
     judge.answer = partial(answer, judge.sampling)
     return of_object(name, judge)
 
@@ -132,9 +132,8 @@ def judge_by(
 def with_groups(config: C) -> C:
     """`config` whose `reward.groups` has those of the rewards that it serves which score all completions of a group at
     once. Raises UserError."""
-    kinds = {name: find(name) for name in [*config.own_rewards, *config.policy_judges]}
+    kinds = {name: find(name) for name in [*config.own_rewards, *config.judges]}
     groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
-    groups += config.group_scorers
     groups += [name for name in config.reward.groups if name not in {*kinds, *groups}]
     return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})
 
@@ -164,6 +163,8 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
                 f"reward {name!r}: {error}: its options are {_names(options)}; correct them in reward.options, or "
                 f"give them to its actor as key=value"
             ) from None
+        if issubclass(target, Judge):  # which needs nothing but its options
+            _make(name, target, options)
     return target
 
 
@@ -228,10 +229,10 @@ def _takes_groups(parameters: Mapping[str, Any]) -> bool:
 
 
 def _find(name: str) -> Any:
-    if name in BUILT_IN:
-        return BUILT_IN[name]
     if ":" in name:
         return plugins.load(name, "reward")
+    if built_in := BUILT_IN.get(name.partition("/")[0]):
+        return built_in
     installed = {point.name: point for point in entry_points(group=GROUP)}
     if name not in installed:
         raise UserError(
@@ -244,6 +245,8 @@ def _find(name: str) -> Any:
 def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
     try:
         return kind(**options)
+    except UserError as error:
+        raise UserError(f"reward {name!r}: {error}") from None
     except Exception as error:  # the user's own code, which may raise anything
         raise UserError(
             f"reward {name!r} could not be made with the options {_names(options)}: {type(error).__name__}: {error}"

@@ -103,9 +103,7 @@ say()
         ("stream", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native None"),
     ],
 )
-def test_a_trainer_and_the_one_of_the_self_test_have_segments_that_grow_unless_the_user_says_so(
-    transport, own, found
-):
+def test_a_trainer_and_the_one_of_the_self_test_have_segments_that_grow_unless_the_user_says_so(transport, own, found):
     config = run_of().model_copy(update={"weights": WeightsConfig(transport=transport)})
     names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
     environment = {name: value for name, value in os.environ.items() if name not in names} | own

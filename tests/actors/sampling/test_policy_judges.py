@@ -40,7 +40,7 @@ def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **optio
     )
     assert (config.policy_judges, config.own_rewards) == ([*options], ["math"])
     judges = PolicyJudges(config, policy, Characters())
-    return RoutedRewards(None, None, config.reward, set(), lambda *refusal: refusals.append(refusal), (), judges)
+    return RoutedRewards(None, None, config.reward, set(), lambda *refusal: refusals.append(refusal), {}, judges)
 
 
 async def test_the_policy_is_asked_as_the_options_say_and_its_verdict_is_the_score():
@@ -73,5 +73,5 @@ async def test_a_verdict_that_cannot_be_read_is_asked_again_and_then_fails_the_s
 
 
 def test_the_policy_is_sampled_with_settings_that_it_has():
-    with pytest.raises(UserError, match="reward judge do not fit the policy: seed in sampling: Extra inputs"):
+    with pytest.raises(UserError, match="reward 'judge': Unknown key 'seed' in its option sampling"):
         judged_by(AnsweringPolicy(), [], judge={"url": "policy", "sampling": {"seed": 1}})

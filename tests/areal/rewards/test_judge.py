@@ -9,7 +9,7 @@ from aiohttp import web
 
 from areal.config import UserError
 from areal.result import RewardError
-from areal.rewards.functions import resolve
+from areal.rewards.functions import check, resolve
 
 
 @contextlib.asynccontextmanager
@@ -94,10 +94,20 @@ async def test_a_template_that_fails_on_a_row_gives_no_score_and_asks_nothing(te
     assert not requests
 
 
-@pytest.mark.parametrize("options", [{"verdict": "poem"}, {"verdict": "choice"}, {"samples": 0}, {"template": "{{"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"verdict": "poem"},
+        {"verdict": "choice"},
+        {"samples": 0},
+        {"template": "{{"},
+        {"url": "scorrer:big"},
+        {"model": ""},
+    ],
+)
 def test_options_that_do_not_fit_are_told_before_the_start(options):
-    with pytest.raises(UserError, match="reward judge"):
-        resolve("judge", {"url": "http://127.0.0.1:1/v1", "model": "m", **options})
+    with pytest.raises(UserError, match="reward 'judge/strict': "):
+        check("judge/strict", {"url": "http://127.0.0.1:1/v1", "model": "m", **options})
 
 
 async def test_a_group_is_ranked_with_the_best_first_and_one_completion_without_asking():
