@@ -151,7 +151,7 @@ def check_groups(rewards: Mapping[str, Traits], config: RewardConfig) -> None:
 
 def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
     """The function or class called `name`. Raises UserError if it cannot be called, or instantiated with `options`."""
-    target = find(name)
+    target: Any = find(name)
     is_class = inspect.isclass(target)
     if options and not is_class:
         raise UserError(f"reward {name!r} has options (reward.options, key=value), but is a function: make it a class")
