@@ -154,12 +154,13 @@ class Scorer(Serving):
             raise RefusedError(f"{self._name} gives no output {self._settings.output}: {error}") from None
         return Result(score, {"tokens": len(tokens)})
 
-    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
-        """A judge's answer, and how many tokens it and the prompt have. Raises as the engine does."""
+    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int, bool]:
+        """As areal.rewards.judge.Answer. Raises as the engine does."""
         prompt = Conversation(self._tokenizer).prompt([user(text)])
-        parts = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
-        tokens = [token async for part in parts for token in part.tokens.tolist()]
-        return self._tokenizer.decode(tokens, skip_special_tokens=True), len(prompt) + len(tokens)
+        parts = [part async for part in self._engine.generate(f"{next(self._requests)}", prompt, sampling)]
+        tokens = [token for part in parts for token in part.tokens.tolist()]
+        written = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return written, len(prompt) + len(tokens), parts[-1].finish == "length"
 
     def _tokens(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
         """What a reward model reads."""
@@ -182,7 +183,7 @@ class Scorer(Serving):
     def _check(self, name: str, kind: str) -> None:
         """Raises RefusedError if this actor does not serve the name, or in another way."""
         self.check_served(name)
-        if self.member.state == "healthy" and self._settings.kind != kind:
+        if self._settings.kind != kind:
             raise RefusedError(f"the scorer {name!r} is of kind {self._settings.kind}")
 
     def _steps(self) -> float:

@@ -52,8 +52,8 @@ _LIST = re.compile(r"\[[^\[\]]*\]")
 # In 8/10 or "8 out of 10" the first number is the verdict.
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?")
 V = TypeVar("V")
-Answer = Callable[[str], Awaitable[tuple[str, int]]]
-"""A model's answer to a text, and how many tokens both have. Raises RewardError."""
+Answer = Callable[[str], Awaitable[tuple[str, int, bool]]]
+"""A model's answer to a text, how many tokens both have, and whether it was cut at `max_tokens`. Raises RewardError."""
 # For an address that asks for no key.
 _NO_KEY = "none"
 
@@ -110,7 +110,7 @@ def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
 
 
-async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str) -> tuple[str, int]:
+async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
     """As an Answer. request: the arguments of the request besides the text."""
     from openai import OpenAIError
 
@@ -119,11 +119,14 @@ async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str
         answer = await client.chat.completions.create(messages=messages, **request)
     except OpenAIError as error:
         raise RewardError(f"the judge at {client.base_url} did not answer: {error}") from None
-    content = (answer.choices[0].message.content if answer.choices else None) or ""
-    return content, answer.usage.total_tokens if answer.usage else 0
+    tokens = answer.usage.total_tokens if answer.usage else 0
+    if not answer.choices:
+        return "", tokens, False
+    choice = answer.choices[0]
+    return choice.message.content or "", tokens, choice.finish_reason == "length"
 
 
-async def _no_run(text: str) -> tuple[str, int]:
+async def _no_run(text: str) -> tuple[str, int, bool]:
     raise RewardError("the judge is the policy or a scorer, which only a run has")
 
 
@@ -162,7 +165,9 @@ class Judge:
             text = self._template.render(**values)
         except Exception as error:  # an expression in a template may raise anything
             raise RewardError(f"the judge's template cannot be rendered: {type(error).__name__}: {error}") from None
-        content, tokens = await self.answer(text)
+        content, tokens, is_cut = await self.answer(text)
+        if is_cut:  # numbers on the way to a verdict would be read as one
+            raise RewardError(f"the judge's answer was cut at its max_tokens, {self.options.max_tokens}: raise them")
         if (verdict := read(content)) is None:
             raise RewardError(f"the judge's answer has no verdict: {content[-200:]!r}")
         return verdict, tokens

@@ -23,7 +23,7 @@ async def judge(*answers: str | int, reward: str = "judge", **options):
         if isinstance(said, int):
             return web.json_response({"error": {"message": "busy"}}, status=said, headers={"retry-after-ms": "1"})
         message = {"role": "assistant", "content": said}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        choice = {"index": 0, "finish_reason": "length" if said.endswith("…") else "stop", "message": message}
         usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
         told = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
         return web.json_response(told)
@@ -76,6 +76,12 @@ async def test_the_score_is_the_mean_of_several_judgements_which_are_asked_again
     assert len(requests) == 3
     assert requests[0]["messages"] == [{"role": "user", "content": "1 p c"}]
     assert (requests[0]["model"], requests[0]["temperature"], requests[0]["key"]) == ("wise", 0.5, "Bearer mine")
+
+
+async def test_an_answer_that_was_cut_is_no_verdict_whatever_numbers_it_has():
+    async with judge("Of its 3 steps 2 are…") as (reward, _):
+        with pytest.raises(RewardError, match="the judge's answer was cut at its max_tokens, 512: raise them"):
+            await reward.function("p", "c", {})
 
 
 async def test_a_judge_that_does_not_answer_gives_no_score():
