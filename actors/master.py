@@ -41,6 +41,7 @@ from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.hiding import without_secrets
 from areal.observe.tracking import flat
+from areal.processes import stop_signals
 from areal.staleness.ledger import Ledger, LedgerError
 from areal.storage.disk import DiskShortageError, Shortage
 from areal.storage.events import GONE
@@ -128,7 +129,7 @@ class Master(HandlesRequests):
             loop.add_signal_handler(signal.SIGINT, stop, "the supervisor")
             loop.add_signal_handler(signal.SIGTERM, self._ignore_signal, signal.SIGTERM.name)
         else:
-            for sign in (signal.SIGTERM, signal.SIGINT):
+            for sign in stop_signals():
                 loop.add_signal_handler(sign, stop, sign.name)
         try:
             self._take_over()
@@ -347,7 +348,9 @@ class Master(HandlesRequests):
     async def join(self, request: Request[Join]) -> Welcome:
         join, mark = request.message, fingerprint(request.token)
         member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
-        return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
+        start = f"{self.state.masters}/{self.members.starts[actor_name(member.identity)]}"
+        config = self.config.model_dump(mode="json")
+        return Welcome(identity=member.identity, start=start, config=config, snapshot=self._snapshot())
 
     def _admit(self, member: Member) -> Member:
         for occupant in self.members.with_role(member.role, healthy=False):

@@ -71,7 +71,7 @@ class Scorer(Serving):
             raise UserError(f"The run has no scorer {name!r} (--scorer): its configuration names others.")
         member.activity = "starting the engine"
         tokenizer = None if scorer.kind == "logprobs" else await asyncio.to_thread(load_tokenizer, scorer.model)
-        engine = await start_engine(Path(scorer.model), scorer.engine, version=0, seed=member.config.seed)
+        engine = await start_engine(Path(scorer.model), scorer.engine, version=0, seed=member.engine_seed)
         member.used.push_async_callback(engine.close)
         return cls(member, name, engine, tokenizer)
 

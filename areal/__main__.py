@@ -11,7 +11,7 @@ from typing import TextIO, cast
 
 from areal.command_line import RoomTools
 from areal.config import UserError
-from areal.processes import ROOT, LenientOutput
+from areal.processes import START, LenientOutput
 from areal.text import shown
 
 ROOMS = (
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     sys.stdout = cast(TextIO, LenientOutput(sys.stdout, reader_only=True))  # as in `areal score ... | head`
     if words and words[0] in RUN:
-        os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *words[1:]])
+        os.execv(sys.executable, [sys.executable, START, *words[1:]])
     parser = command_line()
     options, words = parser.parse_known_args(arguments)
     # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.

@@ -44,7 +44,9 @@ class UserError(Exception):
 NAME = r"(?!\.+$|-)[\w.-]{1,100}"
 
 # Benchmarks that `evaluator.benchmarks` names without a file.
-BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
+# A link to the folder of a clone; in a wheel a copy of it.
+CONFIGS = Path(__file__).with_name("configs")
+BENCHMARKS = CONFIGS / "benchmarks"
 
 
 class Section(BaseModel):
@@ -1577,7 +1579,9 @@ def write_yaml(values: Any) -> str:
 
 def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
-    first. Raises UserError if it cannot be read."""
+    first. `configs/NAME` is also there outside a clone. Raises UserError if the file cannot be read."""
+    if file.parts[:1] == ("configs",) and not file.is_file() and (CONFIGS.parent / file).is_file():
+        file = CONFIGS.parent / file
     if not file.is_file():
         how = f"correct the base in {bases[-1]}" if bases else "correct its path"
         raise UserError(f"There is no configuration file {file}: {how}.")

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).parent.parent
+# The program that run.py is, also where there is no clone.
+START = str(ROOT / "actors" / "start")
 # Environment variable that a supervisor sets for the processes it starts.
 SUPERVISED = "AREAL_SUPERVISED"
 # Environment variable with the folder of the run's keys.
@@ -32,6 +34,8 @@ PLAIN_ENVIRONMENT = (
 _PR_SET_PDEATHSIG = 1
 # A link of the bus with keys takes 4.2 open files, so this is enough for the 4,096 members of the largest run.
 OPEN_FILES = 65_536
+# How often a run looks whether the process that started it is there.
+PARENT_SECONDS = 0.5
 # How often a rank that was told to leave looks whether rank 0 has left.
 LEADER_SECONDS = 0.1
 
@@ -65,6 +69,26 @@ def die_with_parent(sign: signal.Signals, parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sign)
     if parent is not None and os.getppid() != parent:
         sys.exit("the process that started this one has ended")
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that end work in order: that of a closed terminal, too, unless it is ignored, as below `nohup`."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hang_up]
+
+
+def stop_after_parent(parent: int) -> None:
+    """Send this process a SIGTERM once its parent has ended, for whatever reason. The kernel's own signal, as above,
+    comes already when the parent's thread has ended that started this process, as in a notebook."""
+    if os.getppid() != parent:
+        sys.exit("the process that started this one has ended")
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def outlive_sigterm(leader: int | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from areal.config import RowsConfig, UserError
+from areal.text import reason_of
 
 
 def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
@@ -27,10 +28,10 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
     else:
         from transformers import AutoTokenizer as Tokenizer
     try:
-        tokenizer = Tokenizer.from_pretrained(folder)
+        tokenizer = Tokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises this very class
-        first = str(error).strip().partition("\n")[0]
-        raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({first}).") from None
+        reason = reason_of(error)
+        raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({reason}).") from None
     if data is not None and data.sets_template:
         _set_template(tokenizer, folder, data)
     return tokenizer

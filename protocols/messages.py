@@ -56,7 +56,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 28
+PROTOCOL_VERSION = 29
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -204,9 +204,11 @@ class Snapshot(Message):
 
 
 class Welcome(Message):
-    """The answer to Join: the actor's identity, the run's configuration and a snapshot."""
+    """The answer to Join: the actor's identity, the run's configuration and a snapshot. start: no earlier start of an
+    actor with this role and index had the same."""
 
     identity: Name
+    start: Name
     config: dict[str, Any]
     snapshot: Snapshot
 

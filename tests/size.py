@@ -64,7 +64,7 @@ def of_a_run(root: Path) -> tuple[dict[str, Path], set[str]]:
     files = modules(root)
     roles = [name for name in files if name.startswith("actors.") and name.count(".") == 1 and _is_file(files[name])]
     programs = [name for name in files if name.startswith(IN_SANDBOXES)]
-    return files, reached(files, ["run", *roles, *programs, *PROCESSES])
+    return files, reached(files, ["run", "actors.start.__main__", *roles, *programs, *PROCESSES])
 
 
 def _is_file(path: Path) -> bool:

@@ -16,9 +16,9 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
-import run
 import yaml
 
+from actors.start.options import parse
 from areal.__main__ import command_line
 from areal.config import load_config
 from areal.processes import KEYS
@@ -40,7 +40,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
         words = words[words.index("--") + 1 :]
     start = next(n for n, word in enumerate(words) if word.endswith("run.py"))
     monkeypatch.setattr(sys, "argv", words[start:])
-    arguments = run.parse()
+    arguments = parse()
     if arguments.role == ["master"]:
         load_config(ROOT / arguments.config, arguments.overrides)
         assert any(override.startswith("master.address=tcp://") for override in arguments.overrides)

@@ -20,12 +20,12 @@ import yaml
 import zmq
 from helpers import SHORT, check_adapters, descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
-from run import keep_report, main, port_is_named
 
 from actors.checks.preflight import check_port
 from actors.checks.preflight import free_port as hold_free_port
 from actors.checks.start_checks import own_port
 from actors.runtime.supervisor import Supervisor
+from actors.start.command import keep_report, main, port_is_named
 from areal.config import load_config
 from areal.processes import KEYS
 
@@ -482,8 +482,8 @@ def test_a_dry_run_finds_what_a_start_would(small, tmp_path, monkeypatch, capsys
     )
     monkeypatch.setenv(KEYS, "")
     assert main() == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert sentence in line
+    *heading, line = capsys.readouterr().err.strip().splitlines()
+    assert sentence in line and heading in ([], ["--- What the checks say:"])
     assert not Path("runs").exists()
 
 
@@ -506,7 +506,10 @@ def test_a_dry_run_without_a_mistake_says_so_and_leaves_nothing(small, tmp_path,
     assert main() == 0
     out, error = capsys.readouterr()
     assert yaml.safe_load(out)["name"] == "test"
-    assert error == "The configuration and what it names were checked: the run can be started.\n"
+    verdict = "The configuration and what it names were checked: the run can be started."
+    assert error.splitlines() == ["--- What the checks say:", verdict]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--quiet"])
+    assert main() == 0 and not capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

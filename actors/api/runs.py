@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,8 +23,9 @@ from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.runtime.addresses import locate
 from actors.watching.monitor import render
+from actors.watching.runs import STOP_SECONDS, stop_run
 from areal.config import Config, UserError
-from areal.processes import ROOT
+from areal.processes import START, SUPERVISED
 from areal.record import Record, new_steps
 from areal.rewards.functions import RewardFunction, check_groups, of_object
 from areal.storage.claim import claimed_address
@@ -34,11 +34,9 @@ from areal.text import all_shown
 from areal.workflows.builtin import bound_workflow
 from protocols.messages import AddReward, AskStatus
 
-CONSOLE, PROCESS = "console.log", "process"
+CONSOLE = "console.log"
 # Intervals of looking at its record, and of asking its master what to show in a notebook.
 LOOK_SECONDS, LIVE_SECONDS = 0.2, 1.0
-# What a run may take to stop beyond `master.drain_seconds`.
-STOP_SECONDS = 60.0
 
 
 class RunFailed(Exception):
@@ -55,7 +53,8 @@ def train(
     steps: int | None = None,
     **keys: Any,
 ) -> LiveRun:
-    """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run.
+    """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run, and
+    so does the end of this process, however it ends; a run of `start` goes on without it.
     Raises UserError, and RunFailed if it does not reach its end."""
     settings = settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys})
     with _start(settings, show=True) as run:
@@ -85,7 +84,7 @@ def start(
 
 
 def _start(settings: Settings, show: bool) -> LiveRun:
-    run = LiveRun(settings.config.folder, settings.config, _launch(settings), show)
+    run = LiveRun(settings.config.folder, settings.config, _launch(settings, outlives=not show), show)
     try:
         run.find_master(LOOK_SECONDS)
         run._serve(settings.rewards)
@@ -229,7 +228,7 @@ class LiveRun:
 
     def stop(self) -> Any:
         """Stop the run, which saves a checkpoint and can be resumed (`run.py --resume`), and wait until it has ended:
-        `await run.stop()` in coroutines and notebooks. Raises UserError if it was not started from Python."""
+        `await run.stop()` in coroutines and notebooks. Raises UserError if it is in progress elsewhere."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -239,10 +238,12 @@ class LiveRun:
     def _stop(self) -> None:
         if self._ended:
             return
-        os.kill(self._process.pid if self._process else _process_in(self.folder), signal.SIGTERM)
-        until = time.monotonic() + self.config.master.drain_seconds + STOP_SECONDS
-        while not self._ended and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
+        if self._process is None:
+            stop_run(self.folder)
+        else:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self.config.master.drain_seconds + STOP_SECONDS)
         self.leave()
 
     def _has_trained(self, number: int) -> bool:
@@ -353,12 +354,15 @@ class RolloutTable:
         return _table(Rollouts(self._record).sql(query))
 
 
-def _launch(settings: Settings) -> subprocess.Popen[bytes]:
-    """The process of a run, which goes on if this one ends."""
+def _launch(settings: Settings, outlives: bool) -> subprocess.Popen[bytes]:
+    """The process of a run. outlives: whether the run goes on if this process ends, however that happens."""
     folder = settings.config.folder
-    command = [sys.executable, str(ROOT / "run.py"), "--config", str(settings.file)]
+    command = [sys.executable, START, "--config", str(settings.file)]
     # A kernel sets them, and rich would write its live view into the file.
-    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
+    left_out = ("FORCE_COLOR", "TTY_COMPATIBLE", SUPERVISED)
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    if not outlives:
+        environment[SUPERVISED] = str(os.getpid())
     with (folder / CONSOLE).open("wb") as console:
         process = subprocess.Popen(
             command,
@@ -368,16 +372,7 @@ def _launch(settings: Settings) -> subprocess.Popen[bytes]:
             start_new_session=True,
             env=environment,
         )
-    (folder / PROCESS).write_text(f"{process.pid} {settings.file}")
     return process
-
-
-def _process_in(folder: Path) -> int:
-    """The process of the run in the folder, which another process of Python has started. Raises UserError."""
-    number, _, file = _text(folder / PROCESS).partition(" ")
-    if number and file in _text(Path(f"/proc/{number}/cmdline")).split("\0"):
-        return int(number)
-    raise UserError(f"The run in {folder} was not started from Python: stop it where it was started.")
 
 
 def _text(file: Path) -> str:

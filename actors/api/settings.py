@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from actors.api import rows
-from areal.config import EXTERNAL, Config, UserError, merged, overridden, read_values, validated, write_yaml
-from areal.processes import ROOT
+from areal.config import CONFIGS, EXTERNAL, Config, UserError, merged, overridden, read_values, validated, write_yaml
 from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
 from areal.storage.claim import check_room, claim
 from areal.storage.disk import replace
 from areal.workflows.builtin import bound_workflow
 
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+QUICKSTART = CONFIGS / "quickstart.yaml"
 # The keys of a run without a configuration, where they have no default and where another suits a first try better.
 DEFAULTS: dict[str, Any] = {
     "name": "notebook",

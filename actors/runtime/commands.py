@@ -12,8 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from areal.command_line import CONFIG, OVERRIDES, RoomTools
-from areal.config import Config, UserError, benchmarks_in, load_config
-from areal.processes import ROOT
+from areal.config import CONFIGS, Config, UserError, benchmarks_in, load_config
+from areal.processes import START
 from areal.roles import ROLES
 from areal.text import shown
 
@@ -81,7 +81,7 @@ def evaluate(options: Namespace) -> None:
         key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in settings.items()
     }
     overrides = [f"{key}={text}" for key, text in texts.items()] + options.overrides
-    file = options.config or ROOT / "configs" / "evaluation.yaml"
+    file = options.config or CONFIGS / "evaluation.yaml"
     config: Config = load_config(file, overrides)
     folder = config.folder
     if (read_summary(folder) or {}).get("ok"):
@@ -90,7 +90,7 @@ def evaluate(options: Namespace) -> None:
             raise UserError(f"{folder} has an evaluation with other settings: give this one a name, name=NAME.")
         return print_summary(folder, Console())
     start = ["--resume", str(folder)] if (folder / "journal.db").exists() else ["--config", str(file)]
-    os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *start, *overrides])
+    os.execv(sys.executable, [sys.executable, START, *start, *overrides])
 
 
 def health(options: Namespace) -> int:

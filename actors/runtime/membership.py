@@ -2,7 +2,7 @@
 
 An actor stops in these cases:
 
-* it is told to (SIGTERM, SIGINT) and has handed over its work;
+* it is told to (SIGTERM, SIGINT, SIGHUP) and has handed over its work;
 * the master says that the run has ended;
 * the master has been silent for `master.lost_seconds`; a master that is restarted within that time is accepted;
 * the master has fenced it: the master refuses its requests, and another process may have its place;
@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import structlog
 
@@ -42,6 +42,7 @@ from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
 from areal.config import Config, UserError, from_message
 from areal.devices import CORES, settle
+from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
 from protocols.addresses import host_of, reachable
 from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
@@ -61,6 +62,7 @@ from protocols.messages import (
     Span,
     State,
     Welcome,
+    actor_name,
 )
 from protocols.network import Network
 from protocols.transport import Bus, Request, Subscriber
@@ -122,6 +124,7 @@ class Membership:
         self.state: State = "stale"
         self.activity = "starting"
         self.outcome = ""
+        self.engine_seed = 0
         self.used = AsyncExitStack()
         self._options = options
         self._patience = patience
@@ -238,7 +241,7 @@ class Membership:
         """Join, work and leave. Returns why the actor stopped. Raises what the role's own code raised, and UserError if
         no master answers."""
         loop = asyncio.get_running_loop()
-        for sign in (signal.SIGTERM, signal.SIGINT) if self._own_process else ():
+        for sign in stop_signals() if self._own_process else ():
             loop.add_signal_handler(sign, self.leave, sign.name)
         try:
             if not await self._join_unless_stopped(self.listen_address.reached_at(self._listen())):
@@ -290,7 +293,10 @@ class Membership:
         welcome: Welcome = await first_answer(self.bus, self.master, join, self._patience)
         self.bus.identity.name = welcome.identity
         self.config = from_message(welcome.config)
-        self.index = int(welcome.identity.split("/")[1].split("#")[0])
+        name = actor_name(welcome.identity)
+        self.index = int(name.split("/")[1])
+        # Another one at each start, or an engine would draw the random numbers again that it began with.
+        self.engine_seed = crc32(f"{self.config.seed}/{name}/{welcome.start}".encode())
         self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")

@@ -42,7 +42,7 @@ from actors.runtime.logs import log_file
 from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
 from areal.config import Config
-from areal.processes import ROOT, SUPERVISED
+from areal.processes import START, SUPERVISED
 from areal.roles import ROLES
 from areal.storage.disk import Backlog
 from areal.storage.records import read_records
@@ -54,7 +54,6 @@ from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
 from protocols.transport import Bus
 
-RUN_PY = ROOT / "run.py"
 END, FAILED, USER_ERROR, FENCED, ERROR, LEFT = range(6)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
@@ -143,7 +142,7 @@ class Child:
 
 def role_command(role: str, arguments: list[str]) -> list[str]:
     """The command line of a role."""
-    return [sys.executable, str(RUN_PY), "--role", role, *arguments]
+    return [sys.executable, START, "--role", role, *arguments]
 
 
 class Supervisor:

@@ -1,4 +1,4 @@
-"""The tool that serves a run's web page."""
+"""The tools that serve a run's web page, and list and stop the runs of this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from areal.command_line import RUN, RoomTools
 
 
 def declare(tools: RoomTools) -> None:
+    tools.add("ps", "runs:print_runs", "list the runs that are in progress on this machine")
+    summary = "stop a run on this machine in order, and wait until it has ended; exit code 1 if it has not"
+    tools.add("stop", "runs:stop", summary).add_argument("folder", **RUN)
+
     summary = "serve a live web page of a run, or of several with their curves overlaid"
     add = tools.add("dashboard", "dashboard:serve", summary).add_argument
     add("folders", nargs="+", **RUN)

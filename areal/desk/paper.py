@@ -15,15 +15,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal.config import Config, UserError, overridden, read_values, validated
+from areal.config import CONFIGS, Config, UserError, overridden, read_values, validated
 from areal.desk.comparison import differing_settings, mean_text, means, value_of
 from areal.desk.plan import count_parameters
 from areal.models import name_of
-from areal.processes import ROOT
 from areal.record import Record
 from areal.settings import SPEED_ONLY, is_under
 
-PUBLISHED = ROOT / "configs" / "paper" / "published.yaml"
+PUBLISHED = CONFIGS / "paper" / "published.yaml"
 # Of a measure: its name and unit in the table, the number in a run's summary, and the factor to that unit.
 MEASURES: dict[str, tuple[str, str, str, float]] = {
     "base": ("before", "%", "accuracy_before", 100),

@@ -27,6 +27,7 @@ from areal.desk.split import (
     step_tokens,
 )
 from areal.record import Record
+from areal.text import reason_of
 from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
 
@@ -159,12 +160,11 @@ def read_modules(model: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        sizes = AutoConfig.from_pretrained(model).get_text_config()
+        sizes = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         with torch.device("meta"):
-            return sizes, AutoModelForCausalLM.from_config(sizes)
+            return sizes, AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"The model {model} cannot be read ({first}): set model=FOLDER.") from None
+        raise UserError(f"The model {model} cannot be read ({reason_of(error)}): set model=FOLDER.") from None
 
 
 def count_parameters(model: str) -> int:

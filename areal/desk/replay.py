@@ -309,8 +309,10 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
 def _run_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, dict[str, Any]]:
     """Do the replays in as many processes at once as there are cores for, forked from this one: imports are shared."""
     from areal.cpu.training import load_libraries
+    from areal.desk.plan import read_modules
 
-    load_libraries(Path(replays[0].config.model))
+    load_libraries()
+    read_modules(replays[0].config.model)
     gc.freeze()
     at_once = max(1, len(os.sched_getaffinity(0)) // max(variant.config.trainer.threads for variant in replays))
     fork, waiting = multiprocessing.get_context("fork"), list(replays)

@@ -20,7 +20,7 @@ from typing import Any
 from areal.config import Config, UserError, load_config, overridden, read_values, validated, write_yaml
 from areal.grid import name_of, points
 from areal.hiding import without_secrets
-from areal.processes import ROOT, SUPERVISED
+from areal.processes import START, SUPERVISED, stop_signals
 from areal.record import has_begun, has_finished
 from areal.settings import MAY_CHANGE, differences, is_under
 from areal.storage.disk import replace
@@ -128,7 +128,7 @@ class Sweep:
         Returns the exit code: 0 if now all are finished, 1 if one has failed, 128 and the signal's number if the sweep
         was told to stop.
         """
-        for sign in (signal.SIGINT, signal.SIGTERM):
+        for sign in stop_signals():
             signal.signal(sign, self._stop)
         failed = []
         for number, run in enumerate(self.runs, 1):
@@ -154,7 +154,7 @@ class Sweep:
         # With this variable run.py ends when this process ends, however that happens. In a session of its own it hears
         # of a Ctrl-C only from here, and once.
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "run.py"), *run.arguments()],
+            [sys.executable, START, *run.arguments()],
             env=os.environ | {SUPERVISED: str(os.getpid())},
             start_new_session=True,
         )

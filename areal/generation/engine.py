@@ -38,6 +38,7 @@ from areal.devices import SHARES, visible_devices
 from areal.models import shapes_in
 from areal.processes import importing
 from areal.sampled import Finish, Generation, TokenTable
+from areal.text import reason_of
 from areal.tokens import tokenizer_in
 from areal.trajectory import TokenScores
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
@@ -733,8 +734,9 @@ def _checked_config(
     try:
         return _vllm_config(arguments(), config, on_cpu)
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
+        raise UserError(
+            f"vLLM cannot run the model in {model} with these generator settings: {reason_of(error)}"
+        ) from error
 
 
 def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bool) -> VllmConfig:
@@ -769,6 +771,7 @@ def _engine_args(
     arguments = {
         "model": str(model),
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "dtype": config.dtype,
         "seed": seed,
         "max_model_len": config.max_model_len,

@@ -12,14 +12,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import marshal
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from hashlib import sha256
-from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,9 +38,9 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import,
 _KEPT_FACTS = 4096
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
-# What runs in the sandbox, and is not imported here.
+# What runs tests in the sandbox, and is not imported here.
 _SOURCES = {
-    name: Path(__file__).with_name(f"{name}.py").read_text() for name in ("tests_runner", "call_runner", "plain_data")
+    name: Path(__file__).with_name(name).read_bytes() for name in ("tests_runner.py", "call_runner.py", "plain_data.py")
 }
 # Why a row is refused whose solutions do not pass.
 FAILS = "the row's own solution does not pass them so"
@@ -73,9 +71,7 @@ class CodeTests:
         self._refuse_weak = refuse_weak
         self._facts: dict[bytes, str | None] = {}
         self._sandbox = open_sandbox(self._config)
-        # A sandbox on this machine runs this very Python.
-        packed = _compiled if self._config.url is None else _source
-        self._runner = dict(packed(name) for name in ("tests_runner", "plain_data"))
+        self._runner = _SOURCES if self._config.url else {}  # a sandbox on this machine has them
 
     def close(self) -> None:
         self._sandbox.close()
@@ -98,7 +94,7 @@ class CodeTests:
             return "outside"
         programs = [program_in(solution) for solution in solutions_of(row)[:_MOST_SOLUTIONS]]
         programs = [program for program in programs if is_python(_whole(program, tests))]
-        outside = await self._fact("outside", tests, programs)
+        outside = await self._once(self._hindrance, "outside", tests, *programs)
         if outside is None:
             return "outside"
         if self._config.tests == "outside":
@@ -106,27 +102,24 @@ class CodeTests:
                 f"the row's tests cannot be judged outside the program: {outside}: remove the row, or set "
                 f"sandbox.tests=inside_where_needed (docs/sandbox.md)"
             )
-        if inside := await self._fact("inside", tests, programs):
+        if inside := await self._once(self._hindrance, "inside", tests, *programs):
             raise RewardError(f"the row's tests cannot be judged: {inside}")
         return "inside"
 
     async def weakness(self, row: Mapping[str, Any]) -> str | None:
         """What happens in a program that passes the row's tests although it computes nothing, or None. Raises
         RewardError if the row cannot be judged."""
-        return await self._fact(f"weak {await self.way(row)}", read_tests(row), [])
+        return await self._once(self._weakness, await self.way(row), read_tests(row))
 
-    async def _fact(self, kind: str, tests: Tests, programs: Sequence[str]) -> str | None:
-        """What is found out about tests once."""
-        key = sha256(f"{kind} {tests!r} {programs!r}".encode(errors="replace")).digest()
+    async def _once(
+        self, find: Callable[[Way, Any, Sequence[str]], Awaitable[str | None]], way: Way, tests: Tests, *programs: str
+    ) -> str | None:
+        """What one of the two methods below finds out about tests."""
+        key = sha256(f"{find.__name__} {way} {tests!r} {programs!r}".encode(errors="replace")).digest()
         if key not in self._facts:
-            match kind, tests:
-                case "outside" | "inside", Asserts():
-                    fact = await self._hindrance(kind, tests, programs)
-                case _:
-                    fact = await self._weakness("inside" if kind == "weak inside" else "outside", tests)
-            while len(self._facts) >= _KEPT_FACTS:
+            self._facts[key] = await find(way, tests, programs)
+            while len(self._facts) > _KEPT_FACTS:
                 del self._facts[next(iter(self._facts))]
-            self._facts[key] = fact
         return self._facts[key]
 
     async def _hindrance(self, way: Way, tests: Asserts, programs: Sequence[str]) -> str | None:
@@ -142,7 +135,7 @@ class CodeTests:
         use = f"; they use {tests.needs.beyond}" if tests.needs.beyond else ""
         return reasons[0] if reasons else f"{FAILS}{use}"
 
-    async def _weakness(self, way: Way, tests: Tests) -> str | None:
+    async def _weakness(self, way: Way, tests: Tests, _: Sequence[str]) -> str | None:
         async def score(program: str) -> float:
             return float(all(await self._results(program, tests, way, trivial=True)))
 
@@ -180,14 +173,15 @@ class CodeTests:
     async def _run_calls(self, code: str, tests: Calls, results: list[bool]) -> None:
         """All calls in one run. If a limit ends it after some answers, the other calls get another run: so each call
         may take as much as a program."""
-        files = {"program.py": code.encode(errors="replace")}
+        files = {"program.py": code.encode(errors="replace"), **self._runner}
+        main = "import call_runner\ncall_runner.main()\n"
         job = json.dumps({"function": tests.function, "int_keys": tests.int_keys})
         calls = [json.dumps(arguments) for arguments in tests.arguments]
         position = 0
         while position < len(tests):
             size = len(json.dumps(tests.expected[position:]))
             stdin = "\n".join([job, *calls[position:]])
-            outcome = await self._sandbox.run(_SOURCES["call_runner"], stdin=stdin, files=files, expected=size)
+            outcome = await self._sandbox.run(main, stdin=stdin, files=files, expected=size)
             answers = outcome.stdout.split("\n")[:-1][: len(tests) - position]
             if not answers:
                 break
@@ -228,16 +222,6 @@ def _verdict(lines: Sequence[Sequence[str]], count: int) -> tuple[list[bool], st
 def _whole(code: str, tests: Asserts) -> str:
     """The program, which begins with the row's prompt where the tests say so."""
     return continued(tests.prompt, code, tests.candidate) if tests.prompt and tests.candidate else code
-
-
-def _source(name: str) -> tuple[str, bytes]:
-    return f"{name}.py", _SOURCES[name].encode()
-
-
-def _compiled(name: str) -> tuple[str, bytes]:
-    """A module without its source, in Python's format: a head of 16 bytes and the code."""
-    code = compile(_SOURCES[name], f"{name}.py", "exec", dont_inherit=True)
-    return f"{name}.pyc", MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
 def program_in(completion: str, language: str = "python") -> str:

@@ -80,6 +80,7 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONINTMAXSTRDIGITS": "0",  # programs print numbers of any length
     "OMP_NUM_THREADS": "1",
 }
 
@@ -119,14 +120,6 @@ MODULES = (
 )
 for name in MODULES:
     importlib.import_module(name)
-
-
-def import_pytest():
-    """Loads pytest, which tests that are modules of pytest are run by, if programs can import it."""
-    with contextlib.suppress(ImportError):
-        config = importlib.import_module("_pytest.config")
-        for name in (*(f"_pytest.{plugin}" for plugin in config.default_plugins), "_pytest._argcomplete", "pdb"):
-            importlib.import_module(name)
 
 
 # --- the filter on system calls
@@ -521,6 +514,7 @@ def run_python(path):
         buffering = 1 if name == "stderr" else -1
         stream = open(descriptor, mode, buffering, errors=errors, closefd=False)  # noqa: SIM115
         vars(sys).update({name: stream, f"__{name}__": stream})
+    sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(sys.getrecursionlimit() + depth() + 1)  # exec takes one
     code = 0
     try:
@@ -834,6 +828,11 @@ def main():
     requests, plain = socket.socket(fileno=int(descriptor)), mode == "none"
     with contextlib.suppress(OSError):
         write("/proc/self/oom_score_adj", "1000")  # when memory is short, the kernel kills programs first
+    # What runs tests is loaded in advance, too.
+    sys.path.append(os.path.dirname(__file__))
+    importlib.import_module("call_runner")
+    tests_runner = importlib.import_module("tests_runner")
+    sys.path.pop()
     try:
         groups = os.open(delegated, os.O_RDONLY) if delegated and not plain else None
         other_user = not plain and enter_user_namespace()
@@ -850,7 +849,8 @@ def main():
             enter_root(folders, packages.split(os.pathsep))
         else:
             sys.path += packages.split(os.pathsep)
-        import_pytest()
+        with contextlib.suppress(ImportError):
+            tests_runner.pytest_config()
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     except (OSError, KeyError) as error:
         requests.send(json.dumps({"error": str(error)}).encode())

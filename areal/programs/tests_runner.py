@@ -14,6 +14,7 @@ stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; `NONCE unusa
 """
 
 import builtins
+import collections
 import contextlib
 import ctypes
 import importlib
@@ -27,6 +28,8 @@ import signal
 import socket
 import sys
 import types
+import typing
+from functools import cache
 from json import dumps
 from typing import Any
 
@@ -44,18 +47,14 @@ MODULES = {
         *("os", "random", "re", "statistics", "string", "sys", "time", "typing"),
     )
 } | {"np": "numpy", "pd": "pandas"}
-NAMES_FROM = {"collections": None, "typing": None, "math": ("isclose", "isnan", "sqrt")}
+NAMES_FROM = {collections: collections.__all__, typing: typing.__all__, math: ("isclose", "isnan", "sqrt")}
 # Plugins that tests do not need, of which some take long.
 NO_PLUGINS = (
-    *("cacheprovider", "terminal", "warnings", "faulthandler", "unraisableexception", "threadexception", "doctest"),
-    *("junitxml", "pastebin"),
+    *("assertion", "cacheprovider", "doctest", "faulthandler", "junitxml", "pastebin", "reports", "setuponly"),
+    *("setupplan", "stepwise", "terminal", "threadexception", "unraisableexception", "warnings"),
 )
-# Pytest is given a file that no program can change, in a folder without configuration. It is never read.
-PYTEST = (
-    *("--assert=plain", "--capture=sys", "--noconftest", "--import-mode=importlib", "-c", os.devnull),
-    *(f"-pno:{plugin}" for plugin in NO_PLUGINS),
-    *("--rootdir", os.path.dirname(os.__file__), os.__file__),
-)
+# Pytest reads no file: neither tests nor configuration.
+PYTEST = ("--capture=no", "--noconftest", "--import-mode=importlib", "-c", os.devnull, "--rootdir", "/", os.devnull)
 
 
 def set_dumpable(value):
@@ -82,12 +81,14 @@ def receive(stream):
 # --- the program
 
 
-def load():
-    """Runs the program as the module `solution`, and returns that. Raises what the program raises."""
+def load(names=builtins):
+    """Runs the program as the module `solution`, and returns that. names: what it may use without importing it. Raises
+    what the program raises."""
     sys.argv = ["program.py"]
     with open("program.py") as file:
         source = file.read()
     program = sys.modules["program"] = sys.modules["solution"] = types.ModuleType("solution")
+    vars(program).update(__builtins__=names)
     exec(compile(source, "program.py", "exec"), vars(program))
     return program
 
@@ -214,7 +215,7 @@ def judge(job, program, verdict):
     except BaseException as error:  # so no test passes
         return explain(error, report)
     if job["pytest"]:
-        return run_pytest(tests, report, [] if job["to_the_end"] else ["--maxfail=1"])
+        return run_pytest(tests, report, most_failures=int(not job["to_the_end"]))
     report("tests", len(job["tests"]))
     for index, test in enumerate(job["tests"]):
         try:
@@ -241,7 +242,7 @@ def namespace_of(job, program):
     tests = sys.modules["tests"] = types.ModuleType("tests")
     # A function of the program may have the name of a built-in one, which must not stand in for it.
     vars(tests).update({name: None for name in job["names"] if hasattr(builtins, name)})
-    library = of_library([name for name in job["names"] if name != job["candidate"]])
+    library = {name: value for name in job["names"] if name != job["candidate"] and (value := of_library(name))}
     if len(library) == len(job["names"]):
         library = {}  # else nothing would be the program's
     names = [name for name in job["names"] if name not in library and hasattr(program, name)]
@@ -254,16 +255,24 @@ def namespace_of(job, program):
     return tests
 
 
-def of_library(names):
-    """Those of the names that are not the program's, although the tests do not import them."""
-    library = {name: importlib.import_module(MODULES[name]) for name in names if name in MODULES}
-    for module, public in NAMES_FROM.items():
-        public = public or importlib.import_module(module).__all__
-        library |= {name: getattr(sys.modules[module], name) for name in names if name in public}
-    return library
+def of_library(name):
+    """What a name stands for that tests use without importing it; None if it is the program's."""
+    if name in MODULES:
+        return importlib.import_module(MODULES[name])
+    owner = next((module for module, names in NAMES_FROM.items() if name in names), None)
+    return owner and getattr(owner, name)
 
 
-def run_pytest(tests, report, options):
+@cache
+def pytest_config():
+    """Pytest, ready to run. The launcher of sandboxes calls this before it forks. Raises ImportError."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    from _pytest.config import _prepareconfig
+
+    return _prepareconfig([*PYTEST, *(f"-pno:{name}" for name in NO_PLUGINS)])
+
+
+def run_pytest(tests, report, most_failures):
     import pytest
 
     class Module(pytest.Module):
@@ -276,15 +285,13 @@ def run_pytest(tests, report, options):
         indices: dict[str, int] = {}
         failed: set[str] = set()
 
-        def pytest_pycollect_makemodule(self, module_path, parent):
-            return Module.from_parent(parent, path=module_path)
-
-        def pytest_collect_directory(self, path, parent):
-            return pytest.Dir.from_parent(parent, path=path)  # no package, whose first file would be run
-
-        def pytest_collection_finish(self, session):
-            self.indices.update({item.nodeid: index for index, item in enumerate(session.items)})
-            report("tests", len(session.items))
+        def pytest_collection(self, session):
+            items = [*session.genitems(Module.from_parent(session, path=session.config.rootpath / "tests"))]
+            session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=items)
+            session.items, session.testscollected = items, len(items)
+            self.indices.update({item.nodeid: index for index, item in enumerate(items)})
+            report("tests", len(items))
+            return True
 
         def pytest_pyfunc_call(self, pyfuncitem):
             function = pyfuncitem.obj
@@ -305,8 +312,10 @@ def run_pytest(tests, report, options):
         def pytest_runtest_logfinish(self, nodeid, location):
             report(self.indices[nodeid], int(nodeid not in self.failed))
 
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    pytest.main([*PYTEST, *options], plugins=[Plugin()])
+    config = pytest_config()
+    config.option.maxfail = most_failures
+    config.pluginmanager.register(Plugin())
+    config.hook.pytest_cmdline_main(config=config)
 
 
 def is_safe(path):

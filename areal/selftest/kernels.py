@@ -192,6 +192,7 @@ def _few_layers(sizes: Any, dtype: str, attention: str, device: torch.device) ->
     with device:
         return AutoModelForCausalLM.from_config(
             of_layers(sizes, 2),
+            trust_remote_code=False,
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
             experts_implementation="eager",

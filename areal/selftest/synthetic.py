@@ -72,4 +72,4 @@ def sizes_of(model: str) -> Any:
     """The model's config, as transformers has it."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model).get_text_config()
+    return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()

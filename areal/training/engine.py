@@ -36,6 +36,7 @@ from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
 from areal.storage.disk import DiskRetry
+from areal.text import reason_of
 from areal.training.advantages import advantages, gae
 from areal.training.agreement import SILENCE, Writer
 from areal.training.checkpoint import Share, TrainingState
@@ -310,6 +311,7 @@ class TrainingEngine:
         try:
             module, found = AutoModelForCausalLM.from_pretrained(
                 folder,
+                trust_remote_code=False,
                 dtype=getattr(torch, dtype),
                 attn_implementation=self._attention,
                 device_map=place,
@@ -317,7 +319,7 @@ class TrainingEngine:
                 ignore_mismatched_sizes=True,
             )
         except (ImportError, KeyError, OSError, SafetensorError, ValueError) as error:
-            raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
+            raise UserError(f"{folder} does not hold a model that transformers can load: {reason_of(error)}") from error
         # transformers gives them random values.
         if lacks := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
             raise UserError(f"The model {folder} has no {lacks[0]} of the shape that its config.json describes.")

@@ -20,9 +20,11 @@ from helpers import dealer, fill_disk, keys_folder, mounted_small_disk, network
 from pydantic import ValidationError
 
 from actors import master as master_module
+from actors.generator import Generator
 from actors.master import EVENTS_OF_ONE_MASTER, Master
 from actors.mastering import members as members_module
 from actors.mastering.members import next_event
+from actors.runtime.membership import Membership
 from areal.__main__ import main as areal_tool
 from areal.config import Config
 from areal.data.history import History
@@ -447,6 +449,35 @@ async def test_who_joins_in_the_place_of_another_replaces_it(config):
         with pytest.raises(RefusedError, match="not a member"):
             await old.beat()
         await new.bus.close()
+
+
+async def seed_of_start(config, index: int) -> int:
+    """The seed that a generator which joins gives its engine. The engine does not start."""
+    seeds = []
+
+    async def start_engine(*_, seed: int, **__):
+        seeds.append(seed)
+        raise ConnectionError
+
+    bus = Bus("generator/?#g", network())
+    generator = Membership(Generator, bus, config.master.address, index, own_process=False, start_engine=start_engine)
+    with pytest.raises(ConnectionError):
+        await generator.run()
+    return seeds[0]
+
+
+async def test_an_engine_that_is_started_again_does_not_draw_the_random_numbers_again_that_it_began_with(config):
+    async with master_of(config):
+        seeds = [await seed_of_start(config, index) for index in (0, 1, 0, 0)]
+    async with master_of(config):  # of the same run
+        seeds += [await seed_of_start(config, index) for index in (0, 1)]
+    fresh = [config.model_copy(update={"run_dir": config.run_dir / f"seed-{seed}", "seed": seed}) for seed in (0, 1)]
+    async with master_of(fresh[0]):
+        assert await seed_of_start(fresh[0], 0) == seeds[0]  # the same run begins alike
+    async with master_of(fresh[1]):
+        seeds.append(await seed_of_start(fresh[1], 0))
+    assert len(set(seeds)) == 7
+    assert all(0 <= seed < 2**32 for seed in seeds)
 
 
 # --- whose request it is

@@ -83,7 +83,7 @@ async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_templat
     for (prompt, completion, row), result, other in zip(asked, results, others, strict=True):
         tokens = tokenizer.encode(f"{prompt}{completion}={row['hint']}", return_tensors="pt")
         written = model.generate(tokens, max_new_tokens=12, do_sample=False)[0, tokens.shape[1] :]
-        text = tokenizer.decode(written)
+        text = tokenizer.decode(written[:11])  # an answer that ends at its limit counts as cut
         if not (digit := re.search(r"\d", text)):
             assert "the judge's answer was cut" in result and result == other
             continue

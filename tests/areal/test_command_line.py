@@ -15,7 +15,7 @@ import structlog
 import areal
 from areal.__main__ import RUN, command_line, main
 from areal.command_line import output
-from areal.processes import ROOT
+from areal.processes import ROOT, START
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_a_run_is_started_as_by_run_py(verb, monkeypatch):
     monkeypatch.setattr("os.execv", lambda program, words: commands.append(words) or sys.exit())
     with pytest.raises(SystemExit):
         main([verb, "mine.yaml", "--dry-run", "steps=3"])
-    assert commands == [[sys.executable, str(ROOT / "run.py"), "mine.yaml", "--dry-run", "steps=3"]]
+    assert commands == [[sys.executable, START, "mine.yaml", "--dry-run", "steps=3"]]
     assert verb in CHOICES
 
 

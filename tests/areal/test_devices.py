@@ -71,7 +71,7 @@ def test_roles_without_a_trainer_leave_it_no_device():
 TRAINS = """
 import os, sys
 from types import SimpleNamespace
-import run
+from actors.start import command
 from actors.checks import commands as parts
 from areal.config import Config
 from areal.selftest import child
@@ -89,7 +89,7 @@ parts.selftest_part(SimpleNamespace(part="trainer", path=SimpleNamespace(read_by
 os.environ.clear()
 os.environ.update(environment)
 run.ask_config = lambda arguments: config
-run.join_ranks(SimpleNamespace(master="tcp://127.0.0.1:1"))
+command.join_ranks(SimpleNamespace(master="tcp://127.0.0.1:1"))
 assert "torch" not in sys.modules  # it reads them when it is imported
 say()
 """

@@ -232,11 +232,14 @@ def much_time(monkeypatch):
     monkeypatch.setattr(row_checks, "TESTS_SECONDS", 200.0)
 
 
-def check_tests(tmp_path, *tests, **data):
+def check_tests(tmp_path, *tests, sandbox=(), **data):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Write {test}", "tests": test}) + "\n" for test in tests))
     config = config_of(
-        file, data={"source": str(file), "eval_size": 0, "answer_key": None, **data}, reward={"functions": "code"}
+        file,
+        data={"source": str(file), "eval_size": 0, "answer_key": None, **data},
+        reward={"functions": "code"},
+        sandbox=dict(sandbox),
     )
     row_checks.check_tests(config, open_source(config.data, config.seed))
 
@@ -250,6 +253,14 @@ def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refuse
     assert "of the 3 rows of data.source" in note and "that were checked, 2 have tests worth nothing, such as" in note
     with pytest.raises(UserError, match=r"its tests are passed if functions return \[\]\): remove these rows"):
         check_tests(tmp_path, good, weak, weak_tests="refuse")
+
+
+def test_the_start_says_how_many_rows_are_judged_beside_the_program(tmp_path, capsys, much_time):
+    tests = "assert f([1]) == 2", "assert f([1]).left == 2", "class Mine: pass\nassert f(Mine()) == 2"
+    check_tests(tmp_path, *tests, sandbox={"tests": "inside_where_needed"})
+    note = capsys.readouterr().err
+    assert note.startswith("Note: the tests of 2 of the 3 rows of data.source") and len(note.splitlines()) == 1
+    assert note.endswith("that were checked run beside the program, which can forge their verdict (docs/sandbox.md).\n")
 
 
 def test_rows_all_of_which_lack_tests_are_refused(tmp_path, much_time):

@@ -108,6 +108,21 @@ async def test_results_are_compared_as_plain_data(code):
     assert await code.score("", wrong, row) == (0.0, {"passed": 0.0})
 
 
+@pytest.mark.parametrize("digits", [5000, 20_000])
+async def test_a_number_may_have_thousands_of_digits(code, digits):
+    number = "7" * digits
+    of_stdin = {"tests": [{"input": str(digits), "output": number}]}
+    assert (await code.score("", "print('7' * int(input()))", of_stdin))[0] == 1.0
+    assert (await code.score("", "print(7 * (10 ** int(input()) // 9))", of_stdin))[0] == 1.0
+    assert (await code.score("", "print(7 * (10 ** int(input()) // 9) + 1)", of_stdin))[0] == 0.0
+    for row in (
+        {"input_output": f'{{"fn_name": "f", "inputs": [[{digits}]], "outputs": [{number}]}}'},
+        {"test_list": [f"assert f({digits}) == {number}"]},
+    ):
+        assert (await code.score("", "def f(n): return 7 * (10 ** n // 9)", row))[0] == 1.0
+        assert (await code.score("", "def f(n): return 7 * (10 ** n // 9) + 1", row))[0] == 0.0
+
+
 async def test_each_call_has_an_object_of_its_own_and_its_own_names_first(code):
     program = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass D:\n    a: int\n"

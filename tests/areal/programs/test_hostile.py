@@ -142,6 +142,7 @@ REFUSED = {
         "the module unittest.mock",
     ),
     "text that is run": ("assert eval(f(3)) == 3", "eval"),
+    "an object whose parts are asked for by name": ("assert getattr(f(3), 'value') == 3", "getattr, which looks into"),
     "an object that is looked into": ("assert f(3).value == 3", ".value, which no plain data have"),
 }
 

@@ -140,6 +140,19 @@ def test_the_data_are_checked_with_a_program_that_does_nothing_and_with_their_ow
 
 
 @needs_namespaces
+def test_the_check_counts_the_rows_that_are_judged_beside_the_program(score):
+    code, results, said = score(
+        {"test_list": ["assert f(1) == 2"]},
+        {"test_list": ["assert f(1).left == 2"]},
+        reward=("code",),
+        flags=("--check-data",),
+        overrides=("sandbox.tests=inside_where_needed",),
+    )
+    assert (code, [result["inside"] for result in results]) == (0, [False, True])
+    assert "the tests of 1 of 2 rows run beside the program, which can forge their verdict" in said
+
+
+@needs_namespaces
 def test_a_row_is_good_if_only_some_of_the_programs_that_compute_nothing_cannot_be_judged(score):
     slow_for_zero = "x = f(1)\nwhile type(x) is int and x == 0: pass\nassert x == 3"
     code, (result,), _ = score(

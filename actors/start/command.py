@@ -1,0 +1,536 @@
+"""`python run.py`, also `areal run`: start a run, or one role of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+
+import structlog
+import uvloop
+
+from actors.start.options import parse
+from areal.config import CONFIGS, Config, ScorerConfig, UserError, dump_config, from_message, load_config, overridden
+from areal.processes import (
+    KEYS,
+    ROOT,
+    SUPERVISED,
+    LenientOutput,
+    die_with_parent,
+    importing,
+    raise_open_files,
+    stop_after_parent,
+    stop_signals,
+    tied,
+    torchrun,
+)
+from areal.roles import ROLES
+from areal.storage.run_folder import config_of_run, configuration_to_resume, end_of, steps_trained
+from areal.text import shown
+
+if TYPE_CHECKING:
+    from actors.runtime.actor import Ending
+    from actors.runtime.membership import Membership
+    from actors.runtime.supervisor import Supervisor
+    from areal.data.sources import PromptSource
+    from areal.storage.journal import Journal
+    from areal.storage.run_folder import RunFolder
+    from protocols.messages import Message
+    from protocols.network import ZmqNetwork
+
+# torchrun kills ranks that have not left so long after `master.drain_seconds`.
+DRAIN_MARGIN_SECONDS = 10.0
+# What the report of a run may take.
+REPORT_SECONDS = 300.0
+DEFAULT_CONFIG = CONFIGS / "quickstart.yaml"
+
+
+def main() -> int:
+    arguments = parse()
+    sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
+    raise_open_files()
+    try:
+        return start(arguments)
+    except UserError as error:
+        print(shown(str(error)), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def start(arguments: argparse.Namespace) -> int:
+    roles = arguments.role or []
+    if SUPERVISED in os.environ and not roles:
+        stop_after_parent(int(os.environ[SUPERVISED]))
+    elif SUPERVISED in os.environ:
+        # A single rank has nothing to hand over, and would disturb the ranks of the next trainer.
+        sign = signal.SIGKILL if "RANK" in os.environ else signal.SIGINT if roles == ["master"] else signal.SIGTERM
+        die_with_parent(sign, int(os.environ[SUPERVISED]))
+    if not arguments.resume and (arguments.end or arguments.from_step is not None):
+        raise UserError("Name the run, with --resume RUN_FOLDER: --end and --from-step N are about one that has begun.")
+    if (arguments.fork is None) != (arguments.at_step is None):
+        raise UserError("Name the run and the step of its checkpoint: --fork RUN_FOLDER --at-step N.")
+    if arguments.fork and (arguments.resume or arguments.config):
+        raise UserError("A fork has the settings of its run: give --fork without --resume and FILE, and key=value.")
+    if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
+        return run_master(config_of_run(arguments.resume, secrets=True))
+    if arguments.dry_run and roles not in ([], ["master"]):
+        raise UserError(
+            "--dry-run checks a run, or its master: leave out the other roles, which have no configuration."
+        )
+    if roles in ([], ["master"]):
+        from areal.rewards.functions import with_groups
+
+        config = with_groups(configuration(arguments))
+        if not roles:
+            from actors.checks.start_checks import on_this_machine
+
+            config = on_this_machine(config)
+        keep_keys(arguments.keys or config.network.keys)
+        if arguments.dry_run:
+            return dry_run(config, arguments)
+        if roles:
+            return run_master(config, arguments)
+        return run_everything(config, arguments)
+    return start_roles(roles, arguments)
+
+
+def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
+    """Start roles that join the run of a master. Raises UserError."""
+    if "master" in roles:
+        raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
+    if arguments.config or arguments.resume or arguments.fork or (arguments.overrides and not arguments.reward):
+        raise UserError(
+            "Only the master reads a configuration: give --config, --resume, --fork and key=value to it, not to others."
+        )
+    if arguments.overrides and len(arguments.reward) > 1:
+        raise UserError("The options key=value belong to one reward: start an actor for each --reward that has some.")
+    if not arguments.master:
+        raise UserError(f"Give the address of the master: --role {roles[0]} --master tcp://HOST:PORT.")
+    keep_keys(arguments.keys)
+    if ("scorer" in roles) != bool(arguments.scorer):
+        raise UserError("Name what a scorer serves, one of the run's `scorers`: --role scorer --scorer NAME.")
+    if "monitor" in roles and roles != ["monitor"]:
+        raise UserError("Start the monitor by itself (--role monitor): it shows one run.")
+    from actors.runtime.addresses import check_place, find_master
+
+    check_place(arguments.index, arguments.ports)  # now, because the master may be long in coming
+    if arguments.reward:
+        from areal.rewards.functions import find
+
+        for name in arguments.reward:
+            find(name)
+    if len(roles) == 1 and roles != ["monitor"]:
+        for name, value in ROLES[roles[0]].environment.items():
+            os.environ.setdefault(name, value)
+    arguments.master = find_master(arguments.master, arguments.wait)
+    if "monitor" in roles:
+        return run_monitor(arguments)
+    return run_role(roles[0], arguments) if len(roles) == 1 else run_roles(roles, arguments)
+
+
+def keep_keys(keys: str | Path | None) -> None:
+    """Set the folder of the keys, for this process and for all processes that it starts."""
+    if keys:
+        os.environ[KEYS] = str(keys)
+
+
+def configuration(arguments: argparse.Namespace) -> Config:
+    config = resolved(arguments)
+    if run := arguments.resume or arguments.fork:
+        from areal.plugins import announce_code
+
+        announce_code(run, config.model_dump(mode="json"), arguments.trust)
+    return config
+
+
+def resolved(arguments: argparse.Namespace) -> Config:
+    if arguments.resume:
+        folder, from_step = arguments.resume, arguments.from_step
+        end = end_of(folder, steps_trained(folder) if from_step is None else from_step) if arguments.end else []
+        return configuration_to_resume(folder, arguments.config, [*arguments.overrides, *end], from_step)
+    if arguments.fork:
+        from actors.record.fork import configuration_of_fork
+
+        return configuration_of_fork(arguments.fork, arguments.at_step, arguments.overrides)
+    return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+
+
+def dry_run(config: Config, arguments: argparse.Namespace) -> int:
+    """Print the configuration, and check all that a start checks. What the checks say, and their verdict, is the last
+    block."""
+    from actors.checks.start_checks import own_port, rehearse_start
+
+    if not arguments.quiet:
+        print(dump_config(config), flush=True)
+    print("--- What the checks say:", file=sys.stderr)
+    with own_port(config, bool(arguments.role) or port_is_named(arguments, config)) as config:
+        rehearse_start(config, resume=bool(arguments.resume), alone=bool(arguments.role))
+    print("The configuration and what it names were checked: the run can be started.", file=sys.stderr)
+    return 0
+
+
+def port_is_named(arguments: argparse.Namespace, config: Config) -> bool:
+    """Whether the user has asked for the master's port."""
+    # The configuration of a run that is resumed or forked has all keys.
+    of_run = (arguments.resume or arguments.fork) and not arguments.config
+    in_file = "address" in config.master.model_fields_set and not of_run
+    return in_file or any(override.startswith("master.address=") for override in arguments.overrides)
+
+
+def run_everything(config: Config, arguments: argparse.Namespace) -> int:
+    """Start the whole run on this machine, at a port of its own."""
+    from actors.checks.start_checks import own_port
+
+    with own_port(config, port_is_named(arguments, config)) as with_port:
+        return check_and_start(with_port, arguments, config.master.address)
+
+
+def check_and_start(config: Config, arguments: argparse.Namespace, default: str) -> int:
+    """Check everything that can be checked in advance, then start the whole run. Its master gets the configuration by
+    the run folder. default: the address of the master if its port was free."""
+    from rich.console import Console
+
+    from actors.checks.start_checks import check_start, first_waits
+    from actors.watching.monitor import print_summary
+    from areal.storage.run_folder import store_configuration
+
+    environments = check_start(config)
+    if config.master.address != default:
+        print_lines([f"{default} is in use: the master of this run listens at {config.master.address}."])
+    network = claim_record(config, arguments)
+    store_configuration(config)
+    print_lines(first_waits(config))
+    options = role_options(arguments, config.network.ports_text)
+    if code := supervise(lambda supervisor: supervisor.run_everything(config, options, network), environments):
+        return code
+    if not (config.folder / "report.html").exists():  # the master died between summary and report
+        keep_report(config.folder)
+    print_summary(config.folder, Console())
+    return 0
+
+
+def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
+    """Claim the folder of the run, with its record if it goes on or begins with that of another one. Returns the
+    network of the run."""
+    from actors.record.fork import fork
+    from actors.record.record import check_record
+    from actors.runtime.addresses import take_folder
+
+    network = take_folder(config, bool(arguments.resume))
+    if arguments.resume:
+        print_lines(check_record(config, arguments.from_step))
+    if arguments.fork:
+        print_lines(fork(config, arguments.fork, arguments.at_step))
+    return network
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print what the user has to know of the start of a run."""
+    for line in lines:
+        print(shown(line), file=sys.stderr)
+
+
+def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
+    from areal.devices import deal_out
+
+    config = ask_config(arguments)  # waits for the master here, where the wait is visible
+    if arguments.scorer:  # the devices are those of its engines, whatever the run itself starts
+        scorer = scorer_of(config, arguments.scorer).model_copy(update={"count": roles.count("scorer")})
+        update = {"scorers": {arguments.scorer: scorer}, "steps": max(1, config.steps)}
+        config = config.model_copy(update=update)
+    options = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
+    options += role_options(arguments, arguments.ports)
+    rewards = [word for name in arguments.reward or [] for word in ("--reward", name)] + arguments.overrides
+    further = {"reward": rewards, "scorer": ["--scorer", arguments.scorer or ""]}
+    seconds = config.master.drain_seconds
+    return supervise(lambda supervisor: supervisor.run_roles(roles, options, further, seconds), deal_out(config, roles))
+
+
+def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
+    """The options that a supervisor passes to each role."""
+    options = {"--host": arguments.host, "--bind": arguments.bind, "--ports": ports}
+    return [word for option, value in options.items() if value for word in (option, value)]
+
+
+def supervise(
+    run: Callable[[Supervisor], Coroutine[Any, Any, Ending]], environments: Mapping[str, Mapping[str, str]]
+) -> int:
+    """Do what `run` does with a supervisor. Returns the exit code of this program."""
+    from rich.console import Console
+
+    from actors.runtime.supervisor import Supervisor
+
+    async def supervised() -> int:
+        supervisor = Supervisor(Console(), environments=environments)
+        for sign in stop_signals():
+            asyncio.get_running_loop().add_signal_handler(sign, supervisor.interrupt, sign)
+        ending = await run(supervisor)
+        if not ending.ok:
+            print(shown(ending.reason), file=sys.stderr)
+        return 0 if ending.ok else 2 if supervisor.user_error else 1
+
+    return asyncio.run(supervised())
+
+
+def run_master(config: Config, arguments: argparse.Namespace | None = None) -> int:
+    """Run the master of a run. arguments: None if a supervisor has claimed the folder."""
+    from actors.checks.preflight import check_port
+    from actors.runtime.addresses import open_network
+    from actors.runtime.logs import configure_logging
+    from areal.observe import tracking
+    from protocols.addresses import host_of
+
+    configure_logging("master/0")
+    check_port(config.master.address)
+    tracking.check(config.observe)
+    network = claim_record(config, arguments) if arguments else open_network(host_of(config.master.address))
+    config, source = uvloop.run(prepare(config))
+    config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
+    record, tracker = open_record(config), tracking.start(config)
+    serving = serve(config, network, *record, source)
+    del source  # the master keeps the rows only if its sampler needs them
+    try:
+        ending = uvloop.run(serving)
+        if not ending.stopped:  # who stops a run waits only so long before it kills: 30 s in Slurm
+            keep_report(config.folder)
+    except UserError:
+        raise
+    except Exception:
+        structlog.get_logger().exception("failed")
+        return 4
+    finally:
+        if tracker:
+            tracker.finish()
+    if not ending.ok:
+        print(shown(ending.reason), file=sys.stderr)
+    return 0 if ending.ok else 1
+
+
+def open_record(config: Config) -> tuple[Journal, RunFolder]:
+    """The journal of a run and its other records, once its disk takes them."""
+    from actors.runtime.logs import write_log_file
+    from areal.storage.disk import DiskRetry
+    from areal.storage.journal import Journal
+    from areal.storage.run_folder import RunFolder
+
+    disk_retry = DiskRetry(config.folder, "the master")
+    # The lock on the journal also guards the run folder.
+    journal = disk_retry.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
+    folder = disk_retry.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
+    write_log_file(folder.path / "logs" / "master-0.jsonl")
+    return journal, folder
+
+
+async def serve(
+    config: Config, network: ZmqNetwork, journal: Journal, folder: RunFolder, source: PromptSource | None
+) -> Ending:
+    """Be the master of a run until it has ended."""
+    from actors.master import Master
+    from actors.runtime import delays
+    from actors.runtime.addresses import new_bus
+
+    delays.watch()
+    bus, supervised = new_bus("master/0", network), SUPERVISED in os.environ
+    master = Master(bus, config, journal=journal, folder=folder, source=source, supervised=supervised)
+    source = None
+    return await master.run()
+
+
+def keep_report(folder: Path) -> None:
+    """Have `areal report` write the report of a run that has ended. If it cannot, the run is no failure."""
+    command = tied(sys.executable, "-m", "areal", "report", str(folder.absolute()))
+    try:
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=REPORT_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1].rstrip(".")
+        print_lines([f"The report was not written ({why}): `python -m areal report {folder}` writes it."])
+
+
+async def prepare(config: Config) -> tuple[Config, PromptSource]:
+    """Open and check the data, and make or download the models, which may take an hour. Meanwhile whoever asks the
+    master is told so. Returns the configuration with the folders of the models, and the data. Raises UserError."""
+    from actors.checks.row_checks import check_rows
+    from actors.runtime.addresses import new_bus, open_network
+    from areal.data.sources import open_source
+    from areal.models import with_folders
+    from protocols.addresses import host_of
+    from protocols.errors import PreparingError
+    from protocols.transport import Request
+
+    doing = f"it opens {config.data.named}"
+
+    def tell(now: str) -> None:
+        nonlocal doing
+        doing = now
+
+    async def put_off(request: Request[Any]) -> Any:
+        raise PreparingError(f"the master is preparing the run: {doing}")
+
+    def stop(sign: signal.Signals) -> None:
+        print(f"told to stop by {sign.name} before the run began: {doing}", file=sys.stderr)
+        leave(1)
+
+    for sign in stop_signals():  # a thread that makes or downloads a model cannot be cancelled
+        asyncio.get_running_loop().add_signal_handler(sign, stop, sign)
+
+    def crashed(error: BaseException) -> None:
+        structlog.get_logger().error("handler failed", exc_info=error)
+
+    bus = new_bus("master/0", open_network(host_of(config.master.address)))
+    try:
+        bus.serve(config.master.address, put_off, crashed)
+        source = await asyncio.to_thread(open_source, config.data, config.seed)
+        if SUPERVISED not in os.environ:  # the supervisor has checked them
+            await asyncio.to_thread(check_rows, config, source)
+        return await asyncio.to_thread(with_folders, config, tell), source
+    finally:
+        await bus.close()
+
+
+def run_monitor(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from actors.runtime.addresses import new_bus
+    from actors.runtime.membership import first_answer
+    from actors.watching.monitor import Feed, follow
+    from protocols.messages import AskStatus
+
+    network = network_towards(arguments.master)
+
+    async def watch() -> int:
+        bus = new_bus("monitor/?", network)
+        try:
+            await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
+            return await follow(Feed(bus, arguments.master), Console())
+        finally:
+            await bus.close()
+
+    return asyncio.run(watch())
+
+
+def run_role(role: str, arguments: argparse.Namespace) -> int:
+    from actors.runtime import delays
+    from actors.runtime.logs import configure_logging
+
+    configure_logging(role if arguments.index is None else f"{role}/{arguments.index}")
+    if role == "trainer":
+        join_ranks(arguments)
+
+    async def run() -> Ending:
+        delays.watch()
+        return await build(role, arguments).run()
+
+    try:
+        if role in ("generator", "scorer"):
+            from areal.generation.engine import prepare
+
+            config = ask_config(arguments)
+            prepare(config.generator if role == "generator" else scorer_of(config, arguments.scorer).engine)
+        # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.
+        ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
+    except UserError as error:
+        print(shown(str(error)), file=sys.stderr)
+        leave(2)
+    except Exception:
+        structlog.get_logger().exception("failed")
+        leave(4)
+    print(shown(ending.reason), file=sys.stderr)
+    if ending.stopped and SUPERVISED in os.environ and "RANK" not in os.environ:
+        leave(5)
+    leave(3 if ending.fenced else 0 if ending.ok else 1)
+
+
+def build(role: str, arguments: argparse.Namespace) -> Membership:
+    """An actor of a role. Imports only the module of that role, and so only its engine."""
+    from importlib import import_module
+
+    from actors.runtime.addresses import ListenAddress, new_bus, open_network
+    from actors.runtime.membership import Membership
+    from protocols.addresses import host_of
+
+    listen_address = ListenAddress.towards(arguments.master, arguments.host, arguments.bind, arguments.ports)
+    network = open_network(host_of(arguments.master), listen_address.bind)
+    with importing():
+        module = import_module(f"actors.{role}")
+    kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
+    further: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
+    bus = new_bus(f"{role}/{'?' if arguments.index is None else arguments.index}", network)
+    options = further.get(role, {})
+    return Membership(kind, bus, arguments.master, arguments.index, listen_address, patience=arguments.wait, **options)
+
+
+def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rewards that a reward actor is told to serve, and their options."""
+    names = tuple(arguments.reward or ())
+    return {"functions": names, "options": {name: overridden({}, arguments.overrides) for name in names}}
+
+
+def join_ranks(arguments: argparse.Namespace) -> None:
+    """Become one of the trainer's ranks. In rank 0 this function returns, and the process becomes the actor; in other
+    ranks it does not return. Without torchrun, if there are several ranks, this process is replaced by torchrun."""
+    from areal.devices import set_allocator
+    from areal.network_interfaces import choose_interface
+    from protocols.addresses import host_of
+
+    config = ask_config(arguments)
+    set_allocator()
+    if "RANK" in os.environ:
+        choose_interface(host_of(arguments.master).strip("[]"))
+        if os.environ["RANK"] != "0":
+            from actors.training.ranks import run_follower
+
+            run_follower(config, lambda failure: ask_master(arguments, failure))
+            leave(0)
+    elif config.trainer.ranks > 1:
+        os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process
+        patience = config.master.drain_seconds + DRAIN_MARGIN_SECONDS
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience)))
+        # The dashes keep torchrun from parsing our --master as an option of its own.
+        os.execv(sys.executable, [*torchrun(config.trainer.ranks), "--", *sys.argv])
+
+
+def scorer_of(config: Config, name: str) -> ScorerConfig:
+    """The settings of a scorer. Raises UserError if the run has none of this name."""
+    if name not in config.scorers:
+        names = ", ".join(config.scorers) or "none"
+        raise UserError(f"The run has no scorer {name!r} (--scorer): its `scorers` are {names}.")
+    return config.scorers[name]
+
+
+def ask_config(arguments: argparse.Namespace) -> Config:
+    """The configuration of the master. Waits until the master answers. Raises UserError."""
+    from protocols.messages import AskConfig
+
+    return from_message(ask_master(arguments, AskConfig()).values)
+
+
+def ask_master(arguments: argparse.Namespace, message: Message) -> Any:
+    """The master's answer to a message of a process that is no actor yet. Waits for it. Raises UserError."""
+    from actors.runtime.membership import ask_once
+
+    network = network_towards(arguments.master)
+    return asyncio.run(ask_once(network, arguments.master, message, arguments.wait, arguments.role[0]))
+
+
+def network_towards(master: str) -> ZmqNetwork:
+    """The network to the master at an address. Raises UserError."""
+    from actors.runtime.addresses import host_towards, open_network
+    from protocols.addresses import host_of
+
+    host_towards(master)
+    return open_network(host_of(master))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: a thread inside an engine cannot be cancelled, and there is nothing left to save."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

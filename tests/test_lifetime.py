@@ -1,0 +1,60 @@
+"""When a run ends that is told to, or whose caller ends; here while its master makes the quickstart's model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import ROOT
+from helpers import Process, descendants
+
+from actors.watching.runs import runs_here, stop_run
+from areal.processes import KEYS
+
+CALLER = "import areal; areal.train(model='quickstart', steps=1)"
+
+
+def making(process: subprocess.Popen) -> list[Process]:
+    """What is below a process once a model is made there."""
+    while process.poll() is None:
+        below = descendants(process.pid)
+        if any(" quickstart-model " in one.command for one in below):
+            return below
+        time.sleep(0.1)
+    raise AssertionError("it has ended before")
+
+
+def wait_for_end(processes: list[Process]) -> None:
+    while any(Path(f"/proc/{one.pid}/cmdline").exists() for one in processes):
+        time.sleep(0.1)
+
+
+def test_a_run_of_areal_train_ends_with_its_caller_even_if_that_is_killed(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop(KEYS, None)
+    caller = subprocess.Popen([sys.executable, "-c", CALLER], cwd=tmp_path, env=environment)
+    below = making(caller)
+    (here,) = [run for run in runs_here() if run.folder == tmp_path / "runs" / "quickstart"]
+    assert here.process in [one.pid for one in below] and "import areal; areal.train" in here.starter
+    caller.kill()
+    caller.wait()
+    wait_for_end(below)
+
+
+def test_a_run_that_is_stopped_while_its_model_is_made_ends_at_once_and_can_be_resumed(run, tmp_path):
+    folder = tmp_path / "runs" / "quickstart"
+    started = run()
+    below = making(started.process)
+    assert stop_run(folder) == []
+    wait_for_end(below)
+    assert "told to stop by SIGTERM" in started.wait(60) and started.code == 1
+    assert "killed" not in started.output and not [*tmp_path.glob("runs/models/*")]
+    again = run("--resume", str(folder))
+    below = making(again.process)
+    again.process.send_signal(signal.SIGHUP)
+    assert "told to stop by SIGHUP" in again.wait(60) and again.code == 1
+    wait_for_end(below)

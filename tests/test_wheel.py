@@ -1,0 +1,56 @@
+"""The package without its clone: a wheel is built, installed into an environment of its own, and used as users do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from sysconfig import get_path
+
+import pytest
+from conftest import ROOT
+
+MADE_OF = ("areal", "actors", "protocols", "configs", "pyproject.toml", "README.md", "LICENSE")
+
+
+def call(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = tuple(map(str, words))
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment into which a wheel of the clone's files is installed; it sees the packages of this
+    one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    files = call(ROOT, "git", "ls-files", "-co", "--exclude-standard", *MADE_OF)
+    for name in files.stdout.splitlines():
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / "source" / name, follow_symlinks=False)
+    pip, alone = [sys.executable, "-m", "pip", "--disable-pip-version-check"], ["--no-deps", "--no-index"]
+    made = call(folder, *pip, "wheel", "--no-build-isolation", *alone, "./source")
+    assert made.returncode == 0, made
+    venv.create(folder / "venv", symlinks=True)
+    python = folder / "venv" / "bin" / "python"
+    added = call(folder, *pip, "--python", python, "install", *alone, *folder.glob("*.whl"))
+    assert added.returncode == 0, added
+    packages = call(folder, python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+    Path(packages, "shared.pth").write_text(get_path("purelib"))
+    return python.parent
+
+
+def test_a_wheel_checks_a_run_finds_its_configurations_and_refuses_what_is_not_there(installed, tmp_path):
+    place = call(tmp_path, installed / "python", "-c", "import areal; print(areal.__file__)")
+    assert place.stdout.startswith(str(installed.parent)), place
+    for words in ([], ["configs/quickstart.yaml", "batch_size=4"]):
+        tried = call(tmp_path, installed / "areal", "run", *words, "--dry-run")
+        assert tried.returncode == 0 and "the run can be started" in tried.stderr, tried
+    refused = call(tmp_path, installed / "areal", "eval", "missing", "--benchmarks", "gsm8k")
+    assert refused.returncode == 2 and "no model folder missing" in refused.stderr, refused
+    other = call(tmp_path, installed / "areal", "eval", "missing", "--benchmarks", "other")
+    assert "There is no benchmark 'other'" in other.stderr and "gsm8k" in other.stderr
+    assert not [*tmp_path.iterdir()]
