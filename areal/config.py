@@ -429,8 +429,8 @@ class GeneratorConfig(EngineConfig):
 
 class ScorerConfig(EngineConfig):
     """`scorers` is a mapping of names to frozen models on engines of their own: teachers (`trainer.teacher`) and
-    references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, reward models and
-    judges (`reward.functions`)."""
+    references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, reward models
+    (`reward.functions`) and judges (`reward.options`)."""
 
     model: str = Field(
         description="folder of a Hugging Face model, hub id, or `quickstart`; for log-probs with the run's tokenizer"
