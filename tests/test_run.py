@@ -127,11 +127,11 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
 
 
 @pytest.mark.slow  # test_scorer.py has such a scorer, test_policy_judges.py such a policy, test_config.py the roles
-def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small, tiny_model, tmp_path):
+def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small, tmp_path):
     """There is then no reward actor, which evaluations need not wait for."""
-    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 40, sampling: {stop: ["1", "2"]}, url: '
+    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 150, url: '
     judges = [f"reward.options.judge={options}policy}}", f"reward.options.judge/strict={options}scorer:big}}"]
-    scorer = f"scorers.big={{kind: judge, kv_cache_gib: 0.25, model: {tiny_model}}}"
+    scorer = "scorers.big={kind: judge, kv_cache_gib: 0.25, model: quickstart}"
     functions = "reward.functions={judge: 0.5, judge/strict: 0.5}"
     started = run("--config", CONFIG, *small, "steps=1", functions, *judges, scorer)
     output = started.wait(280)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jinja2
 from pydantic import Field
 
-from areal.config import SamplingConfig, Section, is_in_run, validated
+from areal.config import SamplingConfig, Section, UserError, is_in_run, validated
 from areal.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class Judge:
         if is_in_run(self.options.url):
             sampling = {"max_new_tokens": self.options.max_tokens, **sampling}
             self.sampling = validated(sampling, "its option sampling", SamplingConfig)
+            if self.sampling.stop:  # that of a sample ends the turns of a workflow
+                raise UserError("stop ends no answer of a judge: leave it out of its option sampling")
         else:
             client = client_of(self.options.url, self.options.api_key, self.options.retries)
             request = {"model": self.options.model, "max_tokens": self.options.max_tokens, **sampling}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,25 @@ async def test_a_reward_model_scores_the_chat_in_its_own_template_as_transformer
         assert score == pytest.approx(outputs[1], abs=1e-5)
 
 
-async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_template(tiny_model):
-    """Greedy, so that transformers writes the same."""
+async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_template(tiny_model, tmp_path):
+    """Greedy, so that transformers writes the same. The model ends with any digit."""
+    tokenizer, folder = AutoTokenizer.from_pretrained(tiny_model), tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    for file in folder / "config.json", folder / "generation_config.json":
+        values = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(values | {"eos_token_id": tokenizer.convert_tokens_to_ids([*"0123456789"])}))
     options = {
         "url": "scorer:big",
         "template": "{{ prompt }}{{ completion }}={{ row.hint }}",
         "low": -1,
         "high": 1e99,
         "max_tokens": 12,
-        "sampling": {"temperature": 0, "stop": [*"0123456789"]},
+        "sampling": {"temperature": 0},
         "samples": 2,
     }
     asked = [(prompt, completion, {"hint": str(n)}) for n, (prompt, completion) in enumerate(ROWS[:8])]
     mild = options | {"low": -3}
-    config = config_of(tiny_model, "big", "judge", {"judge": options, "judge/mild": mild}, kind="judge")
+    config = config_of(folder, "big", "judge", {"judge": options, "judge/mild": mild}, kind="judge")
     async with scorer_of(config, "big") as actor:
         results = [await outcome(actor, each) for each in asked]
         others = [await outcome(actor, each, "judge/mild") for each in asked]
@@ -77,19 +83,17 @@ async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_templat
         with pytest.raises(RefusedError, match="the scorer 'big' is of kind judge"):
             await scores_of(actor, asked)
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     read = 0
     for (prompt, completion, row), result, other in zip(asked, results, others, strict=True):
         tokens = tokenizer.encode(f"{prompt}{completion}={row['hint']}", return_tensors="pt")
         written = model.generate(tokens, max_new_tokens=12, do_sample=False)[0, tokens.shape[1] :]
-        text = tokenizer.decode(written[:11])  # an answer that ends at its limit counts as cut
-        if not (digit := re.search(r"\d", text)):
-            assert "the judge's answer was cut" in result and result == other
+        digit = tokenizer.decode(written[-1:])
+        if not digit.isdigit():
+            assert result == other == "the judge's answer was cut at its max_tokens, 12: raise them"
             continue
-        count = 2 * (tokens.shape[1] + len(tokenizer.encode(text[: digit.end()], add_special_tokens=False)))
-        assert result == ((int(digit[0]) + 1) / (1e99 + 1), count)
-        assert other[0] == (int(digit[0]) + 3) / (1e99 + 3)
+        assert result == ((int(digit) + 1) / (1e99 + 1), 2 * (tokens.shape[1] + len(written)))
+        assert other[0] == (int(digit) + 3) / (1e99 + 3)
         read += 1
     assert read
 

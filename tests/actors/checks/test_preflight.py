@@ -341,6 +341,7 @@ def test_the_context_and_the_layers_of_the_quickstarts_model_are_known():
         ("group_judge", {"sampling": {"temperature": 0.5}}, None),
         ("group_judge", {"verdict": "json"}, "reward 'group_judge/strict': Unknown key 'verdict' in its options"),
         ("judge", {"sampling": {"top_p": 2}}, "reward 'judge/strict': top_p is 2 in its option sampling"),
+        ("judge", {"sampling": {"stop": ["."]}}, "reward 'judge/strict': stop ends no answer of a judge"),
         ("judge", {"template": "{{"}, "reward 'judge/strict': its template is not a Jinja template"),
     ],
 )
