@@ -48,7 +48,7 @@ from areal.sampled import Generation, joined
 from areal.storage.disk import DiskRetry
 from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
-from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
+from protocols.errors import BusyError, RefusedError, StreamBrokenError
 from protocols.messages import (
     FINISHES,
     SAMPLING,
@@ -67,13 +67,13 @@ from protocols.messages import (
     TokenColumns,
     YieldDevices,
 )
-from protocols.transport import Request
+from protocols.transport import Request, ask_until
 
 RETRY_LOAD_SECONDS = 1.0
 # A generator that has loaded no version for so long ends, and is started again.
 LOADS_FAIL_SECONDS = 60.0
-# How long the trainer may keep a request for the devices before it refuses it, and the pause before the next one.
-TAKE_SECONDS, TAKE_RETRY_SECONDS = 20.0, 1.0
+# How long the trainer may keep a request for the devices before it refuses it.
+TAKE_SECONDS = 20.0
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -144,16 +144,16 @@ class SharedDevices(HandlesRequests):
 
     async def _take(self, use: Callable[[], Awaitable[T]]) -> T:
         """Call `use` once the trainer, if it shares its devices with this generator, has left them."""
+
+        async def ask_trainer() -> None:
+            trainer = (await self._directory.until(lambda: self._directory.with_role("trainer", False)))[0]
+            await self._ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
+
         while True:
             yields = self._yields
             if self._config.steps and shares_devices(self._config):
                 with self._works.waiting():
-                    trainer = (await self._directory.until(lambda: self._directory.with_role("trainer", False)))[0]
-                    try:
-                        await self._ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
-                    except BusError:  # it computes, has died, or has been replaced
-                        await asyncio.sleep(TAKE_RETRY_SECONDS)
-                        continue
+                    await ask_until(ask_trainer)  # the trainer computes, has died, or has been replaced
             async with self._busy:
                 if yields == self._yields:  # otherwise the trainer has taken the devices again since it answered
                     return await use()

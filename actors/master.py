@@ -36,7 +36,7 @@ from actors.mastering.training_requests import TrainingRequests
 from actors.runtime import delays
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
 from actors.watching import prometheus
-from areal.config import Config, UserError
+from areal.config import Config, UserError, explain
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.hiding import without_secrets
@@ -202,10 +202,9 @@ class Master(HandlesRequests):
 
     async def _durably(self, sender: str, answer: Awaitable[Message]) -> Message:
         """Raises PreparingError while the journal waits for its disk."""
-        try:
+        # The request was invalid, and the ledger is unchanged.
+        with explain(LedgerError, "{why}", RefusedError):
             result = await answer
-        except LedgerError as error:  # the request was invalid, and the ledger is unchanged
-            raise RefusedError(str(error)) from None
         try:
             await self.journal.durable(wait_for_room=False)
         except DiskShortageError as error:

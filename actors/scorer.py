@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
-from areal.config import SCORER, SamplingConfig, UserError
+from areal.config import SCORER, SamplingConfig, UserError, explain
 from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
@@ -148,10 +148,10 @@ class Scorer(Serving):
         except Exception as error:  # templates and tokenizers may raise anything
             raise RefusedError(f"{self._name} cannot read the completion: {error}") from None
         outputs = await self._wait_for_engine(self._engine.classify(key, tokens, self._settings.activation))
-        try:
+        with explain(
+            (IndexError, RewardError), f"{self._name} gives no output {self._settings.output}: {{why}}", RefusedError
+        ):
             score = as_score(float(outputs[self._settings.output]))
-        except (IndexError, RewardError) as error:
-            raise RefusedError(f"{self._name} gives no output {self._settings.output}: {error}") from None
         return Result(score, {"tokens": len(tokens)})
 
     async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int, bool]:

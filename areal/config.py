@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from types import UnionType
@@ -34,10 +35,30 @@ from pydantic import (
 
 from areal.engine_options import deepspeed_conflicts, devices_of, parser_conflicts, vllm_conflicts
 from areal.hiding import reveal, without_secrets
+from areal.text import reason_of
+
+Causes = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
+
+
+@contextmanager
+def explain(causes: Causes, message: str, error: type[Exception] = UserError) -> Iterator[None]:
+    """Raise `error` in place of errors of these kinds. `{why}` in its message stands for what they say, in one line.
+
+    If they are errors of all kinds, as of the user's code, their type comes first. `{strerror}` stands for what the
+    system says, for a message that names the file itself.
+    """
+    try:
+        yield
+    except causes as cause:
+        text = reason_of(cause) or type(cause).__name__
+        if Exception in (causes if isinstance(causes, tuple) else (causes,)):
+            text = f"{type(cause).__name__}: {text}"
+        strerror = getattr(cause, "strerror", None) or text
+        raise error(message.replace("{why}", text).replace("{strerror}", strerror)) from cause
 
 
 # A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`, and no option of a command.
@@ -68,10 +89,9 @@ T = TypeVar("T", bound=Section)
 
 
 def _expanded(path: Path) -> Path:
-    try:
+    with suppress(RuntimeError):
         return path.expanduser()
-    except RuntimeError:  # there is no such user
-        return path
+    return path  # there is no such user
 
 
 UserPath = Annotated[Path, AfterValidator(_expanded)]
@@ -140,10 +160,8 @@ class SourceConfig(Section):
     @field_validator("reward", mode="before")
     @classmethod
     def _weighted(cls, value: Any) -> dict[str, float] | None:
-        try:
+        with explain(ValueError, "data.reward {why}", ValueError):
             return None if value is None else reward_weights(value)
-        except ValueError as error:
-            raise ValueError(f"data.reward {error}") from None
 
     def conflicts(self) -> Iterator[str]:
         try:
@@ -360,10 +378,8 @@ class RewardConfig(Section):
     @field_validator("functions", mode="before")
     @classmethod
     def _weighted(cls, value: Any) -> dict[str, float]:
-        try:
+        with explain(ValueError, "reward.functions {why}", ValueError):
             return {} if value == {} else reward_weights(value)
-        except ValueError as error:
-            raise ValueError(f"reward.functions {error}") from None
 
 
 def half_on_gpus(cuda: bool) -> str:
@@ -1445,10 +1461,8 @@ class Config(ScoringConfig):
 def from_message(values: Any) -> Config:
     """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code. Raises
     UserError if another version of this program has made it."""
-    try:
+    with explain(UserError, "Install the version of this program that the master has: {why}"):
         return validated(json.loads(json.dumps(values)), Path("the master's configuration"))
-    except UserError as error:
-        raise UserError(f"Install the version of this program that the master has: {error}") from None
 
 
 def load_config(

@@ -64,8 +64,8 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {TracebackException(type(error), error, None)}"
 
 
-def reason_of(error: Exception) -> str:
-    """Why a library does not load a model's folder, on one line. Code that comes with a model never runs."""
+def reason_of(error: BaseException) -> str:
+    """What an error says, on one line. Code that comes with a model never runs."""
     needs_code = "custom code" in str(error)
     return "it needs Python code of its own, which is never run" if needs_code else " ".join(str(error).split())
 

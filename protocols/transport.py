@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -39,6 +40,8 @@ from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, Stre
 from protocols.network import Full, Link, Network, OnCrash, Unreachable
 
 RESEND_SECONDS = 3.0
+# Pause before an actor that has failed to answer, or cannot yet, is asked anew.
+AGAIN_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 2.0
 # If not even keep-alives arrive for this long, the stream's server is gone or its event loop is stuck.
 STREAM_SILENCE_SECONDS = 6.5
@@ -51,6 +54,7 @@ MAX_PENDING_PER_PEER = 4096
 MAX_PENDING = 16 * MAX_PENDING_PER_PEER
 
 M = TypeVar("M", bound=Message, covariant=True)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -595,6 +599,26 @@ class Bus:
             await part.close()
         await asyncio.gather(*self._closing)
         self._network.close()
+
+
+async def ask_until(
+    ask: Callable[[], Awaitable[T]],
+    again: Callable[[BusError], bool] = lambda error: True,
+    *,
+    pause: float | None = None,
+    seconds: float = math.inf,
+) -> T:
+    """What `ask` returns. After each BusError of which `again` is true it is called anew, when `pause` seconds (else
+    AGAIN_SECONDS) have passed. Raises the last error if `again` is false, or no call would begin within `seconds`."""
+    loop, pause = asyncio.get_running_loop(), AGAIN_SECONDS if pause is None else pause
+    deadline = loop.time() + seconds
+    while True:
+        try:
+            return await ask()
+        except BusError as error:
+            if not again(error) or loop.time() + pause > deadline:
+                raise
+        await asyncio.sleep(pause)
 
 
 # The header of a failure that no peer has sent.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal.config import Config, UserError
+from areal.config import Config, UserError, explain
 from areal.data.sources import open_source
 from areal.storage.disk import replace
 
@@ -47,10 +47,10 @@ def _rows(data: Any) -> Iterator[Any]:
 def _line(number: int, row: Any) -> str:
     if not isinstance(row, Mapping):
         raise UserError(f"Row {number} of data is of type {type(row).__name__}: write dicts, {{'prompt': ...}}.")
-    try:
+    with explain(
+        (TypeError, ValueError), f"Row {number} of data is not JSON ({{why}}): keep to JSON values, without NaN."
+    ):
         return json.dumps(dict(row), default=_plain, allow_nan=False, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"Row {number} of data is not JSON ({error}): keep to JSON values, without NaN.") from None
 
 
 def _plain(value: Any) -> Any:

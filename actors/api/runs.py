@@ -376,10 +376,9 @@ def _launch(settings: Settings, outlives: bool) -> subprocess.Popen[bytes]:
 
 
 def _text(file: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return file.read_text(errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def _table(records: list[dict[str, Any]]) -> Any:

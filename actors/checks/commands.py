@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
-from areal.config import UserError
+from areal.config import UserError, explain
 
 if TYPE_CHECKING:
     from areal.desk.sweep import SweptRun
@@ -103,11 +103,11 @@ def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> N
     for run in runs:
         if not run.finished:
             rows = json.dumps(run.config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
-            try:
-                with own_port(on_this_machine(run.config), False) as config:
-                    rehearse_start(config, resume=run.begun, rows=rows not in checked)
-            except UserError as error:
-                raise UserError(f"{run.name}: {error}") from None
+            with (
+                explain(UserError, f"{run.name}: {{why}}"),
+                own_port(on_this_machine(run.config), False) as config,
+            ):
+                rehearse_start(config, resume=run.begun, rows=rows not in checked)
             checked.add(rows)
         tell(run)
 

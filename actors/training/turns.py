@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import structlog
 
@@ -11,10 +12,7 @@ from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Beat
 from protocols.errors import BusError, BusyError
 from protocols.messages import Done, Member, TakeDevices, YieldDevices
-from protocols.transport import Request
-
-# Pause before a generator that has not yielded the devices is asked again.
-YIELD_RETRY_SECONDS = 1.0
+from protocols.transport import Request, ask_until
 
 log = structlog.get_logger()
 
@@ -50,10 +48,10 @@ class Turns(HandlesRequests):
 
     async def _ask_to_yield(self, generator: Member) -> None:
         """Returns once the generator has yielded the devices or left the run."""
-        while generator.identity in self._directory.members:
-            try:
-                await self._ask(generator.address, YieldDevices(), Done)
-                return
-            except BusError as error:
-                log.info("a generator has not yielded its devices", generator=generator.identity, error=str(error))
-                await asyncio.sleep(YIELD_RETRY_SECONDS)
+
+        def again(error: BusError) -> bool:
+            log.info("a generator has not yielded its devices", generator=generator.identity, error=str(error))
+            return generator.identity in self._directory.members
+
+        with suppress(BusError):
+            await ask_until(lambda: self._ask(generator.address, YieldDevices(), Done), again)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, UserError, load_config
+from areal.config import Config, UserError, explain, load_config
 from areal.desk.activations import measure_activations
 from areal.desk.split import (
     BYTES,
@@ -27,7 +27,6 @@ from areal.desk.split import (
     step_tokens,
 )
 from areal.record import Record
-from areal.text import reason_of
 from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
 
@@ -159,12 +158,10 @@ def read_modules(model: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
+    with explain((OSError, ValueError), f"The model {model} cannot be read ({{why}}): set model=FOLDER."):
         sizes = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         with torch.device("meta"):
             return sizes, AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"The model {model} cannot be read ({reason_of(error)}): set model=FOLDER.") from None
 
 
 def count_parameters(model: str) -> int:

@@ -10,7 +10,6 @@ Programs may use, without importing them, the modules and names that LeetCode an
 """
 
 import builtins
-import importlib
 import json
 import os
 import sys
@@ -29,11 +28,8 @@ RECURSION = 50_000
 def builtins_of_programs():
     """Python's built-in names, and before them those of MODULES. The program's own names hide them."""
     names: dict[str, object] = {}
-    modules = {name: importlib.import_module(name) for name in MODULES}
-    for module in modules.values():
-        public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-        names.update((name, getattr(module, name)) for name in public)
-    return names | modules | vars(builtins)
+    exec("".join(f"from {name} import *\n" for name in MODULES) + f"import {', '.join(MODULES)}", names)
+    return names | vars(builtins)
 
 
 def call(program, name, arguments):

@@ -63,6 +63,8 @@ STDIN_KINDS = {"stdin", "stdin_stdout"}
 CODE_CONTESTS_PYTHON = 3
 # The tests of one row after they are unpacked. A worker needs about four times as much memory to read them.
 UNPACKED_BYTES = 256 << 20
+# How many of a row's solutions are tried until one passes.
+MOST_SOLUTIONS = 5
 # What functions do that compute nothing. Tests that one of them passes are worth nothing.
 TRIVIAL = {
     "functions return None": "return None",
@@ -179,7 +181,7 @@ def read_tests(row: Row) -> Tests:
 
 
 def solutions_of(row: Row) -> list[str]:
-    """The row's own solutions, as text that could be a completion."""
+    """The first of the row's own solutions, as text that could be a completion."""
     solutions: list[str] = []
     for name in "canonical_solution", "gold_standard_solution", "solution", "solutions", "code":
         value = row.get(name)
@@ -189,7 +191,7 @@ def solutions_of(row: Row) -> list[str]:
             pairs = zip(value.get("language", []), value.get("solution", []), strict=False)
             value = [solution for language, solution in pairs if language == CODE_CONTESTS_PYTHON]
         solutions += [value] if isinstance(value, str) else value or []
-    return [solution for solution in solutions if isinstance(solution, str) and solution.strip()]
+    return [solution for solution in solutions if isinstance(solution, str) and solution.strip()][:MOST_SOLUTIONS]
 
 
 # --- the formats

@@ -44,8 +44,6 @@ _SOURCES = {
 }
 # Why a row is refused whose solutions do not pass.
 FAILS = "the row's own solution does not pass them so"
-# How many of a row's solutions are tried until one passes.
-_MOST_SOLUTIONS = 5
 # CPU time of a program that computes nothing, and of its tests.
 _TRIVIAL_SECONDS = 1.0
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
@@ -92,7 +90,7 @@ class CodeTests:
         tests = read_tests(row)
         if not isinstance(tests, Asserts):
             return "outside"
-        programs = [program_in(solution) for solution in solutions_of(row)[:_MOST_SOLUTIONS]]
+        programs = [program_in(solution) for solution in solutions_of(row)]
         programs = [program for program in programs if is_python(_whole(program, tests))]
         outside = await self._once(self._hindrance, "outside", tests, *programs)
         if outside is None:

@@ -30,13 +30,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from areal import plugins
-from areal.config import RewardConfig, SamplingConfig, ScoringConfig, UserError
+from areal.config import RewardConfig, SamplingConfig, ScoringConfig, UserError, explain
 from areal.data import addition, reasoning_tasks
 from areal.programs.code_tests import CodeTests
 from areal.result import Result, RewardError, as_result, as_results
@@ -156,13 +157,12 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
     if options and not is_class:
         raise UserError(f"reward {name!r} has options (reward.options, key=value), but is a function: make it a class")
     if is_class:
-        try:
+        with explain(
+            TypeError,
+            f"reward {name!r}: {{why}}: its options are {_names(options)}; correct them in reward.options, or "
+            f"give them to its actor as key=value",
+        ):
             inspect.signature(target).bind(**options)
-        except TypeError as error:
-            raise UserError(
-                f"reward {name!r}: {error}: its options are {_names(options)}; correct them in reward.options, or "
-                f"give them to its actor as key=value"
-            ) from None
         if issubclass(target, Judge):  # which needs nothing but its options
             _make(name, target, options)
     return target
@@ -243,14 +243,12 @@ def _find(name: str) -> Any:
 
 
 def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
-    try:
+    if issubclass(kind, Judge):
+        with explain(UserError, f"reward {name!r}: {{why}}"):
+            return kind(**options)
+    # The user's own code may raise anything.
+    with explain(Exception, f"reward {name!r} could not be made with the options {_names(options)}: {{why}}"):
         return kind(**options)
-    except UserError as error:
-        raise UserError(f"reward {name!r}: {error}") from None
-    except Exception as error:  # the user's own code, which may raise anything
-        raise UserError(
-            f"reward {name!r} could not be made with the options {_names(options)}: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _names(options: Mapping[str, Any]) -> str:
@@ -259,10 +257,9 @@ def _names(options: Mapping[str, Any]) -> str:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
+    with suppress(ValueError):
         return inspect.signature(function).parameters
-    except ValueError:  # some functions that are not written in Python have no signature
-        return {}
+    return {}  # some functions that are not written in Python have no signature
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jinja2
 from pydantic import Field
 
-from areal.config import SamplingConfig, Section, UserError, is_in_run, validated
+from areal.config import SamplingConfig, Section, UserError, explain, is_in_run, validated
 from areal.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
@@ -115,10 +115,8 @@ async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str
     from openai import OpenAIError
 
     messages: Any = [{"role": "user", "content": text}]
-    try:
+    with explain(OpenAIError, f"the judge at {client.base_url} did not answer: {{why}}", RewardError):
         answer = await client.chat.completions.create(messages=messages, **request)
-    except OpenAIError as error:
-        raise RewardError(f"the judge at {client.base_url} did not answer: {error}") from None
     tokens = answer.usage.total_tokens if answer.usage else 0
     if not answer.choices:
         return "", tokens, False
@@ -163,10 +161,9 @@ class Judge:
 
     async def _ask(self, read: Callable[[str], V | None], **values: Any) -> tuple[V, int]:
         """What `read` makes of the model's answer, and how many tokens both have. Raises RewardError."""
-        try:
+        # An expression in a template may raise anything.
+        with explain(Exception, "the judge's template cannot be rendered: {why}", RewardError):
             text = self._template.render(**values)
-        except Exception as error:  # an expression in a template may raise anything
-            raise RewardError(f"the judge's template cannot be rendered: {type(error).__name__}: {error}") from None
         content, tokens, is_cut = await self.answer(text)
         if is_cut:  # numbers on the way to a verdict would be read as one
             raise RewardError(f"the judge's answer was cut at its max_tokens, {self.options.max_tokens}: raise them")

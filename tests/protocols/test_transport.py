@@ -880,3 +880,19 @@ async def test_a_large_array_arrives_whole_and_cannot_be_changed(net):
     answer = await net.peer(address).ask(WeightChunk(number=0, data=sent, difference=False), PATIENCE)
     assert np.array_equal(answer.data, sent[::-1])
     assert not answer.data.flags.writeable
+
+
+async def test_who_is_asked_until_it_answers_is_asked_no_longer_than_that_can_help():
+    errors_to_come = [BusyError("later"), DeadlineError("silent"), RefusedError("never")]
+
+    async def ask():
+        if errors_to_come:
+            raise errors_to_come.pop(0)
+        return "the answer"
+
+    with pytest.raises(DeadlineError, match="silent"):
+        await transport.ask_until(ask, lambda error: isinstance(error, BusyError), pause=0)
+    with pytest.raises(RefusedError, match="never"):
+        await transport.ask_until(ask, pause=10 * PATIENCE, seconds=PATIENCE)
+    errors_to_come += [BusyError("later"), RefusedError("never")]
+    assert await transport.ask_until(ask, pause=0) == "the answer"

@@ -588,10 +588,11 @@ class Running:
     """In the place of a sandbox: programs run until they are told to end."""
 
     def __init__(self):
-        self.running, self.ended = set(), asyncio.Event()
+        self.running, self.begun, self.ended = set(), asyncio.Queue(), asyncio.Event()
 
     async def run(self, code):
         self.running.add(code)
+        self.begun.put_nowait(code)
         try:
             await self.ended.wait()
         finally:
@@ -605,14 +606,12 @@ async def test_only_so_many_programs_run_at_once_and_a_sample_that_is_cancelled_
     cluster.services.programs = Programs(cluster.config.sandbox, lambda config: programs)
     tasks = {name: asyncio.create_task(session_at(cluster, generator(0))[1].run_python(name)) for name in "abcde"}
 
-    async def running():
-        await asyncio.sleep(0.01)
-        return programs.running
-
-    assert await running() == {"a", "b"}
-    tasks["c"].cancel()
-    tasks["a"].cancel()
-    assert await running() == {"b", "d"}
+    async with asyncio.timeout(60):
+        assert {await programs.begun.get(), await programs.begun.get()} == programs.running == {"a", "b"}
+        tasks["c"].cancel()
+        tasks["a"].cancel()
+        assert await programs.begun.get() == "d"
+    assert programs.running == {"b", "d"}
     programs.ended.set()
     assert await asyncio.gather(*(tasks[name] for name in "bde")) == ["b", "d", "e"]
 

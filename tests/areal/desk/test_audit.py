@@ -269,8 +269,8 @@ TEXTS = "texts are those of the tokens"
 )
 def test_a_forgery_is_found(run, forge, check, fault):
     forge(run)
-    found = failures(run, "--full")
-    assert fault in found[check]
+    faults = failures(run, "--full")
+    assert fault in faults[check]
 
 
 def test_a_group_is_judged_by_the_bound_of_its_admission_also_if_that_held_between_two_changes(run):
