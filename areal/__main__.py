@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TextIO, cast
 
 from areal.command_line import RoomTools
-from areal.config import UserError
+from areal.config import UserError, advice
 from areal.processes import START, LenientOutput
 from areal.text import shown
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, words = parser.parse_known_args(arguments)
     # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
     if any(word.startswith("-") for word in words) or (words and "overrides" not in options):
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
+        parser.error(f"unrecognized arguments: {' '.join(words)}{advice(words[0])}")
     if words:
         options.overrides += words
     try:

@@ -1151,7 +1151,14 @@ class NetworkConfig(Section):
         return "*" if self.ports is None else f"{self.ports[0]}-{self.ports[1]}"
 
 
-class Config(ScoringConfig):
+class _Checked(type(BaseModel)):  # type: ignore[misc]
+    """Mistakes in a call of Config are told as those in a file."""
+
+    def __call__(cls, **values: Any) -> Any:
+        return validated(values, Path("the call"), cls)
+
+
+class Config(ScoringConfig, metaclass=_Checked):
     """A run. `batch_size` (B) and all bounds count groups; a group is a prompt with its `group_size` (G) samples."""
 
     name: str = Field("run", description="name of the run and of its folder")
@@ -1481,7 +1488,7 @@ def load_config(
     """
     values = {} if file is None else read_values(file)
     reveal(values, secrets or {})
-    return validated(overridden(values, overrides, kind=kind), file, kind)
+    return validated(overridden(values, overrides, kind=kind), file, kind, [*map(split_override, overrides)])
 
 
 def overridden(
@@ -1502,11 +1509,20 @@ def overridden(
     return _with_bases(values, Path(), ())
 
 
-def validated(values: dict[str, Any], file: Path | str | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]
-    """The configuration with these values. file: where they come from, for messages. Raises UserError."""
+def validated(
+    values: dict[str, Any],
+    file: Path | str | None,
+    kind: type[T] = Config,  # type: ignore[assignment]
+    overrides: Sequence[tuple[str, str]] = (),
+) -> T:
+    """The configuration with these values. file: where they come from, for messages, but for those of the overrides, by
+    key and text. Raises UserError."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
+        key = ".".join(str(part) for part in error.errors()[0]["loc"])
+        if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name, _ in overrides):
+            file = Path("the overrides")
         raise UserError(_explain(error, file, kind)) from None
 
 
@@ -1745,8 +1761,22 @@ def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
 FEW_KEYS = 12
 
 
+def other_names() -> dict[str, str]:
+    """Names of other libraries (docs/examples.md), and what they are here."""
+    names: dict[str, str] = read_yaml(Path(__file__).with_name("other_names.yaml").read_text())
+    return names
+
+
+def advice(option: str) -> str:
+    """What to write in place of an option of a command line that is none."""
+    key = option.partition("=")[0].lstrip("-").replace("-", "_")
+    key = other_names().get(key, key)
+    is_key = option.startswith("--") and key.split(".")[0] in Config.model_fields
+    return f"; settings have no dashes, write {key}=VALUE" if is_key else ""
+
+
 def _explain(error: ValidationError, file: Path | str | None, kind: type[Section]) -> str:
-    place = file or "the command line"
+    place = str(file or "the command line").removeprefix(f"{CONFIGS.parent}/")
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:
@@ -1759,23 +1789,27 @@ def _explain(error: ValidationError, file: Path | str | None, kind: type[Section
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
             if len(section.model_fields) > FEW_KEYS and not close:
                 hint = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
+            if first["loc"][-1] in (others := other_names()):
+                hint = f"here it is {others[first['loc'][-1]]}."
             if "." in str(first["loc"][-1]):
                 hint = "keys with dots are for the command line; in a file write one section inside the other."
             if key == "grid":
                 hint = f"a configuration with a grid is a sweep, areal sweep {place}."
-            return f"Unknown key {key!r} in {place} or the overrides: {hint}"
+            return f"Unknown key {key!r} in {place}: {hint}"
         case "missing" if isinstance(first["loc"][-1], str):
             return f"The key {key!r} is missing in {place}: set it there or as an override, {key}=VALUE."
         case "value_error":
             return f"{first['msg'].removeprefix('Value error, ')} ({place})."
         case "model_type" | "model_attributes_type":
-            return (
-                f"{key} is a section, but has a value in {place} or the overrides: `areal config {key}` lists its keys."
-            )
+            return f"{key} is a section, but has a value in {place}: `areal config {key}` lists its keys."
         case _:
             value = without_secrets(first["input"], key.rpartition(".")[2])
             rule = first["msg"].removeprefix("Input ").partition(", unable to parse")[0]
-            return f"{key} is {value!r:.80} in {place} or the overrides, but {rule[0].lower() + rule[1:]}."
+            if callable(value):  # a loss, in a notebook
+                return (
+                    f"{key} is a function of this process, but another one calls it: write it to a file, FILE.py:NAME."
+                )
+            return f"{key} is {value!r:.80} in {place}, but {rule[0].lower() + rule[1:]}."
 
 
 def section_in(annotation: Any) -> type[Section] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,6 +53,17 @@ def write_classifier(folder: Path, model: Path) -> None:
         pad_token_id=0,
     )
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
+
+
+def write_brief(folder: Path, model: Path) -> None:
+    """A copy of a model that ends what it writes with the first digit."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(model, folder)
+    ends = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids([*"0123456789"])
+    for file in folder / "config.json", folder / "generation_config.json":
+        values = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(values | {"eos_token_id": ends}))
 
 
 @contextlib.asynccontextmanager

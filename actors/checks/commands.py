@@ -60,7 +60,10 @@ def declare(tools: RoomTools) -> None:
     add = tools._replace(room="actors.record").add("backup", "backup:backup", summary).add_argument
     add("folder", **RUN)
     add("copy", type=Path, metavar="COPY", help="a new folder; checkpoints are linked if it is on the same disk")
+    _declare_selftest(tools)
 
+
+def _declare_selftest(tools: RoomTools) -> None:
     summary = "check this machine, and with --config a run on it, before the first run (docs/gpu.md)"
     epilog = "Exit code 0: nothing failed. 1: something did; the table says what to do."
     add = tools.add("selftest", "commands:selftest", summary, epilog).add_argument

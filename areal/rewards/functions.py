@@ -29,7 +29,7 @@ an entry point in the group `areal.rewards` of an installed package. `judge/stri
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -159,8 +159,8 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
     if is_class:
         with explain(
             TypeError,
-            f"reward {name!r}: {{why}}: its options are {_names(options)}; correct them in reward.options, or "
-            f"give them to its actor as key=value",
+            f"reward {name!r}: {{why}}: its options are {_names(_parameters(target))}; correct them in reward.options, "
+            f"or give them to its actor as key=value",
         ):
             inspect.signature(target).bind(**options)
         if issubclass(target, Judge):  # which needs nothing but its options
@@ -251,7 +251,7 @@ def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
         return kind(**options)
 
 
-def _names(options: Mapping[str, Any]) -> str:
+def _names(options: Iterable[str]) -> str:
     """Without the values, one of which may be a secret."""
     return ", ".join(options) or "none"
 

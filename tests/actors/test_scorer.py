@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scorers import Asked, scorer_of, scores_of, write_classifier
+from scorers import Asked, scorer_of, scores_of, write_brief, write_classifier
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForSequenceClassification
 
 from areal.config import Config
@@ -57,10 +55,7 @@ async def test_a_reward_model_scores_the_chat_in_its_own_template_as_transformer
 async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_template(tiny_model, tmp_path):
     """Greedy, so that transformers writes the same. The model ends with any digit."""
     tokenizer, folder = AutoTokenizer.from_pretrained(tiny_model), tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    for file in folder / "config.json", folder / "generation_config.json":
-        values = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(values | {"eos_token_id": tokenizer.convert_tokens_to_ids([*"0123456789"])}))
+    write_brief(folder, tiny_model)
     options = {
         "url": "scorer:big",
         "template": "{{ prompt }}{{ completion }}={{ row.hint }}",

@@ -1,12 +1,14 @@
 import ast
 import inspect
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 
 from areal.config import (
     BenchmarkConfig,
@@ -19,9 +21,11 @@ from areal.config import (
     dump_config,
     from_message,
     load_config,
+    other_names,
     overridden,
     read_yaml,
 )
+from areal.desk.settings_list import keys_of
 from areal.engine_options import vllm_conflicts
 from areal.generation.engine import _engine_args
 from areal.roles import ROLES
@@ -236,6 +240,18 @@ def test_another_source_leaves_behind_what_belongs_to_the_old_one(tmp_path):
     assert data() == data("data.source=hf:one:train") == ("test", {"name": "main"}, "hf:two", "q")
     assert data("data.source=rows.csv") == ("train", {}, None, "q")
     assert data("data.split=dev", "data.source=hf:other") == ("dev", {}, None, "q")
+
+
+def test_names_of_other_libraries_are_those_of_the_table_and_lead_to_keys():
+    names, keys = other_names(), {key for key, _ in keys_of(Config)}
+    assert {*names.values()} <= keys
+    table = (ROOT / "docs" / "examples.md").read_text().split("| here | TRL |")[1].split("\n\n")[0]
+    ours = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| ([^|]+) \| (?:[^|]*)", table, re.M)]
+    trl = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| [^|]+ \| ([^|]*)", table, re.M)]
+    pairs = {name: here[0] for here, there in zip(ours, trl, strict=True) if here for name in there}
+    same = {name for name, key in pairs.items() if name == key}
+    assert len(pairs) > 15 and pairs.keys() - same <= names.keys()
+    assert all(names[name] == key or name == "loss_type" for name, key in pairs.items() if name not in same)
 
 
 def test_an_argument_of_vllm_that_a_key_sets_is_no_option():
