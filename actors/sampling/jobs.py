@@ -110,7 +110,7 @@ class RoutedGenerators:
         target, call.target = call.target, None
         if target is None:
             await self._router.avoid(generator, error)
-        elif not self._router.knows(target):
+        elif target.identity not in self._router.directory.members:
             target = None
         if call.sample.home is generator:
             call.sample.home = target
