@@ -69,14 +69,7 @@ def check_prompts(
         print(f"Note: {sentence}.", file=sys.stderr)
     longest = config.sampling.max_new_tokens
     limits_of_prompts = config.data.max_prompt_tokens, (config.generator.max_model_len or context or math.inf) - longest
-    last = min([max(lengths, default=0), *filter(None, limits_of_prompts)])
-    for name, room in rooms.items():
-        if last + longest >= room:
-            raise UserError(
-                f"scorers.{name} has room for {room} tokens, but a prompt of {last} and sampling.max_new_tokens="
-                f"{longest} need one more than {last + longest}: raise scorers.{name}.max_model_len, or lower "
-                f"data.max_prompt_tokens."
-            )
+    _check_rooms(rooms, min([max(lengths, default=0), *filter(None, limits_of_prompts)]), longest)
     if lengths and context and min(lengths) + longest > context:
         print(
             f"Note: the model has room for {context} tokens, so after prompts of {min(lengths)} or more tokens "
@@ -97,6 +90,17 @@ def check_prompts(
             print(
                 f"Note: {len(over)} of {len(lengths)} prompts are longer than {name}, {limit}; they {fate}.",
                 file=sys.stderr,
+            )
+
+
+def _check_rooms(rooms: Mapping[str, int], prompt: float, completion: int) -> None:
+    """Raises UserError if a scorer has no room for a prompt and a completion of so many tokens."""
+    for name, room in rooms.items():
+        if prompt + completion >= room:
+            raise UserError(
+                f"scorers.{name} has room for {room} tokens, but a prompt of {prompt} and sampling.max_new_tokens="
+                f"{completion} need one more than {prompt + completion}: raise scorers.{name}.max_model_len, or lower "
+                f"data.max_prompt_tokens."
             )
 
 

@@ -122,8 +122,9 @@ def replay(options: Namespace) -> int:
     from areal.storage.disk import within
 
     within(options.run / FOLDER, options.run)
-    announce_code(options.run, Record(options.run).config.model_dump(mode="json"), options.trust)
-    return bisection.run(options) if options.bisect else run(options)
+    record = Record(options.run)
+    announce_code(options.run, record.config.model_dump(mode="json"), options.trust)
+    return bisection.run(record, options) if options.bisect else run(record, options)
 
 
 def report(options: Namespace) -> None:
