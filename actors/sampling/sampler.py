@@ -77,7 +77,7 @@ class Sampler(Actor):
             config.reward,
             self.awaited_rewards,
             self.report_failure,
-            config.scorers,
+            config.reward_scorers,
             PolicyJudges(config, generators, tokenizer),
         )
         self.services = Services(
