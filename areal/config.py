@@ -131,8 +131,8 @@ class SourceConfig(Section):
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, a folder with files as the hub has them, or
       one written by `save_to_disk`); `hf:NAME:SPLIT` and `FOLDER:SPLIT` name the split, too.
 
-    configs/data/ has these keys for known data sets, for use as a `base`. Whoever replaces its `source`, say by a local
-    file, leaves out its `options`, `split` and `eval_source`."""
+    configs/data/ has these keys for known data sets, for use as a `base`. If another `source` replaces
+    that of such a file, the run drops the `options`, `split` and `eval_source` of the old one."""
 
     source: str | None = Field(None, description="one of the sources listed above")
     eval_source: str | None = Field(None, description="source of the held-out rows; null: other rows of `source`")

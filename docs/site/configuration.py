@@ -1,10 +1,14 @@
-"""Writes docs/configuration.md from the configuration models; run it after every change to them."""
+"""Writes docs/configuration.md from the configuration models; run it after every change to them.
+
+The page in the repository names the keys; that of the site (hooks.py) has their values and meaning, too.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -14,18 +18,24 @@ from areal.config import Config, DataConfig, EvaluatorConfig, Section, SourceCon
 from areal.desk.settings_list import value_of
 from areal.training.sft import SftConfig, SftData
 
+Listing = Callable[[str, type[Section]], Iterator[str]]
 PAGE = Path(__file__).parents[1] / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-This page lists every key of a run and of supervised fine-tuning.
+This page lists the keys of a run and of supervised fine-tuning.
 
 <!-- Written by docs/site/configuration.py from areal/config.py: change it there. -->
 
 A run is configured by a YAML file, by arguments such as `trainer.lr=1e-5` and `reward.functions=[math]`, or by both.
 Unknown keys and wrong values are reported before anything is started. `--dry-run` checks and prints the resolved
 configuration; a run also writes it to `config.yaml` in the run folder.
-
+"""
+COMMAND = """\
+`areal config` prints each key with its values and its meaning, `areal config WORD ...` the keys with these words in
+their names or meanings, such as `areal config trainer.lr`.
+"""
+COLUMNS = """\
 The column *value* begins with the default, or with *required*. Other values, the type where the default does not show
 it, and limits follow, but not the obvious ones: no count, size or time is negative.
 """
@@ -39,34 +49,47 @@ a model that a run can start from. The keys of its section `trainer` are those o
 
 
 def page() -> str:
-    """The text of docs/configuration.md."""
-    return "\n".join(
-        [
-            INTRODUCTION,
-            *_section("", Config),
-            FINE_TUNING,
-            *_table("", SftConfig),
-            "",
-            *_section("data.", SftData, "### data (fine-tuning)"),
-        ]
-    )
+    """The text of docs/configuration.md: the sections and the names of their keys."""
+    return "\n".join([INTRODUCTION, COMMAND, COLUMNS, *_section("", Config, _names), *_fine_tuning()])
 
 
-def _section(prefix: str, section: type[Section], heading: str | None = None) -> Iterator[str]:
+def reference() -> str:
+    """The page of the site: each key with its values and its meaning."""
+    return "\n".join([INTRODUCTION, COLUMNS, *_section("", Config, _keys), *_fine_tuning()])
+
+
+def _fine_tuning() -> Iterator[str]:
+    """Its keys as tables, on both pages: no command prints them."""
+    yield FINE_TUNING
+    yield from _table("", SftConfig)
+    yield ""
+    yield from _section("data.", SftData, _keys, "### data (fine-tuning)")
+
+
+def _section(prefix: str, section: type[Section], listed: Listing, heading: str | None = None) -> Iterator[str]:
     yield heading or (f"## {prefix[:-1]}" if prefix else "## The run")
     yield ""
     if section.__doc__:
         yield _linked(inspect.cleandoc(section.__doc__))
         yield ""
-    yield from _table(prefix, section)
+    yield from listed(prefix, section)
     yield ""
-    same = _shared(section)
-    for described, keys in same.items():
-        yield f"Meaning and default as in [{described}](#{described}): {', '.join(f'`{key}`' for key in keys)}."
-        yield ""
+    same = list(chain(*_shared(section).values()))
     for name, field in section.model_fields.items():
-        if name not in chain(*same.values()) and (inner := section_in(field.annotation)):
-            yield from _section(f"{prefix}{name}.", inner)
+        if name not in same and (inner := section_in(field.annotation)):
+            yield from _section(f"{prefix}{name}.", inner, listed)
+
+
+def _names(prefix: str, section: type[Section]) -> Iterator[str]:
+    names = [f"`{prefix}{name}`" for name, field in section.model_fields.items() if not section_in(field.annotation)]
+    yield textwrap.fill(", ".join(names), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
+    yield from _table(prefix, section)
+    for described, keys in _shared(section).items():
+        yield ""
+        yield f"Meaning and default as in [{described}](#{described}): {', '.join(f'`{key}`' for key in keys)}."
 
 
 def _table(prefix: str, section: type[Section]) -> Iterator[str]:
