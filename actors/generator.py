@@ -29,7 +29,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
-from zlib import crc32
 
 import numpy as np
 import structlog
@@ -49,7 +48,7 @@ from areal.sampled import Generation, joined
 from areal.storage.disk import DiskRetry
 from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
-from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
+from protocols.errors import BusyError, RefusedError, StreamBrokenError
 from protocols.messages import (
     FINISHES,
     SAMPLING,
@@ -68,13 +67,13 @@ from protocols.messages import (
     TokenColumns,
     YieldDevices,
 )
-from protocols.transport import Request
+from protocols.transport import Request, ask_until
 
 RETRY_LOAD_SECONDS = 1.0
 # A generator that has loaded no version for so long ends, and is started again.
 LOADS_FAIL_SECONDS = 60.0
-# How long the trainer may keep a request for the devices before it refuses it, and the pause before the next one.
-TAKE_SECONDS, TAKE_RETRY_SECONDS = 20.0, 1.0
+# How long the trainer may keep a request for the devices before it refuses it.
+TAKE_SECONDS = 20.0
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -145,25 +144,19 @@ class SharedDevices(HandlesRequests):
 
     async def _take(self, use: Callable[[], Awaitable[T]]) -> T:
         """Call `use` once the trainer, if it shares its devices with this generator, has left them."""
+
+        async def ask_trainer() -> None:
+            trainer = (await self._directory.until(lambda: self._directory.with_role("trainer", False)))[0]
+            await self._ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
+
         while True:
             yields = self._yields
             if self._config.steps and shares_devices(self._config):
                 with self._works.waiting():
-                    trainer = (await self._directory.until(lambda: self._directory.with_role("trainer", False)))[0]
-                    try:
-                        await self._ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
-                    except BusError:  # it computes, has died, or has been replaced
-                        await asyncio.sleep(TAKE_RETRY_SECONDS)
-                        continue
+                    await ask_until(ask_trainer)  # the trainer computes, has died, or has been replaced
             async with self._busy:
                 if yields == self._yields:  # otherwise the trainer has taken the devices again since it answered
                     return await use()
-
-
-def seed_of_engine(seed: int, index: int, policy: Policy) -> int:
-    """The seed of an engine that starts at this policy. A generator that is started again, or in a resumed run, does
-    not draw the random numbers again that it began with; generators of runs with other seeds do not share theirs."""
-    return crc32(f"{seed}/{index}/{policy.lineage}/{policy.version}".encode())
 
 
 class Generator(Actor):
@@ -181,7 +174,7 @@ class Generator(Actor):
                 Path(config.model),
                 config.generator,
                 version=0,
-                seed=seed_of_engine(config.seed, member.index or 0, member.directory.policy),
+                seed=member.engine_seed,
                 lora=config.trainer.lora,
                 sleeps=config.colocate,
                 transfer=config.weights.backend,

@@ -36,7 +36,7 @@ from actors.mastering.training_requests import TrainingRequests
 from actors.runtime import delays
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
 from actors.watching import prometheus
-from areal.config import Config, UserError
+from areal.config import Config, UserError, explain
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.hiding import without_secrets
@@ -53,6 +53,7 @@ from protocols.messages import (
     AskSnapshot,
     AskStatus,
     Configuration,
+    ConnectionLost,
     Done,
     Heartbeat,
     HeartbeatAnswer,
@@ -202,10 +203,9 @@ class Master(HandlesRequests):
 
     async def _durably(self, sender: str, answer: Awaitable[Message]) -> Message:
         """Raises PreparingError while the journal waits for its disk."""
-        try:
+        # The request was invalid, and the ledger is unchanged.
+        with explain(LedgerError, "{why}", RefusedError):
             result = await answer
-        except LedgerError as error:  # the request was invalid, and the ledger is unchanged
-            raise RefusedError(str(error)) from None
         try:
             await self.journal.durable(wait_for_room=False)
         except DiskShortageError as error:
@@ -293,10 +293,8 @@ class Master(HandlesRequests):
             last = now = self._run.now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
-                self._run.progress.await_successor()
             for identity, hang in self._hangs.find():
                 self._remove(identity, hang)
-                self._run.progress.await_successor()
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._run.evaluations.watch()
@@ -348,7 +346,9 @@ class Master(HandlesRequests):
     async def join(self, request: Request[Join]) -> Welcome:
         join, mark = request.message, fingerprint(request.token)
         member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
-        return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
+        start = f"{self.state.masters}/{self.members.starts[actor_name(member.identity)]}"
+        config = self.config.model_dump(mode="json")
+        return Welcome(identity=member.identity, start=start, config=config, snapshot=self._snapshot())
 
     def _admit(self, member: Member) -> Member:
         for occupant in self.members.with_role(member.role, healthy=False):
@@ -391,7 +391,19 @@ class Master(HandlesRequests):
     async def leave(self, request: Request[Leave]) -> Done:
         if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
-            self._run.progress.await_successor()
+        return Done()
+
+    @handles(ConnectionLost)
+    async def connection_lost(self, request: Request[ConnectionLost]) -> Done:
+        """Remove a member at once, and not only when its lease ends, if its machine says that nobody listens at its
+        address, and it is not heard either."""
+        self._run.member(request)
+        identity = request.message.identity
+        member, last = self.state.members.get(identity), self.members.last_heartbeats.get(identity)
+        if member and await self.bus.network.refuses(member.address):
+            await asyncio.sleep(SILENT_SECONDS)
+            if self.members.last_heartbeats.get(identity) is last:
+                self._remove(identity, f"nobody listens at {member.address}")
         return Done()
 
     @handles(AskSnapshot)
@@ -406,6 +418,7 @@ class Master(HandlesRequests):
         return Shutdown(ok=ending.ok, reason=text_of(ending.reason), stopped=self._trainer_may_end)
 
     def _remove(self, identity: str, reason: str) -> None:
+        self._run.progress.await_successor()
         self._run.evaluations.lose_member(self.state.members[identity])
         self.members.remove(identity, reason)
         self.folder.record_heartbeat(actor_name(identity), GONE, reason, {})

@@ -54,6 +54,7 @@ from protocols.messages import (
     StoredSamples,
     StoreSamples,
 )
+from protocols.transport import ask_until
 
 M = TypeVar("M", bound=Message)
 S = TypeVar("S")
@@ -63,7 +64,6 @@ STORE_SECONDS = 60.0
 # How long a scored sample waits for others of its group, to be stored with them: with a request for each sample, the
 # threads beside the trainer's own took 0.18 s of CPU a step of the quickstart, now 0.07. A kill loses this time.
 STORE_AFTER_SECONDS = 2.0
-RETRY_SECONDS = 1.0
 BALANCE_SECONDS = 2.0
 # Time to save the calls of all samples before others take them over, and how many samples are saved at once.
 HAND_OVER_SECONDS = 0.8
@@ -423,18 +423,20 @@ class RolloutManager(Sampler):
 
     async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
         """Ask the trainer, again until it answers. Raises RefusedError."""
-        while True:
+
+        async def ask() -> M:
             trainer = (await self.directory.until(lambda: self.directory.with_role("trainer")))[0]
-            try:
-                return await self.member.ask(trainer.address, request, answer, STORE_SECONDS)
-            except BusError as error:
-                # If the trainer was fenced, its successor will answer.
-                if isinstance(error, RefusedError) and not isinstance(error, FencedError):
-                    raise
-                if isinstance(error, MalformedError):  # a group is too large for one message
-                    raise RefusedError(str(error)) from None
-                log.warning("the trainer did not take a request", request=request.kind, error=str(error))
-                await asyncio.sleep(RETRY_SECONDS)
+            return await self.member.ask(trainer.address, request, answer, STORE_SECONDS)
+
+        def again(error: BusError) -> bool:
+            if isinstance(error, RefusedError) and not isinstance(error, FencedError):  # then its successor will answer
+                return False
+            if isinstance(error, MalformedError):  # a group is too large for one message
+                raise RefusedError(str(error)) from None
+            log.warning("the trainer did not take a request", request=request.kind, error=str(error))
+            return True
+
+        return await ask_until(ask, again)
 
     @property
     def _keeps_rollouts(self) -> bool:

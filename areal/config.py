@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from types import UnionType
@@ -34,10 +35,30 @@ from pydantic import (
 
 from areal.engine_options import deepspeed_conflicts, devices_of, parser_conflicts, vllm_conflicts
 from areal.hiding import reveal, without_secrets
+from areal.text import reason_of
+
+Causes = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
+
+
+@contextmanager
+def explain(causes: Causes, message: str, error: type[Exception] = UserError) -> Iterator[None]:
+    """Raise `error` in place of errors of these kinds. `{why}` in its message stands for what they say, in one line.
+
+    If they are errors of all kinds, as of the user's code, their type comes first. `{strerror}` stands for what the
+    system says, for a message that names the file itself.
+    """
+    try:
+        yield
+    except causes as cause:
+        text = reason_of(cause) or type(cause).__name__
+        if Exception in (causes if isinstance(causes, tuple) else (causes,)):
+            text = f"{type(cause).__name__}: {text}"
+        strerror = getattr(cause, "strerror", None) or text
+        raise error(message.replace("{why}", text).replace("{strerror}", strerror)) from cause
 
 
 # A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`, and no option of a command.
@@ -68,10 +89,9 @@ T = TypeVar("T", bound=Section)
 
 
 def _expanded(path: Path) -> Path:
-    try:
+    with suppress(RuntimeError):
         return path.expanduser()
-    except RuntimeError:  # there is no such user
-        return path
+    return path  # there is no such user
 
 
 UserPath = Annotated[Path, AfterValidator(_expanded)]
@@ -140,10 +160,8 @@ class SourceConfig(Section):
     @field_validator("reward", mode="before")
     @classmethod
     def _weighted(cls, value: Any) -> dict[str, float] | None:
-        try:
+        with explain(ValueError, "data.reward {why}", ValueError):
             return None if value is None else reward_weights(value)
-        except ValueError as error:
-            raise ValueError(f"data.reward {error}") from None
 
     def conflicts(self) -> Iterator[str]:
         try:
@@ -306,11 +324,14 @@ class SamplingConfig(Section):
 
 
 Credit = Literal["sample", "return_to_go", "call"]
-# The rewards that ask a model, and their option `url` where it is the policy of the run.
+# The rewards that ask a model, and their option `url` where it is the policy of the run, or one of its scorers.
 JUDGES = ("judge", "group_judge")
-# Their options that say where the model is.
-JUDGE_ADDRESS = ("url", "model", "api_key", "retries")
-POLICY = "policy"
+POLICY, SCORER = "policy", "scorer:"
+
+
+def is_in_run(url: str) -> bool:
+    """Whether a judge is the policy of the run or one of its scorers."""
+    return url == POLICY or url.startswith(SCORER)
 
 
 class RewardConfig(Section):
@@ -357,10 +378,8 @@ class RewardConfig(Section):
     @field_validator("functions", mode="before")
     @classmethod
     def _weighted(cls, value: Any) -> dict[str, float]:
-        try:
+        with explain(ValueError, "reward.functions {why}", ValueError):
             return {} if value == {} else reward_weights(value)
-        except ValueError as error:
-            raise ValueError(f"reward.functions {error}") from None
 
 
 def half_on_gpus(cuda: bool) -> str:
@@ -426,19 +445,16 @@ class GeneratorConfig(EngineConfig):
 
 class ScorerConfig(EngineConfig):
     """`scorers` is a mapping of names to frozen models on engines of their own: teachers (`trainer.teacher`) and
-    references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, reward models and
-    judges (`reward.functions`)."""
+    references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, reward models
+    (`reward.functions`) and judges (`reward.options`)."""
 
     model: str = Field(
         description="folder of a Hugging Face model, hub id, or `quickstart`; for log-probs with the run's tokenizer"
     )
-    kind: Literal["logprobs", "reward_model", "judge", "group_judge"] = Field(
+    kind: Literal["logprobs", "reward_model", "judge"] = Field(
         "logprobs",
-        description="logprobs: of the sampled tokens; the others are rewards: reward_model: a sequence classifier; "
-        "judge, group_judge: a model that writes its verdict",
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="of a judge: those of the reward `judge` or `group_judge` but its address"
+        description="logprobs: of the sampled tokens; reward_model: a sequence classifier, a reward by its name; "
+        "judge: writes the verdicts of rewards with `url: scorer:NAME`",
     )
     count: int = Field(
         1, ge=0, description="scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"
@@ -453,11 +469,6 @@ class ScorerConfig(EngineConfig):
     )
     output: int = Field(0, ge=0, description="number of a reward model's output that is the score")
     activation: bool = Field(False, description="a reward model's outputs are those after its sigmoid or softmax")
-
-    @property
-    def judge_options(self) -> dict[str, Any]:
-        """Those of a judge that is asked in this process, as the policy is."""
-        return self.options | {"url": POLICY}
 
     @property
     def engine(self) -> GeneratorConfig:
@@ -892,10 +903,10 @@ class GuardConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the generators; docs/generation.md says when to use which setting."""
 
-    transport: Literal["folder", "stream", "nccl", "ipc", "gloo"] = Field(
+    transport: Literal["folder", "stream", "nccl", "gloo"] = Field(
         "folder",
         description="folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, "
-        "ipc, gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
+        "gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
     )
     folder: UserPath | None = Field(
         None, description="holds a folder of weights per run, for example /dev/shm; null: the run folder"
@@ -968,19 +979,21 @@ class ScoringConfig(Section):
         return self.reward.functions
 
     @property
+    def judges(self) -> dict[str, str]:
+        """The addresses of the judges in the run, by the reward's name; also of those that only rows name."""
+        options = self.reward.options.items()
+        urls = {name: str(values.get("url")) for name, values in options if name.partition("/")[0] in JUDGES}
+        return {name: url for name, url in urls.items() if is_in_run(url)}
+
+    @property
     def policy_judges(self) -> list[str]:
-        """The rewards for which the run's own policy is asked, by whoever samples; also those that only rows name."""
-        return [name for name in JUDGES if self.reward.options.get(name, {}).get("url") == POLICY]
+        """The rewards for which the run's own policy is asked, by whoever samples."""
+        return [name for name, url in self.judges.items() if url == POLICY]
 
     @property
     def own_rewards(self) -> list[str]:
         """The rewards of the configuration that actors serve which the run starts."""
-        return [name for name in self.rewards if name not in {*self.reward.external, *self.policy_judges}]
-
-    @property
-    def group_scorers(self) -> list[str]:
-        """The names of the scorers that score all completions of a group at once."""
-        return []
+        return [name for name in self.rewards if name not in {*self.reward.external, *self.judges}]
 
     @property
     def served_rewards(self) -> RewardConfig:
@@ -1138,7 +1151,14 @@ class NetworkConfig(Section):
         return "*" if self.ports is None else f"{self.ports[0]}-{self.ports[1]}"
 
 
-class Config(ScoringConfig):
+class _Checked(type(BaseModel)):  # type: ignore[misc]
+    """Mistakes in a call of Config are told as those in a file."""
+
+    def __call__(cls, **values: Any) -> Any:
+        return validated(values, Path("the call"), cls)
+
+
+class Config(ScoringConfig, metaclass=_Checked):
     """A run. `batch_size` (B) and all bounds count groups; a group is a prompt with its `group_size` (G) samples."""
 
     name: str = Field("run", description="name of the run and of its folder")
@@ -1287,17 +1307,15 @@ class Config(ScoringConfig):
                 "too: set filter_zero_signal=false"
             )
         for name, scorer in self.scorers.items():
-            if name in self.reward.options:
-                yield f"reward.options has {name}, which is a scorer: set scorers.{name}.options"
-            if scorer.options and scorer.kind not in JUDGES:
-                yield f"scorers.{name}.options are those of a judge: set scorers.{name}.kind=judge, or leave them out"
-            if address := ", ".join(key for key in JUDGE_ADDRESS if key in scorer.options):
-                yield f"scorers.{name}.options has {address}, but the judge is the scorer itself: leave it out"
-            if not re.fullmatch(NAME, name) or (name in self.rewards and name in self.logprob_scorers):
+            if not re.fullmatch(NAME, name) or (name in self.rewards and scorer.kind != "reward_model"):
                 yield f"a scorer cannot have the name {name!r}, that of a reward or of no file: rename it in scorers"
             if name not in self.used_scorers:
-                key = "trainer.teacher" if name in self.logprob_scorers else "reward.functions"
-                yield f"the scorer {name!r} is not used: set {key}={name}, or leave it out of scorers"
+                uses = {"logprobs": "trainer.teacher=", "judge": f"reward.options.judge.url={SCORER}"}
+                use = f"{uses.get(scorer.kind, 'reward.functions=')}{name}"
+                yield f"the scorer {name!r} is not used: set {use}, or leave it out of scorers"
+        for reward, name in self.reward_scorers.items():
+            if name not in self.scorers or (name != reward and self.scorers[name].kind != "judge"):
+                yield f"reward {reward} has the url {SCORER}{name}, but scorers has no {name} of kind judge: add it"
 
     def _conflicts_of_training(self) -> Iterator[str]:
         if self.steps:
@@ -1368,6 +1386,12 @@ class Config(ScoringConfig):
         """The names of the scorers that give log-probs; the others are rewards."""
         return [name for name, scorer in self.scorers.items() if scorer.kind == "logprobs"]
 
+    @property
+    def reward_scorers(self) -> dict[str, str]:
+        """The scorers that give rewards, by the reward's name: reward models have that themselves."""
+        urls = {name: url.removeprefix(SCORER) for name, url in self.judges.items() if url != POLICY}
+        return urls | {name: name for name in self.scorers if self.scorers[name].kind == "reward_model"}
+
     def top_k_of(self, scorer: str) -> int:
         """How many of its likeliest tokens a scorer that gives log-probs adds at each place."""
         teaches = scorer == self.trainer.teacher or self.trainer.teacher_key
@@ -1379,14 +1403,19 @@ class Config(ScoringConfig):
         the user's may ask them."""
         anyone = self.trainer.teacher_key or self.rollout_manager.is_own
         teachers = self.logprob_scorers if anyone else [self.trainer.teacher]
-        return [name for name in self.scorers if name in {*teachers, self.trainer.reference_scorer, *self.rewards}]
+        return [name for name in self.scorers if name in {*teachers, self.trainer.reference_scorer, *self._asked}]
 
     @property
     def needed_scorers(self) -> list[str]:
         """Those of `used_scorers` without which the run cannot go on; an evaluation alone needs only rewards, and what
         the workflow may ask."""
         anyone = self.steps or self.rollout_manager.is_own
-        return [name for name in self.used_scorers if anyone or name in self.rewards]
+        return [name for name in self.used_scorers if anyone or name in self._asked]
+
+    @property
+    def _asked(self) -> set[str]:
+        """The scorers that give the rewards of the run."""
+        return {scorer for name, scorer in self.reward_scorers.items() if name in self.rewards or name != scorer}
 
     def for_device(self, *, cuda: bool) -> Config:
         """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""
@@ -1407,11 +1436,6 @@ class Config(ScoringConfig):
     def own_rewards(self) -> list[str]:
         """As of a ScoringConfig, without those that are scorers."""
         return [name for name in super().own_rewards if name not in self.scorers]
-
-    @property
-    def group_scorers(self) -> list[str]:
-        """As of a ScoringConfig."""
-        return [name for name, scorer in self.scorers.items() if scorer.kind == "group_judge"]
 
     @property
     def served_rewards(self) -> RewardConfig:
@@ -1444,10 +1468,8 @@ class Config(ScoringConfig):
 def from_message(values: Any) -> Config:
     """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code. Raises
     UserError if another version of this program has made it."""
-    try:
+    with explain(UserError, "Install the version of this program that the master has: {why}"):
         return validated(json.loads(json.dumps(values)), Path("the master's configuration"))
-    except UserError as error:
-        raise UserError(f"Install the version of this program that the master has: {error}") from None
 
 
 def load_config(
@@ -1466,7 +1488,7 @@ def load_config(
     """
     values = {} if file is None else read_values(file)
     reveal(values, secrets or {})
-    return validated(overridden(values, overrides, kind=kind), file, kind)
+    return validated(overridden(values, overrides, kind=kind), file, kind, [*map(split_override, overrides)])
 
 
 def overridden(
@@ -1487,11 +1509,20 @@ def overridden(
     return _with_bases(values, Path(), ())
 
 
-def validated(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]
-    """The configuration with these values. file: where they come from, for messages. Raises UserError."""
+def validated(
+    values: dict[str, Any],
+    file: Path | str | None,
+    kind: type[T] = Config,  # type: ignore[assignment]
+    overrides: Sequence[tuple[str, str]] = (),
+) -> T:
+    """The configuration with these values. file: where they come from, for messages, but for those of the overrides, by
+    key and text. Raises UserError."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
+        key = ".".join(str(part) for part in error.errors()[0]["loc"])
+        if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name, _ in overrides):
+            file = Path("the overrides")
         raise UserError(_explain(error, file, kind)) from None
 
 
@@ -1730,8 +1761,22 @@ def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
 FEW_KEYS = 12
 
 
-def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:
-    place = file or "the command line"
+def other_names() -> dict[str, str]:
+    """Names of other libraries (docs/examples.md), and what they are here."""
+    names: dict[str, str] = read_yaml(Path(__file__).with_name("other_names.yaml").read_text())
+    return names
+
+
+def advice(option: str) -> str:
+    """What to write in place of an option of a command line that is none."""
+    key = option.partition("=")[0].lstrip("-").replace("-", "_")
+    key = other_names().get(key, key)
+    is_key = option.startswith("--") and key.split(".")[0] in Config.model_fields
+    return f"; settings have no dashes, write {key}=VALUE" if is_key else ""
+
+
+def _explain(error: ValidationError, file: Path | str | None, kind: type[Section]) -> str:
+    place = str(file or "the command line").removeprefix(f"{CONFIGS.parent}/")
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:
@@ -1744,23 +1789,27 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
             if len(section.model_fields) > FEW_KEYS and not close:
                 hint = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
+            if first["loc"][-1] in (others := other_names()):
+                hint = f"here it is {others[first['loc'][-1]]}."
             if "." in str(first["loc"][-1]):
                 hint = "keys with dots are for the command line; in a file write one section inside the other."
             if key == "grid":
                 hint = f"a configuration with a grid is a sweep, areal sweep {place}."
-            return f"Unknown key {key!r} in {place} or the overrides: {hint}"
+            return f"Unknown key {key!r} in {place}: {hint}"
         case "missing" if isinstance(first["loc"][-1], str):
             return f"The key {key!r} is missing in {place}: set it there or as an override, {key}=VALUE."
         case "value_error":
             return f"{first['msg'].removeprefix('Value error, ')} ({place})."
         case "model_type" | "model_attributes_type":
-            return (
-                f"{key} is a section, but has a value in {place} or the overrides: `areal config {key}` lists its keys."
-            )
+            return f"{key} is a section, but has a value in {place}: `areal config {key}` lists its keys."
         case _:
             value = without_secrets(first["input"], key.rpartition(".")[2])
             rule = first["msg"].removeprefix("Input ").partition(", unable to parse")[0]
-            return f"{key} is {value!r:.80} in {place} or the overrides, but {rule[0].lower() + rule[1:]}."
+            if callable(value):  # a loss, in a notebook
+                return (
+                    f"{key} is a function of this process, but another one calls it: write it to a file, FILE.py:NAME."
+                )
+            return f"{key} is {value!r:.80} in {place}, but {rule[0].lower() + rule[1:]}."
 
 
 def section_in(annotation: Any) -> type[Section] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from areal.config import Config, LoraConfig, UserError
+from areal.config import Config, LoraConfig, UserError, explain
 from areal.processes import ROOT, tied
 
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
@@ -156,10 +156,10 @@ def weight_sizes(folder: Path) -> dict[str, int]:
     Raises UserError if a file is damaged."""
     numbers: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        try:
+        with explain(
+            (OSError, SafetensorError), f"The model's file {file} is damaged or incomplete: copy or download it again."
+        ):
             shapes = shapes_in(file)
-        except (OSError, SafetensorError):
-            raise UserError(f"The model's file {file} is damaged or incomplete: copy or download it again.") from None
         numbers |= {name: math.prod(shape) for name, shape in shapes.items()}
     return numbers
 
@@ -179,10 +179,10 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises UserError."""
-    try:
+    with explain(
+        (OSError, ValueError), f"The model's {folder / 'config.json'} cannot be read ({{why}}): copy it again."
+    ):
         sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"The model's {folder / 'config.json'} cannot be read ({error}): copy it again.") from None
     if not isinstance(sizes, dict):
         raise UserError(f"The model's {folder / 'config.json'} has no keys and values: copy it again.")
     return sizes

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.text import shown
 
 # What a configuration says of code: a file or module with its object, or, under the key `command`, a program. These
@@ -32,13 +32,12 @@ def load(path: str, what: str) -> Any:
         raise UserError(f"{what} {path!r} is not of the form package.module:object: write, say, my_module:my_function")
     if module_name.endswith(".py") and not Path(module_name).is_file():
         raise UserError(f"{what} {path!r}: there is no file {Path(module_name).absolute()}: correct the path")
-    try:
+    # Importing runs the user's module, which may raise anything.
+    with explain(
+        (Exception, SystemExit),
+        f"{what} {path!r}: importing {module_name} from {os.getcwd()} or the installed packages failed with {{why}}",
+    ):
         module = _import(module_name)
-    except (Exception, SystemExit) as error:  # importing runs the user's module, which may raise anything
-        raise UserError(
-            f"{what} {path!r}: importing {module_name} from {os.getcwd()} or the installed packages failed with "
-            f"{type(error).__name__}: {error}"
-        ) from error
     if not hasattr(module, name):
         close = difflib.get_close_matches(name, vars(module), 1)
         advice = f"did you mean {close[0]}?" if close else "correct the name or define it there"

@@ -17,7 +17,7 @@ from areal.data.files import read_object
 from areal.models import QUICKSTART_FOLDER
 from areal.run_files import CHANGES, CONFIG, EVALUATIONS, EVENTS, JOURNAL, METRICS, OLDER_EVENTS, ROLLOUTS, SUMMARY
 from areal.storage import rollouts
-from areal.storage.disk import leaves
+from areal.storage.disk import leaves, within
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.records import NewRecords, read_records
 from areal.storage.run_folder import (
@@ -177,8 +177,8 @@ class Record:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """How it has ended; empty of one that goes on. Raises UserError if the file is damaged."""
-        file = self.folder / SUMMARY
+        """How it has ended; empty of one that goes on. Raises UserError if the file is damaged, or a link."""
+        file = within(self.folder / SUMMARY, self.folder)
         text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
         return read_object(text, f"{file}", "remove it to get a report without it.")
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
+from areal.config import explain
 from areal.trajectory import LARGEST_REWARD
 
 T = TypeVar("T")
@@ -54,10 +55,13 @@ def as_score(value: Any) -> float:
     """`value` as a float. Raises RewardError unless it is a finite number of magnitude LARGEST_REWARD at most."""
     if not hasattr(value, "__float__"):  # text has none; numbers and scalars of numpy, torch and the like do
         raise RewardError(f"the reward returned a value of type {type(value).__name__}, not a number")
-    try:
+    # Arrays with several numbers raise such errors too.
+    with explain(
+        (OverflowError, RuntimeError, TypeError, ValueError),
+        "the reward returned what is not one float ({why})",
+        RewardError,
+    ):
         score = float(value)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # also of arrays with several numbers
-        raise RewardError(f"the reward returned what is not one float ({error})") from error
     if not abs(score) <= LARGEST_REWARD:
         raise RewardError(f"the reward returned {score}, not a finite number up to {LARGEST_REWARD:g}")
     return score

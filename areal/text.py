@@ -64,6 +64,12 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {TracebackException(type(error), error, None)}"
 
 
+def reason_of(error: BaseException) -> str:
+    """What an error says, on one line. Code that comes with a model never runs."""
+    needs_code = "custom code" in str(error)
+    return "it needs Python code of its own, which is never run" if needs_code else " ".join(str(error).split())
+
+
 def all_shown(value: Any) -> Any:
     """`value` with all texts in it as they may be shown: actors report what they like."""
     match value:

@@ -6,12 +6,14 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from areal.config import RowsConfig, UserError
+from areal.config import RowsConfig, UserError, explain
+from areal.text import reason_of
 
 
 def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
@@ -27,10 +29,10 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
     else:
         from transformers import AutoTokenizer as Tokenizer
     try:
-        tokenizer = Tokenizer.from_pretrained(folder)
+        tokenizer = Tokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises this very class
-        first = str(error).strip().partition("\n")[0]
-        raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({first}).") from None
+        reason = reason_of(error)
+        raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({reason}).") from None
     if data is not None and data.sets_template:
         _set_template(tokenizer, folder, data)
     return tokenizer
@@ -38,10 +40,9 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
 
 def tokenizer_in(folder: str) -> Any | None:
     """The tokenizer in this folder; None if the folder is not here, or has none that can be loaded."""
-    try:
+    with suppress(UserError):
         return load_tokenizer(folder) if any(Path(folder).glob("*token*")) else None  # else one would be made up
-    except UserError:
-        return None
+    return None
 
 
 def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
@@ -74,10 +75,10 @@ def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
 
 def read_template(file: Path) -> str:
     """The text of a chat template. Raises UserError."""
-    try:
+    with explain(
+        (OSError, ValueError), f"The chat template {file} cannot be read ({{why}}): correct data.chat_template."
+    ):
         return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"The chat template {file} cannot be read ({error}): correct data.chat_template.") from None
 
 
 @functools.lru_cache(maxsize=64)

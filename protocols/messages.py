@@ -37,6 +37,7 @@
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
 | rollout_manager, evaluator | master | ScoringFailed | Done |
+| rollout_manager, evaluator | master | ConnectionLost | Done |
 | monitor | master | AskStatus | Status |
 | any | master | AddReward | Done |
 
@@ -56,7 +57,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 28
+PROTOCOL_VERSION = 29
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -204,9 +205,11 @@ class Snapshot(Message):
 
 
 class Welcome(Message):
-    """The answer to Join: the actor's identity, the run's configuration and a snapshot."""
+    """The answer to Join: the actor's identity, the run's configuration and a snapshot. start: no earlier start of an
+    actor with this role and index had the same."""
 
     identity: Name
+    start: Name
     config: dict[str, Any]
     snapshot: Snapshot
 
@@ -389,6 +392,12 @@ class ScoringFailed(Message):
 
     cause: Cause
     reason: Annotated[str, Field(max_length=4096)]
+
+
+class ConnectionLost(Message):
+    """The sender cannot reach a member: a connection was refused, or broke. Answered once the master has tried it."""
+
+    identity: Name
 
 
 class OpenFlow(Message):

@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -140,10 +141,9 @@ def _load(file: Path) -> list[KeyGeneration]:
     # A file of another user, such as a secret that Kubernetes mounts, is read by the group that this user gave it to.
     if status.st_mode & (0o077 if status.st_uid == os.geteuid() else 0o007):
         raise KeysError(f"Other users of this machine can read the keys in {file}: run `chmod 600 {file}`.")
-    try:
+    generations = []
+    with suppress(ValidationError, zmq.ZMQError):
         generations = _GENERATIONS.validate_json(text)
-    except (ValidationError, zmq.ZMQError):
-        generations = []
     if not generations:
         raise KeysError(f"{file} does not hold keys: copy it from another node again, or make new ones for all nodes.")
     return generations

@@ -273,6 +273,40 @@ SETS: dict[str, tuple[dict, str, list[str]]] = {
         "    return sum(xs)\n",
         ["    return 0\n", "METADATA = 1"],
     ),
+    "BigCodeBench": (
+        {
+            "prompt": "Count words. Write self-contained code starting with:\n```\ndef task_func(text):\n```",
+            "code_prompt": "import re\nfrom collections import Counter\nWORD = r'[a-z]+'\ndef task_func(text):\n",
+            "entry_point": "task_func",
+            "canonical_solution": "    return Counter(re.findall(WORD, text.lower()))",
+            "test": "import unittest\nclass TestCases(unittest.TestCase):\n    def test_words(self):\n"
+            "        self.assertEqual(task_func('A b a'), {'a': 2, 'b': 1})\n"
+            "    def test_none(self):\n        self.assertEqual(len(re.findall(WORD, '7')), len(task_func('7')))\n",
+        },
+        "    return Counter(re.findall(WORD, text.lower()))",
+        ["    return Counter(re.findall(WORD, text))", "    return {}"],
+    ),
+    "rLLM, LeetCode": (
+        {
+            "tests": {
+                "functional": "def check(candidate):\n    assert candidate(hours = [5, 3, 10],target = 5) == 2\n"
+                "    assert candidate(hours = [],target = 1) == 0\n\n\ncheck(Solution().countAtLeast)"
+            }
+        },
+        COUNT_AT_LEAST,
+        [COUNT_AT_LEAST.replace(">=", ">"), "print(2)"],
+    ),
+    "rLLM, function": (
+        {
+            "reward_model": {
+                "ground_truth": json.dumps(
+                    {"functional": "def check(f):\n    assert f(2) == 4\n    assert f(3) == 9\n\ncheck(square)"}
+                )
+            }
+        },
+        "def square(x): return x * x",
+        ["def square(x): return 4"],
+    ),
     "HumanEval+": (
         {
             "prompt": "def half(x):\n    '''Half of it'''\n",

@@ -235,12 +235,12 @@ def cluster() -> Iterator[Cluster]:
     from areal.data import quickstart
 
     with tempfile.TemporaryDirectory() as folder:
-        made = Cluster(Path(folder))
-        quickstart.build(made.folder / "tiny", recipe=quickstart.Recipe(steps=2, short_steps=2), threads=1)
+        result = Cluster(Path(folder))
+        quickstart.build(result.folder / "tiny", recipe=quickstart.Recipe(steps=2, short_steps=2), threads=1)
         try:
-            yield made
+            yield result
         finally:
-            made.stop()
+            result.stop()
 
 
 def start_run(processes: Cluster) -> tuple[Door, dict[str, Door]]:

@@ -172,7 +172,7 @@ def dealer(context: zmq.Context, address: str) -> zmq.Socket:
 
 def processes() -> list[Process]:
     """All that run now."""
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -180,8 +180,8 @@ def processes() -> list[Process]:
         except OSError:
             continue  # it ended meanwhile
         # The name in brackets may hold anything; state and parent follow it.
-        found.append(Process(int(folder.name), int(status.rpartition(")")[2].split()[1]), command))
-    return found
+        results.append(Process(int(folder.name), int(status.rpartition(")")[2].split()[1]), command))
+    return results
 
 
 def processes_mentioning(word: str) -> list[str]:
@@ -193,9 +193,9 @@ def descendants(pid: int) -> list[Process]:
     """What a process has started, and what that has started."""
     below, everything = [], processes()
     parents = {pid}
-    while found := [p for p in everything if p.parent in parents]:
-        below += found
-        parents = {p.pid for p in found}
+    while results := [p for p in everything if p.parent in parents]:
+        below += results
+        parents = {p.pid for p in results}
     return below
 
 
@@ -208,9 +208,9 @@ def check_adapters(folder: Path, model: Path, checkpoint: str) -> None:
     assert {path.name for path in published} == {"adapter_model.safetensors"}
     assert all(path.stat().st_size < 40_000 for path in published)  # the model has 3 MB
     AutoModelForCausalLM.from_pretrained(checkpoint)
-    before, after = (load_file(Path(of, "model.safetensors")) for of in (model, checkpoint))
-    changed = {name for name in before if not before[name].equal(after[name])}
-    assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
+    weights_before, weights_after = (load_file(Path(of, "model.safetensors")) for of in (model, checkpoint))
+    changed = {name for name in weights_before if not weights_before[name].equal(weights_after[name])}
+    assert changed == {name for name in weights_before if "q_proj" in name or "v_proj" in name}
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -139,13 +139,13 @@ class SpreadRun:
         self._processes: list[subprocess.Popen] = []
         shared = folder / "runs"
         keys = make_keys(folder / "keys").parent
-        for own in (shared, *self._hosts):
-            own.mkdir()
+        for host_folder in (shared, *self._hosts):
+            host_folder.mkdir()
         first = [f"run_dir={shared}", f"master.address=tcp://*:{MASTER_PORT}", "weights.transport=stream"]
-        others = ["--master", f"tcp://{network.address(0)}:{MASTER_PORT}"]
+        arguments = ["--master", f"tcp://{network.address(0)}:{MASTER_PORT}"]
         for host, own_roles in enumerate(roles):
             words = [word for role in own_roles for word in ("--role", role)]
-            words += ["--keys", str(keys), *(others if host else [*configuration, *first])]
+            words += ["--keys", str(keys), *(arguments if host else [*configuration, *first])]
             command = network.command(host, [sys.executable, str(RUN_PY), *words], self._hosts[host], shared)
             with self._hosts[host].with_suffix(".out").open("w") as out:
                 self._processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
@@ -179,10 +179,10 @@ class SpreadRun:
 
     def close(self) -> None:
         """Kill what still runs."""
-        left = [process for process in self._processes if process.poll() is None]
-        for process in left:
+        remaining = [process for process in self._processes if process.poll() is None]
+        for process in remaining:
             process.terminate()
-        for process in left:
+        for process in remaining:
             try:
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:

@@ -81,9 +81,9 @@ class Malformed:
     def frames(self) -> list[bytes]:
         """Of one message, without the route that a dealer does not send."""
         weights, ways = zip(*self._ways, strict=True)
-        made = self.random.choices(ways, weights)[0]()
-        self._sent.append(made)
-        return made
+        result = self.random.choices(ways, weights)[0]()
+        self._sent.append(result)
+        return result
 
     # --- ways to be wrong
 
@@ -237,7 +237,7 @@ class Malformed:
         if origin in (Union, types.UnionType):
             return self._value(choice(of), name)
         if origin is tuple and of[-1] is not Ellipsis:
-            return tuple(self._value(one, name) for one in of)
+            return tuple(self._value(item, name) for item in of)
         if origin is tuple:
             return tuple(self._value(of[0], name) for _ in range(choice((0, 1, 1, 2, 8))))
         if origin is dict and of[1] is not Any:
@@ -250,8 +250,8 @@ class Malformed:
             return self._part(wanted)
         if wanted is np.ndarray:
             return self._array(name)
-        made = {str: self._text, int: lambda: choice(INTEGERS), float: lambda: choice(FLOATS)}
-        return made.get(wanted, lambda: choice((True, False, None)))()
+        result = {str: self._text, int: lambda: choice(INTEGERS), float: lambda: choice(FLOATS)}
+        return result.get(wanted, lambda: choice((True, False, None)))()
 
     def _text(self) -> str:
         chance = self.random.random()
@@ -334,23 +334,23 @@ class MalformedHttp:
             headers[name] = value
         method = choice(["POST"] * 9 + ["GET", "PUT", "HEAD", "BREW"])
         lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-        made = "\r\n".join(lines).encode("utf-8", "replace") + body
+        result = "\r\n".join(lines).encode("utf-8", "replace") + body
         if chance > 0.95:
-            at = self.random.randrange(len(made))
-            made = made[:at] + self.random.randbytes(3) + made[at + 1 :]
-        return made
+            at = self.random.randrange(len(result))
+            result = result[:at] + self.random.randbytes(3) + result[at + 1 :]
+        return result
 
     def _body(self, path: str) -> bytes:
         chance, choice = self.random.random(), self.random.choice
         if path == "/v1/reward":
             return json.dumps({choice(("reward", "x")): self._anything(2), "key": self._access.reward_key}).encode()
         fields = FIELDS.get(path, "messages").split()
-        asked: Any = {fields[0]: self._messages(path), "model": "m"}
+        request: Any = {fields[0]: self._messages(path), "model": "m"}
         if chance < 0.6:
-            asked[choice(fields)] = self._anything(3)
+            request[choice(fields)] = self._anything(3)
         if chance < 0.1:
-            asked = self._anything(4)
-        body = json.dumps(asked).encode()
+            request = self._anything(4)
+        body = json.dumps(request).encode()
         match self.random.randrange(30):
             case 0:
                 return body[: self.random.randrange(len(body))]
@@ -395,5 +395,5 @@ class MalformedHttp:
         choice = self.random.choice
         if depth and self.random.random() < 0.4:
             inner = [self._anything(depth - 1) for _ in range(self.random.randrange(4))]
-            return choice((inner, {f"{choice(TEXTS[:8])}{i}": one for i, one in enumerate(inner)}))
+            return choice((inner, {f"{choice(TEXTS[:8])}{i}": item for i, item in enumerate(inner)}))
         return choice((None, True, 0, -1, 1 << 70, 1.5, 1e308, float("nan"), float("inf"), "", "text", "\ud800", "\0"))

@@ -237,8 +237,8 @@ def right_programs():
             yield f"asserts: {name}, {way}", {"test_list": some}, program, way
     for name, (program, test) in MODULES.items():
         yield name, {"test": test}, program, way_of({"test": test})
-    for name, (program, given, wanted) in STDIN.items():
-        yield f"stdin: {name}", {"tests": [{"input": given, "output": wanted}]}, program, "outside"
+    for name, (program, inputs, expected) in STDIN.items():
+        yield f"stdin: {name}", {"tests": [{"input": inputs, "output": expected}]}, program, "outside"
     for name, (program, function, arguments, result) in CALLS.items():
         tests = {"fn_name": function, "inputs": [arguments], "outputs": [result]}
         yield f"calls: {name}", {"tests": json.dumps(tests)}, program, "outside"

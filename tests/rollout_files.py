@@ -39,9 +39,9 @@ def writer(run: Path) -> RolloutWriter:
 
 def values(*groups: Group) -> TokenValues:
     """pi_prox is twice as likely as pi_behav everywhere, and every advantage is 0.25."""
-    rows = [one for g in groups for s in g.trajectories for one in s.sequences()]
-    sampled = np.concatenate([one.sampled for one in rows])
-    logprobs = np.concatenate([one.logprobs for one in rows]) + np.float32(np.log(2))
+    rows = [sequence for g in groups for s in g.trajectories for sequence in s.sequences()]
+    sampled = np.concatenate([sequence.sampled for sequence in rows])
+    logprobs = np.concatenate([sequence.logprobs for sequence in rows]) + np.float32(np.log(2))
     return TokenValues(np.where(sampled, logprobs, 0).astype(np.float32), np.where(sampled, 0.25, 0).astype(np.float32))
 
 
@@ -51,16 +51,16 @@ def write_run(run: Path) -> None:
     tool: Said = [("user: 2+2\n", False), ("call\n", True), ("tool: é\n", False), ("4 <b>[red]\x1b[2J", True)]
     forked: Said = [("user: 2+2\n", False), ("one", True), ("other", True)]
     branches = (Branch(0, len("user: 2+2\none")), Branch(len("user: 2+2\n"), len("other")))
-    own = writer(run)
+    rollout_writer = writer(run)
     for step in (1, 2, 3):
         plain = sample([("user: 2+2\n", False), (f"say {step}", True)], step / 4, step - 1)
         first = sample(tool, 1.0) if step == 1 else plain
         second = sample(forked, 0.5, 0, branches) if step == 1 else plain
         pair = [group(2 * step - 2, first, plain), group(2 * step - 1, second, plain)]
-        own.add_trained(step, pair, values(*pair))
+        rollout_writer.add_trained(step, pair, values(*pair))
         if step == 2:
-            own.add_untrained(group(9, plain, plain, question="3+3"), "filtered", "all rewards are equal")
-        own.write()
+            rollout_writer.add_untrained(group(9, plain, plain, question="3+3"), "filtered", "all rewards are equal")
+        rollout_writer.write()
 
 
 def write_model(run: Path) -> None:

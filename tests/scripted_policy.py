@@ -27,9 +27,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=["<start>", END])
-    made.chat_template = CHATML
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=["<start>", END])
+    tokenizer.chat_template = CHATML
+    return tokenizer
 
 
 class Characters:
@@ -83,13 +83,13 @@ class Session(Recorded):
     async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
         text = self.turns.pop(0)
-        said = self.tokenizer.encode(text.rstrip("…"), add_special_tokens=False)
-        said += [] if text.endswith("…") else [self.end]
+        words = self.tokenizer.encode(text.rstrip("…"), add_special_tokens=False)
+        words += [] if text.endswith("…") else [self.end]
         finish = "length" if text.endswith("…") else "stop"
-        said = said[: keep and keep(np.array(said, np.int32))]
-        n = len(said)
+        words = words[: keep and keep(np.array(words, np.int32))]
+        n = len(words)
         versions = np.full(n, 7, np.int32)
-        sampled = Generation(np.array(said, np.int32), np.zeros(n, np.float32), versions, finish)
+        sampled = Generation(np.array(words, np.int32), np.zeros(n, np.float32), versions, finish)
         self.forest.add(np.array(tokens, np.int32), sampled)
         return sampled
 

@@ -173,8 +173,8 @@ def _report(tally: Tally, seconds: float, jobs: int, mutant: str | None, console
     console.print(", ".join(f"{name} {n}" for name, n in sorted(tally.counters.items()) if " " not in name))
     if tally.first is not None:
         console.print(tally.first.story, highlight=False, markup=False, soft_wrap=True)
-        more = f"--mutant '{mutant}' " if mutant else ""
-        console.print(f"Replay it with: python tests/simulate.py {more}--seed {tally.first.seed}", highlight=False)
+        extra = f"--mutant '{mutant}' " if mutant else ""
+        console.print(f"Replay it with: python tests/simulate.py {extra}--seed {tally.first.seed}", highlight=False)
         console.print(f"failed seeds: {', '.join(map(str, sorted(tally.failed)[:20]))}", highlight=False)
     console.print(
         f"{tally.seeds} seeds, {len(tally.failed)} with a violation, {tally.seconds:.0f} simulated seconds, "

@@ -240,6 +240,39 @@ def hang_engine(run: Run, folder: Path) -> None:
     wait_for(run, lambda: engine.pid not in {p.pid for p in processes()})
 
 
+SLOW_ROLLOUTS = """\
+import os, pathlib, time
+fsync = os.fsync
+def slow(number):
+    if "/rollouts/" in os.readlink(f"/proc/self/fd/{number}"):
+        (mark := pathlib.Path(__file__).with_name("slow")).touch()
+        while mark.exists():
+            time.sleep(0.05)
+    fsync(number)
+os.fsync = slow
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS_OF_A_SMALL_RUN)
+def test_a_disk_that_is_slow_with_rollouts_alone_fences_no_trainer_and_holds_up_no_step(run, small, tmp_path):
+    """Every process of the run has that disk. Writes of the spool, which are fast, end all the time."""
+    folder, slow = tmp_path / "runs" / "test", tmp_path / "slow"
+    (tmp_path / "sitecustomize.py").write_text(SLOW_ROLLOUTS)
+    hang_seconds = 10
+    more = [f"master.hang_seconds={hang_seconds}", "generator.count=1", "trainer.checkpoint_every=100000"]
+    started = run("--config", CONFIG, *small, *more)
+    wait_for(started, slow.exists)
+    (trainer,) = of_role(started, "trainer")
+    began, steps = time.monotonic(), steps_done(folder)
+    wait_for(started, lambda: time.monotonic() > began + 2 * hang_seconds and steps_done(folder) > steps + 3)
+    assert not list((folder / "rollouts").glob("[0-9]*.parquet"))
+    slow.unlink()
+    wait_for(started, lambda: list((folder / "rollouts").glob("[0-9]*.parquet")))
+    assert [process.pid for process in of_role(started, "trainer")] == [trainer.pid]
+    assert "it hangs" not in log_of(folder, "master-0")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
 def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_machine(

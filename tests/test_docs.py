@@ -45,8 +45,8 @@ def test_every_file_that_is_named_exists(page):
 
 def python_examples() -> list[Any]:
     sources = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
-    found = [(page, code) for page in sources for code in fenced(page, "python")]
-    return [pytest.param(code, id=f"{page.name}-{number}") for number, (page, code) in enumerate(found)]
+    results = [(page, code) for page in sources for code in fenced(page, "python")]
+    return [pytest.param(code, id=f"{page.name}-{number}") for number, (page, code) in enumerate(results)]
 
 
 def fenced(page: Path, language: str) -> list[str]:
@@ -94,13 +94,13 @@ def test_every_alert_is_explained():
 
 def test_the_public_names_are_those_of_the_architecture_page():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    told = {
+    message = {
         room: set(re.findall(r"`(\w+)`", names))
         for room, names in re.findall(r"^\| `(areal\.\w+)` \| (.*) \|$", page, re.M)
     }
     rooms = [path.parent.name for path in (ROOT / "areal").glob("*/__init__.py")]
     public = {f"areal.{room}": getattr(importlib.import_module(f"areal.{room}"), "__all__", None) for room in rooms}
-    assert told == {room: set(names) for room, names in public.items() if names}
+    assert message == {room: set(names) for room, names in public.items() if names}
 
 
 def test_the_keys_beside_those_of_other_systems_are_keys_of_the_configuration():

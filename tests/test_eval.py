@@ -40,10 +40,10 @@ def kill_and_tear(first: subprocess.Popen, file: Path, output: Path, port: int) 
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert 10 <= len(keys(file)) < 48
-    kept = file.read_bytes().rpartition(b"\n")[0]
+    complete_lines = file.read_bytes().rpartition(b"\n")[0]
     with file.open("ab") as torn:
         torn.write(b'{"row": 23, "sample"')
-    return kept
+    return complete_lines
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ def test_an_evaluation_is_whole_and_one_that_was_killed_goes_on_without_making_a
         out = (tmp_path / "out.txt").open("a")
         return subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=out)
 
-    kept = kill_and_tear(start(), file, tmp_path / "out.txt", free_port) if killed else b""
+    lines_before = kill_and_tear(start(), file, tmp_path / "out.txt", free_port) if killed else b""
     assert start().wait(200) == 0, (tmp_path / "out.txt").read_text()
-    after = keys(file)
-    assert sorted(after) == [(row, number) for row in range(24) for number in range(2)]
-    assert file.read_bytes().startswith(kept)
-    (done,) = json.loads((folder / "summary.json").read_text())["evaluations"]
+    samples = keys(file)
+    assert sorted(samples) == [(row, number) for row in range(24) for number in range(2)]
+    assert file.read_bytes().startswith(lines_before)
+    (evaluation,) = json.loads((folder / "summary.json").read_text())["evaluations"]
     scores = [json.loads(line)["score"] for line in file.read_text().splitlines()]
-    assert done["benchmarks"]["sums"]["scored"] == 48
-    assert done["benchmarks"]["sums"]["accuracy"] == pytest.approx(sum(scores) / 48)
+    assert evaluation["benchmarks"]["sums"]["scored"] == 48
+    assert evaluation["benchmarks"]["sums"]["accuracy"] == pytest.approx(sum(scores) / 48)
     assert (tmp_path / "out.txt").read_text().count("24 × 2") == 1
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execv", None)  # it is complete, and only shown
@@ -109,5 +109,5 @@ def test_an_evaluation_is_whole_and_one_that_was_killed_goes_on_without_making_a
 def test_a_mistake_gets_one_sentence(capsys, tmp_path, arguments, sentence):
     (tmp_path / "bare.yaml").write_text("source: rows.jsonl\n")
     assert tools.main(["eval", "model", *(word.format(tmp_path) for word in arguments)]) == 2
-    told = capsys.readouterr().err
-    assert re.search(sentence, told) and len(told.splitlines()) == 1
+    error_text = capsys.readouterr().err
+    assert re.search(sentence, error_text) and len(error_text.splitlines()) == 1

@@ -139,10 +139,10 @@ def test_without_its_package_an_example_says_what_is_missing(example, package, c
 @pytest.mark.slow  # each repeats a run of tests/test_run.py with the example's code
 @pytest.mark.parametrize("example", ON_CPUS)
 def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
-    more = ["steps=2", "batch_size=4", "group_size=4", "data.eval_size=4", "generator.kv_cache_gib=0.25"]
+    overrides = ["steps=2", "batch_size=4", "group_size=4", "data.eval_size=4", "generator.kv_cache_gib=0.25"]
     if example == "distillation":
-        more += ["data.eval_size=0", "evaluator.benchmarks.sums.size=4"]
-    config = configured(example, *more, "sampling.max_new_tokens=64")
+        overrides += ["data.eval_size=0", "evaluator.benchmarks.sums.size=4"]
+    config = configured(example, *overrides, "sampling.max_new_tokens=64")
     (tmp_path / "run.json").write_text(config.model_dump_json())
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     started = run("--config", "run.json")

@@ -73,6 +73,9 @@ READERS = [
     "audit RUN",
     "replay RUN",
     "track RUN",
+    "backup RUN OUT",
+    "plan --from RUN --devices 2 --device-memory 80",
+    "health --master RUN --wait 0.1",
 ]
 
 
@@ -119,6 +122,33 @@ def test_a_tracker_refuses_a_folder_that_is_a_link(hostile, private, capsys):
     assert main(["track", str(hostile)]) == 2
     assert f"tensorboard is a link to {private}: remove the link" in capsys.readouterr().err
     assert [path.name for path in private.iterdir()] == ["private.json"]
+
+
+@pytest.mark.parametrize(
+    "link, words",
+    [
+        ("checkpoints", "push RUN"),
+        ("checkpoints", "backup RUN OUT"),
+        ("summary.json", "push RUN"),
+        ("replays", "replay RUN"),
+    ],
+)
+def test_a_folder_in_the_place_of_the_runs_own_is_neither_published_nor_copied_nor_emptied(
+    hostile, private, tmp_path, capsys, link, words
+):
+    elsewhere = hostile.rename(tmp_path / "elsewhere") / link if link == "checkpoints" else private / "private.json"
+    if link == "checkpoints":
+        shutil.copytree(tmp_path / "elsewhere", hostile, symlinks=True)
+        shutil.rmtree(hostile / link)
+    elif link == "replays":
+        elsewhere = private
+        (private / "unchanged").mkdir()
+    (hostile / link).unlink(missing_ok=True)
+    (hostile / link).symlink_to(elsewhere)
+    assert main(words.replace("RUN", str(hostile)).replace("OUT", str(tmp_path / "out")).split()) == 2
+    assert "remove the link, nothing is read or written through it" in capsys.readouterr().err
+    assert not (hostile / "hub").exists() and not (tmp_path / "out").exists()
+    assert link != "replays" or (private / "unchanged").is_dir()
 
 
 def test_a_model_for_the_hub_has_no_file_that_a_link_leads_to(hostile, capsys):

@@ -48,14 +48,14 @@ def test_the_selftest_of_ranks_on_two_hosts_passes_where_the_own_name_of_each_le
                 subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | environment, cwd=ROOT)
             )
         try:
-            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+            texts = [rank.communicate(timeout=120)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-    (found,) = json.loads((tmp_path / "0.json").read_text())["findings"]
-    assert (found["name"], found["result"]) == ("ranks", "ok")
-    assert (found["values"]["hosts"], found["values"]["interface"]) == (["host0", "host1"], "tun0")
-    assert "Nothing failed" in said[0] and not said[1] and not (tmp_path / "1.json").exists()
+    (result,) = json.loads((tmp_path / "0.json").read_text())["findings"]
+    assert (result["name"], result["result"]) == ("ranks", "ok")
+    assert (result["values"]["hosts"], result["values"]["interface"]) == (["host0", "host1"], "tun0")
+    assert "Nothing failed" in texts[0] and not texts[1] and not (tmp_path / "1.json").exists()
 
 
 @needs_hosts

@@ -113,15 +113,15 @@ def divide(folder, shards):
     (folder / "model.safetensors").unlink()
     number = share_out({name: tensor.numel() for name, tensor in tensors.items()}, shards)
     for shard in range(shards):
-        its = {name: tensor for name, tensor in tensors.items() if number[name] == shard}
-        write_weights(its, folder, shard, shards)
+        tensors_of_shard = {name: tensor for name, tensor in tensors.items() if number[name] == shard}
+        write_weights(tensors_of_shard, folder, shard, shards)
     write_index(folder)
 
 
 def state_of(checkpoint):
     """The training state in a checkpoint: masters and moments, each whole but flat, and what is stored once."""
     facts = record_of((checkpoint / "training" / "state.json").read_bytes())
-    found = {name: {} for name in facts["shapes"]}
+    parts_of_state = {name: {} for name in facts["shapes"]}
     files = sorted((checkpoint / "training").glob("rank_*"))
     assert [file.name for file in files] == [f"rank_{r:05}-of-{len(files):05}.safetensors" for r in range(len(files))]
     assert facts.pop("shares") == len(files)
@@ -130,11 +130,11 @@ def state_of(checkpoint):
             parts, place = json.loads(share.metadata()["parts"]), 0
             for name, start, stop in parts:
                 for kind in ("master", "exp_avg", "exp_avg_sq"):
-                    found[name][kind, start] = share.get_slice(kind)[place : place + stop - start]
+                    parts_of_state[name][kind, start] = share.get_slice(kind)[place : place + stop - start]
                 place += stop - start
     return facts, {
-        f"{name}/{kind}": torch.cat([its[key] for key in sorted(its) if key[0] == kind])
-        for name, its in found.items()
+        f"{name}/{kind}": torch.cat([parts_of_tensor[key] for key in sorted(parts_of_tensor) if key[0] == kind])
+        for name, parts_of_tensor in parts_of_state.items()
         for kind in ("master", "exp_avg", "exp_avg_sq")
     }
 
@@ -193,13 +193,16 @@ def make_forest(seed=0):
 def _branched(trajectory, rng):
     branches, columns = [Branch(0, len(trajectory))], [trajectory]
     for _ in range(int(rng.integers(0, 4))):
-        before = sum(branches[-1])
-        shared, own = int(rng.choice([0, before // 2, before - 1, before])), int(rng.integers(2, 9))
-        versions = rng.integers(1, 4, own).astype(np.int32)
+        length_so_far = sum(branches[-1])
+        shared, own_length = (
+            int(rng.choice([0, length_so_far // 2, length_so_far - 1, length_so_far])),
+            int(rng.integers(2, 9)),
+        )
+        versions = rng.integers(1, 4, own_length).astype(np.int32)
         versions[0] = -1
-        logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, own), 0).astype(np.float32)
-        columns.append(Trajectory(rng.integers(0, VOCAB, own).astype(np.int32), logprobs, versions, 0.0, "stop"))
-        branches.append(Branch(shared, own))
+        logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, own_length), 0).astype(np.float32)
+        columns.append(Trajectory(rng.integers(0, VOCAB, own_length).astype(np.int32), logprobs, versions, 0.0, "stop"))
+        branches.append(Branch(shared, own_length))
     arrays = {name: np.concatenate([getattr(c, name) for c in columns]) for name in ("tokens", "logprobs", "versions")}
     returns = rng.random(len(arrays["tokens"])) if rng.random() < 0.7 else None
     return replace(trajectory, **arrays, branches=tuple(branches), returns=returns)
@@ -222,14 +225,14 @@ def reference_gradients(model, batch, mask_older_than=0, entropy_coef=0.0):
     credits = [np.array([t.reward]) if t.returns is None else t.returns[t.sampled] for t in samples]
     mean = np.mean([credit.mean() for credit in credits])
     std = np.sqrt(np.mean([((credit - mean) ** 2).mean() for credit in credits])) + 1e-6
-    for own in (own for sample in samples for own in sample.sequences()):
-        A = ((np.full(len(own), own.reward) if own.returns is None else own.returns) - mean) / std
-        trained = torch.from_numpy(own.versions >= mask_older_than)[1:]
-        logp = logprobs_alone(model, own)
-        w = torch.exp(logp.detach() - torch.from_numpy(own.logprobs)[1:])
+    for sequence in (sequence for sample in samples for sequence in sample.sequences()):
+        A = ((np.full(len(sequence), sequence.reward) if sequence.returns is None else sequence.returns) - mean) / std
+        trained = torch.from_numpy(sequence.versions >= mask_older_than)[1:]
+        logp = logprobs_alone(model, sequence)
+        w = torch.exp(logp.detach() - torch.from_numpy(sequence.logprobs)[1:])
         loss = loss - (w * logp * torch.from_numpy(A)[1:].to(logp.dtype))[trained].sum()
         if entropy_coef:
-            tokens = torch.from_numpy(own.tokens.astype(np.int64))[None]
+            tokens = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
             logps = torch.log_softmax(model(input_ids=tokens).logits[0, :-1] / TEMPERATURE, -1)
             loss = loss + entropy_coef * (logps.exp() * logps).sum(-1)[trained].sum()
         count += int(trained.sum())
@@ -274,7 +277,7 @@ def assert_same_gradients(found, expected):
 def run_worker(file, *arguments, ranks=1):
     """A test file as a program in new processes, one a rank."""
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(TESTS / "ranks.py"), str(ranks), file, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -282,4 +285,4 @@ def run_worker(file, *arguments, ranks=1):
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
-from areal.config import UserError
+from areal.config import UserError, explain
 
 if TYPE_CHECKING:
     from areal.desk.sweep import SweptRun
@@ -60,7 +60,10 @@ def declare(tools: RoomTools) -> None:
     add = tools._replace(room="actors.record").add("backup", "backup:backup", summary).add_argument
     add("folder", **RUN)
     add("copy", type=Path, metavar="COPY", help="a new folder; checkpoints are linked if it is on the same disk")
+    _declare_selftest(tools)
 
+
+def _declare_selftest(tools: RoomTools) -> None:
     summary = "check this machine, and with --config a run on it, before the first run (docs/gpu.md)"
     epilog = "Exit code 0: nothing failed. 1: something did; the table says what to do."
     add = tools.add("selftest", "commands:selftest", summary, epilog).add_argument
@@ -103,11 +106,11 @@ def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> N
     for run in runs:
         if not run.finished:
             rows = json.dumps(run.config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
-            try:
-                with own_port(on_this_machine(run.config), False) as config:
-                    rehearse_start(config, resume=run.begun, rows=rows not in checked)
-            except UserError as error:
-                raise UserError(f"{run.name}: {error}") from None
+            with (
+                explain(UserError, f"{run.name}: {{why}}"),
+                own_port(on_this_machine(run.config), False) as config,
+            ):
+                rehearse_start(config, resume=run.begun, rows=rows not in checked)
             checked.add(rows)
         tell(run)
 
@@ -132,6 +135,6 @@ def selftest_part(options: Namespace) -> None:
     module, _, kind = PARTS[options.part].partition(":")
     config = None if options.part == "receiver" else Config.model_validate_json(options.path.read_bytes())
     if config and options.part == "trainer":
-        set_allocator(config.weights.transport)
+        set_allocator()
     make = getattr(import_module(module), kind)
     serve(make(config) if config else make())

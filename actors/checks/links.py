@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -29,12 +30,12 @@ from protocols.errors import BusError, PreparingError
 from protocols.messages import AskConfig, Configuration, Member, Policy
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, KeysError, make_keys
-from protocols.transport import Bus
+from protocols.transport import Bus, ask_until
 
 LOOPBACK = "tcp://127.0.0.1:*"
 SLOWEST = 20e6
 """Bytes a second over loopback, below which streaming counts as broken."""
-ANSWER_SECONDS, ASKS, PREPARING_SECONDS = 10.0, 10, 0.2
+ANSWER_SECONDS, ASKS = 10.0, 10
 CLOCK_SECONDS = 1.0
 """Most that the clocks of two nodes may differ: their logs and traces would not fit together."""
 
@@ -148,7 +149,8 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
     bus = new_bus("monitor/0", network)
     trips, offsets = [], []
     try:
-        await _wait_until_prepared(bus, master)
+        prepares = partial(status_of, bus, master, ANSWER_SECONDS)
+        await ask_until(prepares, lambda error: isinstance(error, PreparingError), pause=0.2, seconds=ANSWER_SECONDS)
         for _ in range(ASKS):
             begun, sent_at = time.perf_counter(), time.time()
             status = await status_of(bus, master, ANSWER_SECONDS)
@@ -179,20 +181,6 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
         ),
         _shared_folder(from_message(cast(Configuration, answer).values), master),
     ]
-
-
-async def _wait_until_prepared(bus: Bus, master: str) -> None:
-    """Wait until the master has prepared the run. Raises BusError after ANSWER_SECONDS."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + ANSWER_SECONDS
-    while True:
-        try:
-            await status_of(bus, master, ANSWER_SECONDS)
-            return
-        except PreparingError:
-            if loop.time() + PREPARING_SECONDS > deadline:
-                raise
-            await asyncio.sleep(PREPARING_SECONDS)
 
 
 def _shared_folder(config: Config, master: str) -> Finding:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.checks.row_checks import check_prompts, check_rows
-from areal.config import JUDGES, Config, EngineConfig, ScorerConfig, UserError
+from areal.config import Config, EngineConfig, ScorerConfig, UserError, explain
 from areal.cpu.processor import lacks_bf16
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
@@ -126,11 +126,6 @@ def check_code(config: Config) -> None:
     """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
     for name in {**dict.fromkeys(config.own_rewards), **config.reward.options}:
         rewards.check(name, config.reward.options.get(name, {}))
-    for name in config.policy_judges:  # no reward actor looks at the values of their options
-        rewards.resolve(name, config.reward.options[name])
-    for name, scorer in config.scorers.items():
-        if scorer.kind in JUDGES:
-            check_judge(name, scorer)
     groups = config.rollout_manager.workflow == "multi_turn" and [*set(config.rewards) & set(config.reward.groups)]
     if groups:
         raise UserError(
@@ -178,14 +173,6 @@ def check_scorer(config: Config, name: str, model: Path, folder: Path | None) ->
             f"scorers.{name}.model, {model}, has another tokenizer than the model {folder}, whose tokens it is to "
             f"score: name a model with the same tokenizer."
         )
-
-
-def check_judge(name: str, scorer: ScorerConfig) -> None:
-    """Raises UserError if a scorer's options are not those of a judge."""
-    try:
-        rewards.resolve(scorer.kind, scorer.judge_options)
-    except UserError as error:
-        raise UserError(f"scorers.{name}.options: {error}") from None
 
 
 def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:
@@ -243,13 +230,11 @@ def _check_apart(code: str, *arguments: str, what: str, remedy: str) -> None:
     """Run `code` in a process of its own, since an engine would stay in the memory of this one. what: is loaded there.
     Raises UserError with the sentence of the one that `code` raises."""
     command = tied(sys.executable, "-c", _IN_A_PROCESS.format(textwrap.indent(code, "    ")), *arguments)
-    try:
+    with explain(
+        subprocess.TimeoutExpired,
+        f"{what} did not load within {ENGINE_SECONDS:g} s: {remedy}, or start the run on a machine that is less busy.",
+    ):
         process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=ENGINE_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"{what} did not load within {ENGINE_SECONDS:g} s: {remedy}, or start the run on a machine that is less "
-            f"busy."
-        ) from None
     if process.returncode:
         raise UserError((process.stderr.strip() or f"{what} exited with {process.returncode}.").splitlines()[-1])
 
@@ -405,14 +390,15 @@ def free_port(address: str) -> Iterator[str]:
 
 def check_port(address: str) -> None:
     """Raises UserError if the master cannot listen at `address`."""
-    try:
-        with _bound(address):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"The master cannot listen at {address} ({error.strerror}): stop the process that uses it, "
-            f"or choose another address with master.address=tcp://HOST:PORT."
-        ) from None
+    with (
+        explain(
+            OSError,
+            f"The master cannot listen at {address} ({{strerror}}): stop the process that uses it, "
+            f"or choose another address with master.address=tcp://HOST:PORT.",
+        ),
+        _bound(address),
+    ):
+        pass
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from actors.mastering.run_state import RunState
 from areal.roles import ROLES
 from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError, RefusedError
-from protocols.messages import Heartbeat, Join, LoadColumns, Member, MembersChanged, Message, Policy
+from protocols.messages import Heartbeat, Join, LoadColumns, Member, MembersChanged, Message, Policy, actor_name
 
 # All members have to fit into one snapshot, which is one message, and so do the changes that one event reports.
 MAX_MEMBERS = 4096
@@ -50,6 +50,7 @@ class Members:
         self._publish = publish
         self.clock = clock
         self.last_heartbeats = {identity: LastHeartbeat(clock(), restored=True) for identity in state.members}
+        self.starts = Counter[str]()  # of actors since the master started, by role/index
         self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
         self._sizes = Counter({identity: _bytes_of(member) for identity, member in state.members.items()})
 
@@ -80,6 +81,7 @@ class Members:
         """Raises BusyError if the directory has no room for the member."""
         self._check_room(member)
         self.last_heartbeats[member.identity] = LastHeartbeat(self.clock())
+        self.starts[actor_name(member.identity)] += 1
         self._enter(Joined(member=member))
 
     def update(self, member: Member, beat: Heartbeat) -> bool:

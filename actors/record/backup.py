@@ -16,6 +16,7 @@ from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
 from areal.run_files import JOURNAL, METRICS, SPOOL
 from areal.storage.database import copy_store
+from areal.storage.disk import within
 from areal.storage.journal import journal_copy
 from areal.storage.records import metrics_up_to
 from areal.storage.run_folder import config_of_run
@@ -57,7 +58,8 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
     for name in LINKED:
         if (folder / name).exists():
             ignored = shutil.ignore_patterns(*ELSEWHERE)
-            shutil.copytree(folder / name, copy / name, symlinks=True, copy_function=link, ignore=ignored)
+            source = within(folder / name, folder)
+            shutil.copytree(source, copy / name, symlinks=True, copy_function=link, ignore=ignored)
     # A link stays a link: who made the folder does not choose what of this user's files is in the copy.
     ignored = shutil.ignore_patterns(*ELSEWHERE, *LINKED)
     shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)

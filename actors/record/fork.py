@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.mastering.run_state import RunState
 from actors.record.rollback import versions_kept
-from areal.config import Config, UserError, parsed
+from areal.config import Config, UserError, explain, parsed
 from areal.hiding import hidden_in
 from areal.run_files import EVALUATIONS, FORK, JOURNAL, METRICS
 from areal.settings import differences, is_under
@@ -114,10 +114,11 @@ def _state_at(run: Path, step: int) -> tuple[RunState, dict[str, Any]]:
 def _take_checkpoint(source: Path, target: Path, run: str) -> None:
     """Link a checkpoint into the folder of the run with the identity `run`, as one of its own."""
     shutil.rmtree(target.parent, ignore_errors=True)
-    try:
+    # The other run goes on.
+    with explain(
+        (FileNotFoundError, shutil.Error), f"{source} was removed meanwhile ({{why}}): choose a newer checkpoint."
+    ):
         shutil.copytree(source, target, copy_function=link)
-    except (FileNotFoundError, shutil.Error) as error:  # the other run goes on
-        raise UserError(f"{source} was removed meanwhile ({error}): choose a newer checkpoint.") from None
     if (facts := facts_of(target)) is None:
         raise UserError(f"The checkpoint {source} is damaged: choose another one.")
     replace(target / STATE_FILE, line_of(facts | {"run": run}))

@@ -15,6 +15,7 @@ import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,9 @@ def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path)
 
 
 def _is_whole(spool: Spool, group: str, size: int) -> bool:
-    try:
+    with suppress(SpoolError):
         return len(spool.get([group])[0].trajectories) == size
-    except SpoolError:
-        return False
+    return False
 
 
 def _move_files(config: Config, state: RunState) -> None:

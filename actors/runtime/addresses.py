@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from areal.config import Config, UserError
+from areal.config import Config, UserError, explain
 from areal.network_interfaces import own_address
 from areal.processes import KEYS
 from areal.storage.claim import announce, check_room, claim, claimed_address
@@ -77,10 +77,8 @@ def open_network(*hosts: str, keys: Path | None = None) -> ZmqNetwork:
     """The network of an actor that listens on, or connects to, `hosts`, with the keys in the folder `keys`, or else in
     the one that AREAL_KEYS names. Raises UserError if there is none, or if the keys cannot be read."""
     if folder := keys or os.environ.get(KEYS):
-        try:
+        with explain(KeysError, "{why}"):
             return ZmqNetwork(Keys(Path(folder)))
-        except KeysError as error:
-            raise UserError(str(error)) from None
     if beyond := [host for host in hosts if not is_loopback(host)]:
         raise UserError(
             f"{beyond[0]} is beyond this machine, where links need keys: make them with `python -m areal keys FOLDER`, "
@@ -169,7 +167,5 @@ def host_towards(master: str) -> str:
         raise UserError(
             f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder of this machine, runs/NAME."
         )
-    try:
+    with explain(OSError, f"--master {master}: {{strerror}}: check the host name."):
         return bracketed(own_address(host.strip("[]"), int(port)))
-    except OSError as error:
-        raise UserError(f"--master {master}: {error.strerror or error}: check the host name.") from None

@@ -29,6 +29,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import structlog
 
@@ -39,7 +40,7 @@ from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
-from areal.config import Config, UserError, from_message
+from areal.config import Config, UserError, explain, from_message
 from areal.devices import CORES, settle
 from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
@@ -61,15 +62,16 @@ from protocols.messages import (
     Span,
     State,
     Welcome,
+    actor_name,
 )
 from protocols.network import Network
-from protocols.transport import Bus, Request, Subscriber
+from protocols.transport import Bus, Request, Subscriber, ask_until
 
 JOIN_SECONDS = 10.0
 # After this time without an answer to the first request, the actor logs that it is waiting for the master.
 SILENCE_SECONDS = 3.0
-# While the master prepares the run: how often it is asked again, and how often the wait is logged.
-PREPARING_ASK_SECONDS, PREPARING_TOLD_SECONDS = 1.0, 60.0
+# How often the wait for a master that prepares the run is logged.
+PREPARING_TOLD_SECONDS = 60.0
 HEARTBEAT_SECONDS = 1.0
 LEAVE_SECONDS = 2.0
 # Timeout of closing what the role used: the whole shutdown has to fit into ten seconds.
@@ -122,6 +124,7 @@ class Membership:
         self.state: State = "stale"
         self.activity = "starting"
         self.outcome = ""
+        self.engine_seed = 0
         self.used = AsyncExitStack()
         self._options = options
         self._patience = patience
@@ -151,18 +154,17 @@ class Membership:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        while True:
-            try:
-                return await self.ask(self.master, message, answer, park + CONTROL_SECONDS)
-            except PreparingError:
+
+        def again(error: BusError) -> bool:
+            if isinstance(error, PreparingError):
                 self._master_waits = loop.time()
-                await asyncio.sleep(PREPARING_ASK_SECONDS)
-            except DeadlineError:
-                heard = max(began, self._master_waits)
-                if loop.time() - heard - park >= self.config.master.lost_seconds:
-                    raise MasterLostError(
-                        f"the master at {self.master} has been silent for {loop.time() - heard:.0f} s"
-                    ) from None
+            elif isinstance(error, DeadlineError):
+                silent = loop.time() - max(began, self._master_waits)
+                if silent - park >= self.config.master.lost_seconds:
+                    raise MasterLostError(f"the master at {self.master} has been silent for {silent:.0f} s") from None
+            return isinstance(error, PreparingError | DeadlineError)
+
+        return await ask_until(lambda: self.ask(self.master, message, answer, park + CONTROL_SECONDS), again)
 
     async def ask(self, address: str, message: Message, answer: type[M], timeout: float = CONTROL_SECONDS) -> M:
         """The answer of the actor at `address`. Raises BusError."""
@@ -256,13 +258,12 @@ class Membership:
             await self.bus.close()
 
     def _listen(self) -> str:
-        try:
+        with explain(
+            OSError,
+            f"The {self.kind.role} cannot listen at {self.listen_address.address} ({{strerror}}): "
+            f"change --bind, --host or --ports.",
+        ):
             return self.bus.serve(self.listen_address.address, self._dispatch, self._on_crash)
-        except OSError as error:
-            raise UserError(
-                f"The {self.kind.role} cannot listen at {self.listen_address.address} ({error.strerror}): "
-                f"change --bind, --host or --ports."
-            ) from None
 
     def _dispatch(self, request: Request[Message]) -> Any:
         for part in self._parts:
@@ -290,7 +291,10 @@ class Membership:
         welcome: Welcome = await first_answer(self.bus, self.master, join, self._patience)
         self.bus.identity.name = welcome.identity
         self.config = from_message(welcome.config)
-        self.index = int(welcome.identity.split("/")[1].split("#")[0])
+        name = actor_name(welcome.identity)
+        self.index = int(name.split("/")[1])
+        # Another one at each start, or an engine would draw the random numbers again that it began with.
+        self.engine_seed = crc32(f"{self.config.seed}/{name}/{welcome.start}".encode())
         self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")
@@ -306,7 +310,7 @@ class Membership:
                 self.spawn(self._heartbeat(), "heartbeat")
                 self.spawn(self._look_at_works(), "works")
                 self.spawn(self._drain_when_told(), "drain")
-                self.spawn(_raise_from(self._crash), "crash")
+                self.spawn(asyncio.wait_for(self._crash, None), "crash")
                 self.spawn(self._work(), self.kind.role)
                 raise _Stopped(await self.stopped)  # the task group cancels everything else
         except BaseExceptionGroup as group:
@@ -447,16 +451,18 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
         SILENCE_SECONDS, lambda: log.warning("waiting for the master", address=master, seconds=patience)
     )
     last_logged = -PREPARING_TOLD_SECONDS
+
+    def again(error: BusError) -> bool:
+        nonlocal last_logged
+        if isinstance(error, PreparingError):
+            telling.cancel()
+            if loop.time() - last_logged >= PREPARING_TOLD_SECONDS:
+                last_logged = loop.time()
+                log.info("waiting for the master", address=master, why=str(error))
+        return isinstance(error, PreparingError)
+
     try:
-        while True:
-            try:
-                return await bus.peer(master).ask(message, patience)
-            except PreparingError as error:
-                telling.cancel()
-                if loop.time() - last_logged >= PREPARING_TOLD_SECONDS:
-                    last_logged = loop.time()
-                    log.info("waiting for the master", address=master, why=str(error))
-                await asyncio.sleep(PREPARING_ASK_SECONDS)
+        return await ask_until(lambda: bus.peer(master).ask(message, patience), again)
     except DeadlineError:
         raise UserError(
             f"No master answers at {master} (waited {patience:g} s): start one with "
@@ -477,7 +483,3 @@ async def ask_once(network: Network, master: str, message: Message, patience: fl
         return await first_answer(bus, master, message, patience)
     finally:
         await bus.close()
-
-
-async def _raise_from(future: asyncio.Future[Any]) -> None:
-    await future

@@ -41,6 +41,7 @@ from actors.runtime.addresses import new_bus
 from actors.runtime.logs import log_file
 from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
+from areal.children import kill_group
 from areal.config import Config
 from areal.processes import START, SUPERVISED
 from areal.roles import ROLES
@@ -52,7 +53,7 @@ from protocols.addresses import on_this_machine
 from protocols.errors import BusError
 from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
-from protocols.transport import Bus
+from protocols.transport import Bus, ask_until
 
 END, FAILED, USER_ERROR, FENCED, ERROR, LEFT = range(6)
 TAIL_LINES, QUOTED_LINES = 40, 15
@@ -278,19 +279,14 @@ class Supervisor:
         for child in self.children:
             if child.has_left(members, now) and (process := child.running):
                 self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
-                _kill(process)
+                kill_group(process)
 
     async def _until_answers(self, master: Child, bus: Bus, address: str) -> None:
         """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's
         model."""
         showing = asyncio.create_task(self._show_last_lines(master))
         try:
-            while True:
-                try:
-                    await bus.peer(address).ask(AskStatus(), ASK_SECONDS)
-                    return
-                except BusError:
-                    await asyncio.sleep(0.1)
+            await ask_until(lambda: bus.peer(address).ask(AskStatus(), ASK_SECONDS), pause=0.1)
         finally:
             showing.cancel()
 
@@ -368,7 +364,7 @@ class Supervisor:
         process, pump = child.process, child.pump
         assert process is not None and pump is not None  # it was started
         code = await process.wait()
-        _kill(process)
+        kill_group(process)
         await asyncio.wait([pump], timeout=LAST_WORDS_SECONDS)
         pump.cancel()
         return code
@@ -441,7 +437,7 @@ class Supervisor:
         for child in self.children:
             if process := child.running:
                 self._say(f"{child.name} is killed: it did not stop within {STOP_SECONDS:g} s")
-                _kill(process)
+                kill_group(process)
             if child.process is not None:
                 await self._end_of(child)
         for child in trainers:
@@ -472,12 +468,6 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
             yield line.decode(errors="replace").rstrip()
     if begun:
         yield begun.decode(errors="replace").rstrip()
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a child, if it has not ended meanwhile, and the processes that it has left behind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _how(code: int) -> str:

@@ -22,6 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
+from areal.config import explain
 from areal.workflows import anthropic_api, openai_api
 from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest, Threads
 from areal.workflows.openai_api import Access, Answer, ApiError, ChatReply, ChatRequest, ChatSession, Event, Reply
@@ -193,10 +194,8 @@ def _error(request: web.Request, status: int, message: str, code: str | None) ->
 
 async def _body(request: web.Request) -> bytes:
     """The unpacked body of the request. Raises ApiError if it does not match its declared encoding."""
-    try:
+    with explain(web.RequestPayloadError, "the body cannot be read: {why}", ApiError):
         body = await request.read()
-    except web.RequestPayloadError as error:
-        raise ApiError(f"the body cannot be read: {error}") from None
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     return body if encoding == "identity" else _unpacked(body, encoding)
 
@@ -206,10 +205,8 @@ def _unpacked(body: bytes, encoding: str) -> bytes:
     if encoding not in ("gzip", "deflate"):
         raise ApiError(f"the Content-Encoding {encoding!r} is not known: use gzip or deflate", status=415)
     inflating = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # 32: either format
-    try:
+    with explain(zlib.error, "the body cannot be read: {why}", ApiError):
         unpacked = inflating.decompress(body, MAX_BODY_BYTES)
-    except zlib.error as error:
-        raise ApiError(f"the body cannot be read: {error}") from None
     if inflating.unconsumed_tail:
         raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, len(body))
     if not inflating.eof or inflating.unused_data:

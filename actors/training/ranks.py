@@ -52,7 +52,7 @@ class Ranks:
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config, disk_retry)
         await asyncio.get_running_loop().run_in_executor(
-            thread, engine.broadcast, {"process": os.getpid(), "host": socket.gethostname()}
+            thread, engine.messages.broadcast, {"process": os.getpid(), "host": socket.gethostname()}
         )
         return cls(engine, thread)
 
@@ -114,14 +114,14 @@ class Ranks:
 
     def close(self) -> None:
         """Tell the other ranks to end. If the engine is still computing after FAREWELL_SECONDS, give up."""
-        farewell = self._thread.submit(self._engine.broadcast, {"do": "end"})
+        farewell = self._thread.submit(self._engine.messages.broadcast, {"do": "end"})
         # A running computation cannot be cancelled, so the process does not wait for it.
         wait([farewell], timeout=FAREWELL_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_all_ranks(self, command: dict[str, Any], groups: Sequence[Group] | None = None) -> Any:
         def run() -> Any:
-            self._engine.broadcast(command)
+            self._engine.messages.broadcast(command)
             return execute(self._engine, command, groups)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
@@ -160,10 +160,10 @@ def run_follower(config: Config, report: Callable[[StepFailed], object]) -> None
     sends the failure of a step to the master, before it is raised."""
     engine = start_engine(config)
     settle(CORES)
-    leader = engine.broadcast(None)
+    leader = engine.messages.broadcast(None)
     # On SIGTERM rank 0 may still train and save a checkpoint, with all ranks.
     outlive_sigterm(leader["process"] if leader["host"] == socket.gethostname() else None)
-    while (command := engine.broadcast(None))["do"] != "end":
+    while (command := engine.messages.broadcast(None))["do"] != "end":
         try:
             execute(engine, command, None)
         except UserError:  # on all ranks, and rank 0 decides what follows

@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.runtime.actor import HandlesRequests, handles, parked
 from actors.runtime.membership import Ask
-from areal.config import Config
+from areal.config import Config, explain
 from areal.result import mean_parts
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart
@@ -58,10 +58,8 @@ class SampleStore(HandlesRequests):
     @handles(StoreSamples)
     async def store_samples(self, request: Request[StoreSamples]) -> Done:
         stored = request.message
-        try:
+        with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
-        except ValueError as error:
-            raise RefusedError(f"group {stored.group}: {error}") from None
         group = await self._use_spool(request, self._spool.put_all, parts, self._config.group_size)
         await self._report_ready(group)
         return Done()
@@ -119,10 +117,8 @@ class SampleStore(HandlesRequests):
     async def store_calls(self, request: Request[StoreCalls]) -> Done:
         stored = request.message
         key = stored.group, stored.place
-        try:
+        with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
-        except ValueError as error:
-            raise RefusedError(f"group {stored.group}: {error}") from None
         return Done()
 
     @handles(AskCalls)
@@ -133,11 +129,9 @@ class SampleStore(HandlesRequests):
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., Any], *arguments: Any) -> Any:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
-        try:
+        with explain(TimeoutError, "the trainer waits for its disk", BusyError):
             async with parked(request):
                 return await self._on_disk("the spool", use, *arguments)
-        except TimeoutError:
-            raise BusyError("the trainer waits for its disk") from None
 
     async def _report_ready(self, group: Group | None) -> None:
         """Report a group that is complete to the master, and drop it if the master does not accept it."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import structlog
 
 from actors.runtime.actor import HandlesRequests, handles, parked
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Beat
+from areal.config import explain
 from protocols.errors import BusError, BusyError
 from protocols.messages import Done, Member, TakeDevices, YieldDevices
-from protocols.transport import Request
-
-# Pause before a generator that has not yielded the devices is asked again.
-YIELD_RETRY_SECONDS = 1.0
+from protocols.transport import Request, ask_until
 
 log = structlog.get_logger()
 
@@ -39,21 +38,19 @@ class Turns(HandlesRequests):
 
     @handles(TakeDevices)
     async def give_devices(self, request: Request[TakeDevices]) -> Done:
-        try:
+        with explain(TimeoutError, "the trainer computes on these devices", BusyError):
             async with parked(request):
                 await self._beat()  # fails if another trainer, to which the devices may belong, has this one's place
                 # Only generators in the directory are asked to yield.
                 await self._directory.until(lambda: not self._mine and request.sender in self._directory.members)
-        except TimeoutError:
-            raise BusyError("the trainer computes on these devices") from None
         return Done()
 
     async def _ask_to_yield(self, generator: Member) -> None:
         """Returns once the generator has yielded the devices or left the run."""
-        while generator.identity in self._directory.members:
-            try:
-                await self._ask(generator.address, YieldDevices(), Done)
-                return
-            except BusError as error:
-                log.info("a generator has not yielded its devices", generator=generator.identity, error=str(error))
-                await asyncio.sleep(YIELD_RETRY_SECONDS)
+
+        def again(error: BusError) -> bool:
+            log.info("a generator has not yielded its devices", generator=generator.identity, error=str(error))
+            return generator.identity in self._directory.members
+
+        with suppress(BusError):
+            await ask_until(lambda: self._ask(generator.address, YieldDevices(), Done), again)

@@ -24,7 +24,7 @@ from aiohttp.typedefs import Handler
 
 from actors.watching.answers import answer, finite, page
 from actors.watching.rollouts import RolloutPages
-from areal.config import UserError
+from areal.config import explain
 from areal.desk import timeline
 from areal.desk.comparison import differing_settings, end_figures, value_of
 from areal.observe.alert_inputs import Digests
@@ -208,7 +208,7 @@ def serve(options: Namespace) -> None:
         token = secrets.token_urlsafe(16)
     address = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
     app = application(view, token)
-    try:
+    with explain(OSError, f"The page cannot be served at {host}:{port} ({{strerror}}): choose another --port."):
         # aiohttp counts from the connection on, so the headers of a request have to come within this time too.
         web.run_app(
             app,
@@ -217,7 +217,3 @@ def serve(options: Namespace) -> None:
             keepalive_timeout=IDLE_SECONDS,
             print=lambda _: print(f"The run is at {address}", flush=True),
         )
-    except OSError as error:
-        raise UserError(
-            f"The page cannot be served at {host}:{port} ({error.strerror}): choose another --port."
-        ) from None

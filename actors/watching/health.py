@@ -11,13 +11,13 @@ from typing import Any
 from areal.text import all_shown
 from protocols.errors import BusError
 from protocols.messages import AskStatus, Status, actor_name
-from protocols.transport import Bus
+from protocols.transport import Bus, ask_until
 
 ASK_SECONDS = 5.0
 PAUSE_SECONDS = 0.5
 
 
-class UnhealthyError(Exception):
+class UnhealthyError(BusError):
     """The run or the actor did not become healthy in time. The message says what was missing."""
 
 
@@ -35,20 +35,18 @@ async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    while True:
-        missing = f"No master answers at {master}"
-        try:
-            remaining = max(0.0, deadline - loop.time())
-            run = await status_of(bus, master, min(remaining, ASK_SECONDS))
-        except BusError:
-            pass
-        else:
-            missing = _missing(run, actor)
-        if not missing:
-            return f"{run['run']} is at step {run['version']} of {run['steps']}: {run['waiting']}"
-        if loop.time() + PAUSE_SECONDS >= deadline:
-            raise UnhealthyError(f"{missing} (waited {seconds:g} s).")
-        await asyncio.sleep(PAUSE_SECONDS)
+
+    async def look() -> str:
+        run = await status_of(bus, master, min(max(0.0, deadline - loop.time()), ASK_SECONDS))
+        if missing := _missing(run, actor):
+            raise UnhealthyError(missing)
+        return f"{run['run']} is at step {run['version']} of {run['steps']}: {run['waiting']}"
+
+    try:
+        return await ask_until(look, pause=PAUSE_SECONDS, seconds=seconds)
+    except BusError as error:
+        missing = error if isinstance(error, UnhealthyError) else f"No master answers at {master}"
+        raise UnhealthyError(f"{missing} (waited {seconds:g} s).") from None
 
 
 def _missing(status: dict[str, Any], actor: str | None) -> str:

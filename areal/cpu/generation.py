@@ -6,7 +6,7 @@ import ctypes
 import os
 from typing import Any
 
-from areal.config import GeneratorConfig, UserError
+from areal.config import GeneratorConfig, UserError, explain
 from areal.cpu.processor import avoid_broken_amx
 
 # KV cache block size, in tokens. vLLM's default, 128, would share a group's prompt only from 128 tokens on.
@@ -39,19 +39,15 @@ def check_settings(config: GeneratorConfig, transfer: str | None) -> None:
             f"generator.engine_options.data_parallel_size is {ranks}, but vLLM's data-parallel ranks cannot exchange "
             f"tokens on a CPU: leave it out, and raise generator.count."
         )
-    if transfer in ("nccl", "ipc"):
-        raise UserError(
-            f"weights.transport={transfer} needs GPUs, and this machine has none: set it to folder or stream."
-        )
+    if transfer == "nccl":
+        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
 
 
 def check_libraries() -> None:
-    try:
+    with explain(
+        OSError, "vLLM needs libnuma on the CPU ({why}): install it, on Debian and Ubuntu by apt-get install libnuma1."
+    ):
         ctypes.CDLL("libnuma.so.1")
-    except OSError as error:
-        raise UserError(
-            f"vLLM needs libnuma on the CPU ({error}): install it, on Debian and Ubuntu by apt-get install libnuma1."
-        ) from error
 
 
 def engine_arguments(config: GeneratorConfig) -> dict[str, Any]:

@@ -9,8 +9,6 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import torch
-
 from areal.config import UserError
 from areal.cpu import op_folder
 from areal.cpu.op_folder import BUILDS
@@ -25,15 +23,11 @@ def set_environment(dtype: str) -> None:
         avoid_broken_amx()
 
 
-def load_libraries(model: Path) -> None:
-    """Import what an engine needs for this model, so that processes forked from this one have it."""
+def load_libraries() -> None:
+    """Import what an engine needs, so that processes forked from this one have it."""
     set_environment("float32")
     with importing():
         import deepspeed  # noqa: F401
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-    with importing(), torch.device("meta"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
 
 
 def build_communication() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError
+from areal.config import UserError, explain
 
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".tsv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -119,10 +119,8 @@ def _read_csv(path: Path, what: str, delimiter: str) -> Iterator[tuple[int, dict
 
 
 def _parsed(text: str, where: str, advice: str) -> Any:
-    try:
+    with explain((ValueError, RecursionError), f"{where} is not JSON ({{why}}): {advice}"):
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}): {advice}") from error
 
 
 def _object(raw: Any, where: str, advice: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from areal.config import UserError
+from areal.config import explain
 from areal.data import addition
 from areal.models import quickstart_folder
 
@@ -58,10 +58,8 @@ RECIPE = Recipe()
 
 def make(options: Namespace) -> None:
     """`areal quickstart-model`."""
-    try:
+    with explain(OSError, f"{options.folder} cannot hold a model ({{strerror}}): name another folder."):
         options.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{options.folder} cannot hold a model ({error.strerror}): name another folder.") from None
     print(ensure(options.folder, options.seed, lambda line: print(line, file=sys.stderr, flush=True)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +62,9 @@ def _read_message(raw: Any) -> dict[str, Any] | None:
         return None
     if not calls:
         return fields | {"content": content}
-    try:
+    with suppress(KeyError, TypeError):
         return fields | {"content": content, "tool_calls": [_read_call(call) for call in calls]}
-    except (KeyError, TypeError):
-        return None
+    return None
 
 
 def _read_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -76,10 +76,9 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    return None
 
 
 def prompt_text(prompt: Prompt) -> str:

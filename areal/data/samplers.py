@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal.config import DataConfig, UserError
+from areal.config import DataConfig, UserError, explain
 from areal.data.history import History, RowHistory
 from areal.data.sources import PromptSource
 from areal.plugins import load
@@ -94,12 +94,9 @@ def open_sampler(config: DataConfig, source: PromptSource) -> Choose:
 
 def safe_choice(name: str, choose: Choose, history: History, prompt: int) -> int:
     """The choice of the sampler of this name. Raises UserError if it fails, or chooses no row."""
-    try:
+    # The user's code raises anything.
+    with explain(Exception, f"data.sampler {name!r} failed at prompt {prompt} with {{why}}: correct it"):
         index = choose(history, prompt)
-    except Exception as error:  # the user's code raises anything
-        raise UserError(
-            f"data.sampler {name!r} failed at prompt {prompt} with {type(error).__name__}: {error}: correct it"
-        ) from error
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise UserError(f"data.sampler {name!r} returned {index!r:.80}: it must be a training index, 0 or more")
     return index
@@ -116,10 +113,10 @@ def _make(name: str, options: Mapping[str, Any]) -> Choose:
         if options:
             raise UserError(f"data.sampler {name!r} is a function, which has no data.sampler_options: make it a class")
         return target
-    try:
+    with explain(
+        (TypeError, ValueError), f"data.sampler {name!r}: {{why}}: correct data.sampler_options, {dict(options)}"
+    ):
         made: Any = target(**options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"data.sampler {name!r}: {error}: correct data.sampler_options, {dict(options)}") from None
     return made
 
 

@@ -17,6 +17,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -27,7 +28,7 @@ import jinja2
 import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, reward_weights
+from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, explain, reward_weights
 from areal.data import addition, reasoning_tasks, verifiers_tasks
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of
 from areal.data.rows import Prompt, Row, read_prompt
@@ -62,10 +63,9 @@ class Table:
         return map(self._prompt, self.rows)
 
     def _prompt(self, raw: Mapping[str, Any]) -> Any:
-        try:
+        with suppress(UserError):
             return _prompt(raw, self.config, "")
-        except UserError:
-            return None
+        return None
 
 
 Draw = Callable[[str, int, int], Row]
@@ -272,13 +272,12 @@ def _in_window(row: Row, config: BenchmarkConfig, what: str) -> bool:
     if config.dates is None:
         return True
     value = row.fields.get(config.date_key)
-    try:
+    with explain(
+        ValueError,
+        f"{what}, row {row.index}, has the {config.date_key!r} {value!r}, which is no date: set date_key, or dates "
+        f"to null",
+    ):
         day = date.fromisoformat(str(value)[:10])
-    except ValueError:
-        raise UserError(
-            f"{what}, row {row.index}, has the {config.date_key!r} {value!r}, which is no date: set date_key, or dates "
-            f"to null"
-        ) from None
     return config.dates[0] <= day <= config.dates[1]
 
 
@@ -385,11 +384,11 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
         fields["prompt"] = prompt
     # A data set of the hub has dates where its files have texts of JSON that look like them.
     fields = {name: value.isoformat() if isinstance(value, date) else value for name, value in fields.items()}
-    try:
+    with explain(
+        (TypeError, ValueError, OverflowError), f"{where} cannot be sent to rewards ({{why}}): keep to JSON values"
+    ):
         msgpack.packb(fields)
         json.dumps(fields)  # bytes are no JSON, in which the rollouts keep the row
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{where} cannot be sent to rewards ({error}): keep to JSON values") from error
     return Row(
         index=0,
         prompt=with_system(prompt, config.system_prompt),
@@ -414,12 +413,11 @@ def _prompt(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Any:
     """The prompt of `raw` as it is, or as the template writes it."""
     if config.prompt_template is None:
         return _field(raw, config.prompt_key)
-    try:
+    with explain(
+        (jinja2.TemplateError, TypeError, ValueError),
+        f"{where} does not fit data.prompt_template ({{why}}); its fields are {', '.join(raw)}: correct it",
+    ):
         return _template(config.prompt_template).render(raw)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{where} does not fit data.prompt_template ({error}); its fields are {', '.join(raw)}: correct it"
-        ) from error
 
 
 @functools.lru_cache(maxsize=32)
@@ -441,10 +439,8 @@ def with_system(prompt: Prompt, system: str | None) -> Prompt:
 def _rewards(value: Any, where: str) -> dict[str, float] | None:
     if value is None:
         return None
-    try:
+    with explain(ValueError, f"{where} has a 'reward' that {{why}}"):
         return reward_weights(value)
-    except ValueError as error:
-        raise UserError(f"{where} has a 'reward' that {error}") from None
 
 
 def _derived_seed(*parts: object) -> int:
@@ -485,11 +481,8 @@ def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, A
 
 def _with_first_row(draw: Draw, mistakes: tuple[type[Exception], ...], what: str) -> Draw:
     """Return the source if it can make its first row. Bad options are detected there and raise UserError."""
-    try:
+    with explain(mistakes, f"{what}: {{why}}: correct data.options or data.size"):
         draw("train", 0, 0)
-    except mistakes as error:
-        reason = str(error) or type(error).__name__
-        raise UserError(f"{what}: {reason}: correct data.options or data.size") from error
     return draw
 
 
@@ -539,11 +532,11 @@ def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, An
         datasets.disable_progress_bars()
     split = split or config.split
     saved = any((Path(place) / file).is_file() for file in ("dataset_dict.json", "state.json"))
-    try:
+    with explain(
+        (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError),
+        f"{what} cannot be loaded ({{why}}): correct the name, data.split or data.options",
+    ):
         dataset = datasets.load_from_disk(place) if saved else datasets.load_dataset(place, **options, split=split)
-    except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{what} cannot be loaded ({reason}): correct the name, data.split or data.options") from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             raise UserError(f"{what} has no split {split!r}: set data.split to one of {', '.join(dataset)}")

@@ -15,27 +15,22 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from areal.config import UserError
+from areal.config import UserError, explain
 
 
 @functools.cache
 def load(name: str, options: str) -> Any:
     """Return the environment `name`, of options in JSON; the same options give the same object. Raises UserError."""
     what = _what(name)
-    try:
+    with explain(ImportError, f"{what} needs the verifiers library ({{why}}): pip install 'verifiers==0.1.14'."):
         library = importlib.import_module("verifiers")
         module = importlib.import_module("verifiers.envs.environment")
-    except ImportError as error:
-        raise UserError(f"{what} needs the verifiers library ({error}): pip install 'verifiers==0.1.14'.") from None
     # Only the actor handles signals. An environment would install its own handler for SIGTERM, and could then be made
     # in the main thread only.
     vars(module)["signal"] = types.SimpleNamespace(**vars(signal) | {"signal": lambda *_: None})
-    try:
+    # Loading runs the environment's own code, which may raise anything.
+    with explain(Exception, f"{what} does not load ({{why}}): install it, or correct data.options."):
         environment = library.load_environment(name, **json.loads(options))
-    except Exception as error:  # loading runs the environment's own code, which may raise anything
-        raise UserError(
-            f"{what} does not load ({type(error).__name__}: {error}): install it, or correct data.options."
-        ) from error
     if environment.requires_group_rollouts:
         raise UserError(f"{what} scores whole groups, which is not supported here: choose another one.")
     return environment
@@ -53,16 +48,13 @@ def tasks(name: str, options: str) -> list[Any]:
     """Return the tasks of the task set `name` (0.4), which `taskset` in the options, in JSON, configures. Raises
     UserError."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
-    try:
+    # Loading runs the task set's own code, which may raise anything.
+    with explain(Exception, f"{_what(name)} does not load ({{why}}): install it, or correct data.options."):
         chosen = loaders.taskset_config_type(name).model_validate(
             {"id": name, **json.loads(options).get("taskset", {})}
         )
         taskset = loaders.load_taskset(chosen)
         task_list = list(taskset) if taskset.bounded else None
-    except Exception as error:  # loading runs the task set's own code, which may raise anything
-        raise UserError(
-            f"{_what(name)} does not load ({type(error).__name__}: {error}): install it, or correct data.options."
-        ) from error
     if task_list is None or taskset.toolsets(taskset.config):
         raise UserError(f"{_what(name)} has no end or shares tools between tasks, which is not supported here.")
     return task_list

@@ -69,7 +69,8 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
     dtype = getattr(torch, trainer.dtype)
     attention = choose_attention("float32")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sizes, dtype=dtype, attn_implementation=attention).train()
+        how = {"trust_remote_code": False, "dtype": dtype, "attn_implementation": attention}
+        model = AutoModelForCausalLM.from_config(sizes, **how).train()
         decoder = model.get_decoder()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, UserError, load_config
+from areal.config import Config, UserError, explain, load_config
 from areal.desk.activations import measure_activations
 from areal.desk.split import (
     BYTES,
@@ -26,10 +26,18 @@ from areal.desk.split import (
     plan,
     step_tokens,
 )
-from areal.record import Record
+from areal.record import Record, number_or_nan
 from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
 
+MEASURED = [
+    "step_seconds",
+    "train_seconds",
+    "tokens_generated",
+    "tokens_trained",
+    "completion_tokens_mean",
+    "starved_seconds",
+]
 STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
 
@@ -107,15 +115,17 @@ def measure(run: Record) -> dict[str, float]:
     """The rates and the mean completion length of a run, and the share of the time that its trainer was
     starved, over its steady steps (over all steps if it ended before them). Raises UserError."""
     config, steps = run.config, run.steady or run.records
-    seconds, training = (sum(step[key] for step in steps) for key in ("step_seconds", "train_seconds"))
-    if not seconds or not training:
+    seconds, training, generated, trained, tokens, starved = (
+        sum(number_or_nan(step.get(name)) for step in steps) for name in MEASURED
+    )
+    if not (seconds > 0 and training > 0 and generated + trained + tokens + starved >= 0):
         raise UserError(f"{run.folder} holds no finished training step to measure: let the run take a few, such as 20.")
     devices = config.generator.count * config.generator.tensor_parallel
     return {
-        "generation_rate": sum(step["tokens_generated"] for step in steps) / seconds / devices,
-        "training_rate": sum(step["tokens_trained"] for step in steps) / training / config.trainer.ranks,
-        "mean_tokens": sum(step["completion_tokens_mean"] for step in steps) / len(steps),
-        "starved": sum(step["starved_seconds"] for step in steps) / seconds,
+        "generation_rate": generated / seconds / devices,
+        "training_rate": trained / training / config.trainer.ranks,
+        "mean_tokens": tokens / len(steps),
+        "starved": starved / seconds,
     }
 
 
@@ -158,13 +168,10 @@ def read_modules(model: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        sizes = AutoConfig.from_pretrained(model).get_text_config()
+    with explain((OSError, ValueError), f"The model {model} cannot be read ({{why}}): set model=FOLDER."):
+        sizes = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         with torch.device("meta"):
-            return sizes, AutoModelForCausalLM.from_config(sizes)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"The model {model} cannot be read ({first}): set model=FOLDER.") from None
+            return sizes, AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
 
 
 def count_parameters(model: str) -> int:

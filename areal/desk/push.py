@@ -24,7 +24,7 @@ from areal.hiding import without_secrets
 from areal.models import hub_id, label_of, name_of
 from areal.record import Record
 from areal.run_files import CONFIG, SUMMARY
-from areal.storage.disk import leaves
+from areal.storage.disk import leaves, within
 from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder, link
 
 # Files of a checkpoint that are the model's. Large ones are hard links.
@@ -63,7 +63,7 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
     run = Record(folder)
     if not run.checkpoints or not run.settings:
         raise UserError(f"{folder} has no checkpoint: give the folder of a run that has trained until its first one.")
-    checkpoint, config = run.checkpoints[-1], run.config
+    checkpoint, config = within(run.checkpoints[-1], folder), run.config
     output = output or folder / "hub"
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)

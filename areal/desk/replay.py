@@ -153,18 +153,11 @@ class Replay:
         return json.dumps(settings)
 
 
-def run(options: Namespace) -> int:
+def run(record: Record, options: Namespace) -> int:
     """`areal replay`."""
     set_allocator()
-    replays = plan(
-        Record(options.run),
-        options.overrides,
-        options.sweep,
-        options.steps,
-        options.output,
-        options.without,
-        options.until,
-    )
+    settings = options.overrides, options.sweep, options.steps, options.output, options.without, options.until
+    replays = plan(record, *settings)
     return 0 if replay(replays, terminal(160)) else 1
 
 
@@ -309,8 +302,10 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
 def _run_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, dict[str, Any]]:
     """Do the replays in as many processes at once as there are cores for, forked from this one: imports are shared."""
     from areal.cpu.training import load_libraries
+    from areal.desk.plan import read_modules
 
-    load_libraries(Path(replays[0].config.model))
+    load_libraries()
+    read_modules(replays[0].config.model)
     gc.freeze()
     at_once = max(1, len(os.sched_getaffinity(0)) // max(variant.config.trainer.threads for variant in replays))
     fork, waiting = multiprocessing.get_context("fork"), list(replays)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -105,10 +106,9 @@ def condition(filters: Mapping[str, str]) -> Where:
 
 
 def _number(name: str, text: str) -> Any:
-    try:
+    value = math.nan
+    with suppress(ValueError):
         value = float(text)
-    except ValueError:
-        value = math.nan
     if not math.isfinite(value):
         raise UserError(f"The filter {name} is {text!r}: give it a number.")
     return value

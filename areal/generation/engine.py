@@ -31,7 +31,7 @@ import numpy as np
 import setproctitle
 from safetensors import SafetensorError
 
-from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
+from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError, explain
 from areal.cpu import generation as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
@@ -730,11 +730,11 @@ def check_options(model: Path, config: GeneratorConfig) -> None:
 def _checked_config(
     model: Path, config: GeneratorConfig, arguments: Callable[[], AsyncEngineArgs], on_cpu: bool
 ) -> VllmConfig:
-    try:
+    with explain(
+        (AssertionError, NotImplementedError, TypeError, ValueError),
+        f"vLLM cannot run the model in {model} with these generator settings: {{why}}",
+    ):
         return _vllm_config(arguments(), config, on_cpu)
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
 
 
 def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bool) -> VllmConfig:
@@ -769,6 +769,7 @@ def _engine_args(
     arguments = {
         "model": str(model),
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "dtype": config.dtype,
         "seed": seed,
         "max_model_len": config.max_model_len,
@@ -810,20 +811,16 @@ def _read_model_folder(model: Path) -> tuple[Shapes, bool]:
         raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
     if not any(model.glob("*.safetensors")):
         raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
-    try:
+    with explain((OSError, ValueError), f"The model in {model} cannot be read: {{why}}."):
         shapes = _read_shapes(model)
         tied = json.loads((model / "config.json").read_bytes()).get("tie_word_embeddings", HEAD not in shapes)
-    except (OSError, ValueError) as error:
-        raise UserError(f"The model in {model} cannot be read: {error}.") from error
     return shapes, tied
 
 
 def _check_offer(folder: Path, model: _Model) -> None:
     """Raises WeightLoadError if the weights in `folder` do not fit the model."""
-    try:
+    with explain((OSError, KeyError, ValueError), f"{folder} cannot be read: {{why}}", WeightLoadError):
         shapes = _read_shapes(folder)
-    except (OSError, KeyError, ValueError) as error:
-        raise WeightLoadError(f"{folder} cannot be read: {error}") from error
     _check_shapes(shapes, model, str(folder))
 
 
@@ -836,10 +833,8 @@ def _check_shapes(shapes: Shapes, model: _Model, named: str) -> None:
         # Most models have the tensors that a trainer publishes and no others. This spares them transformers.
         wrong = _differences(shapes, model.shapes, optional)
         if wrong:
-            try:
+            with explain((OSError, KeyError, ValueError), f"{model.folder} cannot be read: {{why}}", WeightLoadError):
                 wrong = _differences(shapes, published_shapes(model.folder), optional)
-            except (OSError, KeyError, ValueError) as error:
-                raise WeightLoadError(f"{model.folder} cannot be read: {error}") from error
     if wrong:
         raise WeightLoadError(f"{named} does not fit the model: {len(wrong)} tensors differ, the first is {wrong[0]}")
 
@@ -868,10 +863,8 @@ def _read_shapes(folder: Path) -> Shapes:
     """Tensor shapes from the headers of the safetensors files. Raises OSError, and ValueError if one is cut short."""
     shapes: Shapes = {}
     for path in sorted(folder.glob("*.safetensors")) or [folder / WEIGHTS_FILE]:  # raises: it is missing
-        try:
+        with explain(SafetensorError, f"{path.name} is cut short, or no safetensors file ({{why}})", ValueError):
             shapes |= shapes_in(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path.name} is cut short, or no safetensors file ({error})") from None
     return shapes
 
 

@@ -26,7 +26,7 @@ import structlog
 from areal.config import Config, ObserveConfig, UserError
 from areal.processes import ROOT, LenientOutput, tied
 from areal.run_files import EVALUATIONS, METRICS
-from areal.storage.disk import DiskRetry, leaves, refusal, replace
+from areal.storage.disk import DiskRetry, refusal, replace, within
 from areal.storage.records import NewRecords
 from areal.storage.run_folder import config_of_run, read_summary
 
@@ -109,9 +109,7 @@ def track(options: Namespace) -> None:
     """`areal track`: follow the run in a folder until its summary is written."""
     # What it prints goes into the run folder, whose disk may be full.
     sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
-    boards = options.folder / "tensorboard"
-    if leaves(boards, options.folder):
-        raise UserError(f"{boards} is a link to {boards.resolve()}: remove the link, nothing is written through it.")
+    within(options.folder / "tensorboard", options.folder)
     tracker = Tracker(options.folder, open_sinks(config_of_run(options.folder), options.folder))
     os.nice(NICENESS)
     tracker.run()

@@ -1,7 +1,7 @@
 """Calls a function of a program, and prints what it returns.
 
-`code_tests` runs this file as the main program of a sandbox, with the program in `program.py`. The values
-that are right are not in the sandbox: they are compared outside it. So the program may do here what it likes.
+`code_tests` runs `main` in a sandbox, with the program in `program.py`. The values that are right are not in the
+sandbox: they are compared outside it. So the program may do here what it likes.
 
 stdin: a line `{"function", "int_keys"}`, then for each call a line with the list of its arguments. stdout: for each
 call a line with the JSON of the result, or an empty line if the call failed or its result is not plain data.
@@ -10,13 +10,13 @@ Programs may use, without importing them, the modules and names that LeetCode an
 """
 
 import builtins
-import importlib
 import json
 import os
 import sys
-import types
 from decimal import Decimal
 from fractions import Fraction
+
+from tests_runner import load
 
 MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -28,30 +28,15 @@ RECURSION = 50_000
 def builtins_of_programs():
     """Python's built-in names, and before them those of MODULES. The program's own names hide them."""
     names: dict[str, object] = {}
-    modules = {name: importlib.import_module(name) for name in MODULES}
-    for module in modules.values():
-        public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-        names.update((name, getattr(module, name)) for name in public)
-    return names | modules | vars(builtins)
+    exec("".join(f"from {name} import *\n" for name in MODULES) + f"import {', '.join(MODULES)}", names)
+    return names | vars(builtins)
 
 
-def load():
-    """Runs the program. Returns its module."""
-    module = types.ModuleType("program")
-    vars(module).update(__file__="program.py", __builtins__=builtins_of_programs())
-    sys.modules["program"] = module
-    sys.argv = ["program.py"]
-    with open("program.py") as file:
-        source = file.read()
-    exec(compile(source, "program.py", "exec"), vars(module))
-    return module
-
-
-def call(module, name, arguments):
+def call(program, name, arguments):
     """Calls the function, or the method of a new object of the class Solution, as on LeetCode."""
-    owner = module
-    if hasattr(module, "Solution") and hasattr(module.Solution, name):
-        owner = module.Solution()
+    owner = program
+    if hasattr(program, "Solution") and hasattr(program.Solution, name):
+        owner = program.Solution()
     return getattr(owner, name)(*arguments)
 
 
@@ -72,12 +57,11 @@ def with_int_keys(value):
         return value
 
 
-def answer(module, job, line):
+def answer(program, job, arguments):
+    if job["int_keys"] and arguments:
+        arguments[0] = with_int_keys(arguments[0])
     try:
-        arguments = json.loads(line)
-        if job["int_keys"] and arguments:
-            arguments[0] = with_int_keys(arguments[0])
-        return json.dumps(call(module, job["function"], arguments), default=plain)
+        return json.dumps(call(program, job["function"], arguments), default=plain)
     except BaseException:  # the program may raise anything
         return ""
 
@@ -85,12 +69,12 @@ def answer(module, job, line):
 def main():
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(RECURSION)
-    job, *calls = sys.stdin.read().split("\n")
+    job, *calls = map(json.loads, sys.stdin.read().split("\n"))
     # What the program prints itself is no answer.
     with open(os.dup(1), "w") as answers, open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)
-        job, module = json.loads(job), load()
-        for line in calls:
-            print(answer(module, job, line), file=answers, flush=True)
+        program = load(builtins_of_programs())
+        for arguments in calls:
+            print(answer(program, job, arguments), file=answers, flush=True)
     os._exit(0)

@@ -9,7 +9,7 @@ The first of these fields that a row has determines its tests:
 | `verification_info` | PrimeIntellect | `{"language", "test_cases"}`: a list of cases |
 | `private_test_cases`, `public_test_cases` | LiveCodeBench | lists of cases, used together |
 | `private_tests`, `generated_tests`, `public_tests` | CodeContests | `{"input", "output"}`, lists, used together |
-| `test` | HumanEval(+), MBPP+, KodCode, LeetCodeDataset | Python: `check(candidate)`, statements, a pytest module |
+| `test` | HumanEval(+), MBPP+, KodCode, BigCodeBench, LeetCodeDataset | Python: `check(candidate)`, statements, tests |
 | `test_list` | MBPP | a list of asserts |
 | `test_code` | KodCode, other versions | a pytest module |
 | `test_cases` | AceCode; own rows | as `tests` |
@@ -22,8 +22,9 @@ arguments, and the output the result.
 
 A field may be the text of its JSON, or of a Python literal. Before asserts, `test_imports` and `test_setup_code` are
 run, if the row has them. `entry_point` names the function under test, which the tests may call `candidate`. If `prompt`
-defines it, as in HumanEval, the program begins with the prompt. If it is `Solution().f`, as in LeetCodeDataset, `test`
-is read, as calls of this method. `language` is the language of the programs; default: python.
+defines it, as in HumanEval, or `code_prompt`, as in BigCodeBench, the program begins with that. If `entry_point` is
+`Solution().f`, as in LeetCodeDataset, `test` is read, as calls of this method. Tests `{"functional"}`, as in rLLM, are
+code, which may end with `check(Solution().f)`. `language` is the language of the programs; default: python.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ STDIN_KINDS = {"stdin", "stdin_stdout"}
 CODE_CONTESTS_PYTHON = 3
 # The tests of one row after they are unpacked. A worker needs about four times as much memory to read them.
 UNPACKED_BYTES = 256 << 20
+# How many of a row's solutions are tried until one passes.
+MOST_SOLUTIONS = 5
 # What functions do that compute nothing. Tests that one of them passes are worth nothing.
 TRIVIAL = {
     "functions return None": "return None",
@@ -85,6 +88,8 @@ for key in [*a[0]] if isinstance(a and a[0], dict) else range(len(a[0])) if isin
 }
 # The beginning of a pickle of a str, with the length of its UTF-8 in one, four or eight bytes; and possible ends.
 _PICKLED_TEXT = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(?:\x8c(.)|X(.{4})|\x8d(.{8}))", re.DOTALL)
+# What tests in rLLM's sets end with.
+_CHECKED_METHOD = re.compile(r"^check\(Solution\(\)\.(\w+)\)", re.MULTILINE)
 _PICKLE_ENDS = {b".", b"\x94.", b"q\x00."}
 
 
@@ -176,7 +181,7 @@ def read_tests(row: Row) -> Tests:
 
 
 def solutions_of(row: Row) -> list[str]:
-    """The row's own solutions, as text that could be a completion."""
+    """The first of the row's own solutions, as text that could be a completion."""
     solutions: list[str] = []
     for name in "canonical_solution", "gold_standard_solution", "solution", "solutions", "code":
         value = row.get(name)
@@ -186,7 +191,7 @@ def solutions_of(row: Row) -> list[str]:
             pairs = zip(value.get("language", []), value.get("solution", []), strict=False)
             value = [solution for language, solution in pairs if language == CODE_CONTESTS_PYTHON]
         solutions += [value] if isinstance(value, str) else value or []
-    return [solution for solution in solutions if isinstance(solution, str) and solution.strip()]
+    return [solution for solution in solutions if isinstance(solution, str) and solution.strip()][:MOST_SOLUTIONS]
 
 
 # --- the formats
@@ -214,6 +219,9 @@ def _of_any(value: Any, row: Row) -> Tests:
     match value:
         case str():
             return _of_code([value], row)
+        case {"functional": str() as code}:
+            called = _CHECKED_METHOD.search(code)
+            return _of_method(called[1], code, row) if called else _of_code([code], row)
         case {"inputs": list() as inputs, "outputs": list() as outputs}:
             return _of_columns(inputs, outputs, value.get("fn_name"), row)
         case [_, *_] if all(isinstance(test, str) for test in value):
@@ -283,11 +291,12 @@ def _of_code_contests(_: Any, row: Row) -> Tests:
 
 def _of_code(sources: Sequence[str], row: Row) -> Tests:
     """Tests that are Python code."""
-    candidate, prompt = row.get("entry_point"), row.get("prompt")
+    candidate, prompt = row.get("entry_point"), row.get("code_prompt") or row.get("prompt")
     begins = prompt if candidate and isinstance(prompt, str) and f"def {candidate}" in prompt else ""
     prepare = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
-    if is_python(begins):
-        prepare.append(begins)  # it may define other names that the tests use
+    head = re.split(rf"^def {candidate}\b", begins, maxsplit=1, flags=re.MULTILINE)[0]
+    if is_python(head):
+        prepare.append(head)  # it may define other names that the tests use
     tests = list(sources)
     try:
         pytest_style = static_checks.is_pytest_style(tuple(tests))

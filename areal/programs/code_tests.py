@@ -15,7 +15,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from hashlib import sha256
 from pathlib import Path
@@ -44,8 +44,6 @@ _SOURCES = {
 }
 # Why a row is refused whose solutions do not pass.
 FAILS = "the row's own solution does not pass them so"
-# How many of a row's solutions are tried until one passes.
-_MOST_SOLUTIONS = 5
 # CPU time of a program that computes nothing, and of its tests.
 _TRIVIAL_SECONDS = 1.0
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
@@ -92,9 +90,9 @@ class CodeTests:
         tests = read_tests(row)
         if not isinstance(tests, Asserts):
             return "outside"
-        programs = [program_in(solution) for solution in solutions_of(row)[:_MOST_SOLUTIONS]]
+        programs = [program_in(solution) for solution in solutions_of(row)]
         programs = [program for program in programs if is_python(_whole(program, tests))]
-        outside = await self._fact("outside", tests, programs)
+        outside = await self._once(self._hindrance, "outside", tests, *programs)
         if outside is None:
             return "outside"
         if self._config.tests == "outside":
@@ -102,27 +100,24 @@ class CodeTests:
                 f"the row's tests cannot be judged outside the program: {outside}: remove the row, or set "
                 f"sandbox.tests=inside_where_needed (docs/sandbox.md)"
             )
-        if inside := await self._fact("inside", tests, programs):
+        if inside := await self._once(self._hindrance, "inside", tests, *programs):
             raise RewardError(f"the row's tests cannot be judged: {inside}")
         return "inside"
 
     async def weakness(self, row: Mapping[str, Any]) -> str | None:
         """What happens in a program that passes the row's tests although it computes nothing, or None. Raises
         RewardError if the row cannot be judged."""
-        return await self._fact(f"weak {await self.way(row)}", read_tests(row), [])
+        return await self._once(self._weakness, await self.way(row), read_tests(row))
 
-    async def _fact(self, kind: str, tests: Tests, programs: Sequence[str]) -> str | None:
-        """What is found out about tests once."""
-        key = sha256(f"{kind} {tests!r} {programs!r}".encode(errors="replace")).digest()
+    async def _once(
+        self, find: Callable[[Way, Any, Sequence[str]], Awaitable[str | None]], way: Way, tests: Tests, *programs: str
+    ) -> str | None:
+        """What one of the two methods below finds out about tests."""
+        key = sha256(f"{find.__name__} {way} {tests!r} {programs!r}".encode(errors="replace")).digest()
         if key not in self._facts:
-            match kind, tests:
-                case "outside" | "inside", Asserts():
-                    fact = await self._hindrance(kind, tests, programs)
-                case _:
-                    fact = await self._weakness("inside" if kind == "weak inside" else "outside", tests)
-            while len(self._facts) >= _KEPT_FACTS:
+            self._facts[key] = await find(way, tests, programs)
+            while len(self._facts) > _KEPT_FACTS:
                 del self._facts[next(iter(self._facts))]
-            self._facts[key] = fact
         return self._facts[key]
 
     async def _hindrance(self, way: Way, tests: Asserts, programs: Sequence[str]) -> str | None:
@@ -138,7 +133,7 @@ class CodeTests:
         use = f"; they use {tests.needs.beyond}" if tests.needs.beyond else ""
         return reasons[0] if reasons else f"{FAILS}{use}"
 
-    async def _weakness(self, way: Way, tests: Tests) -> str | None:
+    async def _weakness(self, way: Way, tests: Tests, _: Sequence[str]) -> str | None:
         async def score(program: str) -> float:
             return float(all(await self._results(program, tests, way, trivial=True)))
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from areal.config import SandboxConfig, UserError
+from areal.config import SandboxConfig, UserError, explain
 from areal.programs import inside as sandbox_init
 
 Status = Literal["ok", "killed", "timeout", "memory", "output", "not_compiled"]
@@ -234,13 +234,13 @@ class LocalSandbox:
         job = self._job(LANGUAGES["python"].command, files)
         run, stdout, stderr = self._ask(job, json.dumps(host))
         run.settimeout(START_SECONDS)
-        try:
+        with explain(
+            (SandboxError, TimeoutError), f"programs cannot be run in a sandbox on this machine ({{why}}): {ADVICE}"
+        ):
             with run, stdout, stderr:
                 answer = b"".join(iter(lambda: run.recv(1 << 16), b""))
                 printed, complaint = stdout.read(), stderr.read().decode()
             result = _result(answer)
-        except (SandboxError, TimeoutError) as error:
-            raise UserError(f"programs cannot be run in a sandbox on this machine ({error}): {ADVICE}") from None
         if result["exit"] != 0:
             reason = (complaint.strip().splitlines() or [result["status"]])[-1]
             raise UserError(f"programs cannot be run in a sandbox on this machine ({reason}): {ADVICE}")
@@ -255,10 +255,8 @@ class RemoteSandbox:
         """Runs one test program. Raises UserError if that fails."""
         self._config = config
         self._address = f"{url.rstrip('/')}/run_code"
-        try:
+        with explain(SandboxError, f"sandbox.url is {config.url}, but {{why}}: start the server or correct the URL"):
             outcome = self._post("print(6 * 7)", "python", "", {})
-        except SandboxError as error:
-            raise UserError(f"sandbox.url is {config.url}, but {error}: start the server or correct the URL") from None
         if outcome.stdout.strip() != "42":
             raise UserError(f"sandbox.url is {config.url}, but programs do not run there: {outcome.stderr[:300]}")
 
@@ -355,14 +353,15 @@ def _delegated(config: SandboxConfig) -> str:
     """The control group in which programs get groups of their own; empty if there is none. Raises UserError."""
     if config.cgroup is None:
         return ""
-    try:
-        with open(config.cgroup / "cgroup.subtree_control", "r+") as file:
-            file.write("+memory")
-    except OSError as error:
-        raise UserError(
-            f"sandbox.cgroup={config.cgroup} cannot be used ({error.strerror}): name a control group of version 2 that "
-            "has the memory controller and no process of its own, and that this user may change, or leave it out"
-        ) from None
+    with (
+        explain(
+            OSError,
+            f"sandbox.cgroup={config.cgroup} cannot be used ({{strerror}}): name a control group of version 2 that "
+            "has the memory controller and no process of its own, and that this user may change, or leave it out",
+        ),
+        open(config.cgroup / "cgroup.subtree_control", "r+") as file,
+    ):
+        file.write("+memory")
     return str(config.cgroup)
 
 

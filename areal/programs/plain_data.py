@@ -30,8 +30,8 @@ MOST_ITEMS = 10_000
 HUGE = 1 << 4096
 LIGHT, NUMBERS = {str, float, bool, type(None)}, {int, float, bool}
 # Arrays: of any kind to a program, of these from it; and what others become.
-ARRAY = re.compile(r"[<>|=][biufcSU][1-9]\d{0,8}")
-WIDE = re.compile(r"\|b1|<[iuf]8|<c16|[<|][SU][1-9]\d{0,8}")
+ARRAY = re.compile(r"\|O|[<>|=][biufcSU][1-9]\d{0,8}")
+WIDE = re.compile(r"\|O|\|b1|<[iuf]8|<c16|[<|][SU][1-9]\d{0,8}")
 WIDER = {"i": "<i8", "u": "<u8", "f": "<f8", "c": "<c16"}
 ALIKE = (int, float, str, bytes, complex)
 
@@ -213,13 +213,10 @@ class Encoder:
             raise NotPlain(f"an object of the class {type(value).__name__}")
         if self.wide and not value.size:  # to numpy all of no numbers are equal to any
             return self.encode([])
-        if value.dtype.kind == "O":
-            return {"objects": [[*value.shape], self.items([*value.flat])]}
-        if self.wide and value.dtype.itemsize <= 16 and value.dtype.char not in "gG":
-            value = value.astype(WIDER.get(value.dtype.kind, value.dtype), copy=False)
-        if not (WIDE if self.wide else ARRAY).fullmatch(value.dtype.str):
+        kind = WIDER.get(value.dtype.kind, value.dtype.str) if self.wide else value.dtype.str
+        if not ARRAY.fullmatch(kind):
             raise NotPlain(f"an array of {value.dtype}")
-        return {"ndarray": [value.dtype.str, [*value.shape], value.tobytes().hex()]}
+        return {"ndarray": [kind, [*value.shape], self.items(value.ravel().tolist())]}
 
 
 class Decoder:
@@ -253,8 +250,6 @@ class Decoder:
                 return iterate(self.items(content[0]), content[1] and decode_error(content[1], self))
             case "ndarray":
                 return self.decode_array(*content)
-            case "objects":
-                return self.decode_objects(*content)
         raise ValueError(name)
 
     def items(self, values):
@@ -268,21 +263,14 @@ class Decoder:
         fill(container, self.items(items))
         return container
 
-    def decode_array(self, kind, shape, data):
+    def decode_array(self, kind, shape, items):
         import numpy
 
-        data = bytes.fromhex(data)
-        kinds, least = (WIDE, 1) if self.wide else (ARRAY, 0)
-        if not kinds.fullmatch(kind) or not shape or min(shape) < least or max(shape) > len(data) + (1 << 16):
-            raise ValueError("an array of another kind, or of no numbers")
-        return numpy.ndarray(tuple(shape), numpy.dtype(kind), data).copy()
-
-    def decode_objects(self, shape, items):
-        import numpy
-
-        if self.wide and not items:
-            raise ValueError("an array of nothing")
-        array = numpy.empty(len(items), object)
+        if not (WIDE if self.wide else ARRAY).fullmatch(kind) or (self.wide and not items):
+            raise ValueError("an array of another kind, or of nothing")
+        if numpy.dtype(kind).itemsize * len(items) > MOST_BYTES:
+            raise ValueError("an array of too long texts")
+        array = numpy.empty(len(items), kind)
         for place, item in enumerate(self.items(items)):
             array[place] = item
         return array.reshape(shape)

@@ -34,6 +34,7 @@ FIXTURES = {"tmp_path", "tmp_path_factory", "tmpdir", "tmpdir_factory", "monkeyp
 # The attributes that data may have.
 DATA = (*plain_data.BASES, bool, type(None), BaseException, OSError, SystemExit, UnicodeError, np.ndarray)
 ATTRIBUTES = {name for kind in DATA for name in dir(kind)} | {"__name__"}
+OF_FUNCTIONS = {"__name__", "__doc__"}
 # What tests use without importing it, and what pytest gives them.
 LIBRARIES = {
     *("self", "cls", "request", "capsys", "np", "pytest", PROGRAM, *PURE, *collections.__all__, *typing.__all__),
@@ -70,13 +71,8 @@ def needs_of(sources: tuple[str, ...], pytest_style: bool, functions: frozenset[
     nodes = [node for tree in trees for node in ast.walk(tree)]
     reached = list(_reached(trees, pytest_style))
     read = {node.id for node in reached if isinstance(node, ast.Name)}
-    imported = {
-        alias.name
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.module == PROGRAM
-        for alias in node.names
-        if alias.name != "*"
-    }
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == PROGRAM]
+    imported = {alias.name for node in imports for alias in node.names} - {"*"}
     undefined = read & _undefined(sources)
     names = undefined - set(dir(builtins)) | imported
     if not names and PROGRAM not in read:  # the function of the program has the name of a built-in one
@@ -125,13 +121,11 @@ def _reached(trees: Sequence[ast.AST], pytest_style: bool) -> Iterator[ast.AST]:
 
 def _may_fail(node: ast.AST, defined: set[str]) -> bool:
     match node:
-        case ast.Raise():
-            return True
         case ast.Assert(test=ast.Constant(value=value)):
             return not value
         case ast.Assert(test=ast.Tuple(elts=[_, *_])):  # assert (x == 1, "a message"): always true
             return False
-        case ast.Assert():
+        case ast.Raise() | ast.Assert():
             return True
         case ast.Call(func=ast.Attribute(attr=name)):  # self.assertEqual, np.testing.assert_allclose, pytest.raises
             return name.startswith(("assert", "fail", "raises"))
@@ -163,10 +157,12 @@ def _beyond(
     """What the tests use besides functions that are called by name with plain data and return plain data."""
     modules = _of_libraries(nodes)
     names = names - modules
-    own_names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    own_names |= {node.name for node in nodes if isinstance(node, Function)}
-    own_names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     functions = {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
+    own_names = functions | {
+        getattr(node, "attr", getattr(node, "id", None))
+        for node in nodes
+        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     functions -= {node.arg for node in nodes if isinstance(node, ast.arg)}  # pytest gives what its fixtures return
     expected = [part for node in nodes for part in _caught(node)]
     caught = {id(part) for part in expected}
@@ -181,19 +177,17 @@ def _beyond(
                 return f"{name}, which tests raise themselves"
             case ast.Name(id=name) if name in names and _is_class(name) and name not in errors:
                 return f"the class {name}"
-            case ast.Attribute(value=base, attr=attribute):
-                if attribute in BEYOND:
-                    return f".{attribute}"
-                if isinstance(base, ast.Name) and base.id in names and attribute not in ("__name__", "__doc__"):
-                    return f".{attribute} of {base.id}"
-                if (
-                    isinstance(base, ast.Name)
-                    and base.id == PROGRAM
-                    and _is_class(attribute)
-                    and id(node) not in caught
-                ):
+            case ast.Attribute(attr=attribute) if attribute in BEYOND:
+                return f".{attribute}"
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if (
+                name in names and attribute not in OF_FUNCTIONS
+            ):
+                return f".{attribute} of {name}"
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == PROGRAM and _is_class(attribute):
+                if id(node) not in caught:
                     return f"the class {attribute}"
-                if attribute not in ATTRIBUTES | own_names and not _is_of_module(base, modules):
+            case ast.Attribute(value=base, attr=attribute) if attribute not in ATTRIBUTES | own_names:
+                if not _is_of_module(base, modules):
                     return f".{attribute}, which no plain data have"
             case ast.Call(func=ast.Name(id=name), args=[value, *_]) if name in LOOKS and not _is_of_module(
                 value, modules
@@ -223,9 +217,10 @@ def _of_libraries(nodes: Sequence[ast.AST]) -> set[str]:
                 names.add(name)
     for node in nodes:
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _is_of_module(value, names):
-                names.add(name)
-            case ast.withitem(optional_vars=ast.Name(id=name), context_expr=value) if _is_of_module(value, names):
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.withitem(optional_vars=ast.Name(id=name), context_expr=value)
+            ) if _is_of_module(value, names):
                 names.add(name)
     return names
 
@@ -252,16 +247,13 @@ def _is_callback(value: ast.AST, functions: set[str]) -> bool:
 
 def _caught(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes that name exceptions which are expected."""
-    expected: list[ast.AST | None] = []
     match node:
-        case ast.ExceptHandler(type=kind):
-            expected = [kind]
-        case ast.Call(func=ast.Attribute(attr="raises" | "assertRaises" | "assertRaisesRegex"), args=[kind, *_]):
-            expected = [kind]
-        case ast.Call(func=ast.Name(id="raises"), args=[kind, *_]):
-            expected = [kind]
-    for error in filter(None, expected):
-        yield from error.elts if isinstance(error, ast.Tuple) else [error]
+        case (
+            ast.ExceptHandler(type=ast.AST() as kind)
+            | ast.Call(ast.Attribute(attr="raises" | "assertRaises" | "assertRaisesRegex"), [kind, *_])
+            | ast.Call(ast.Name("raises"), [kind, *_])
+        ):
+            yield from kind.elts if isinstance(kind, ast.Tuple) else [kind]
 
 
 def _is_class(name: str) -> bool:
@@ -275,9 +267,8 @@ def _undefined(sources: Iterable[str]) -> set[str]:
     symbols = [symbol for table in tables for symbol in table.get_symbols()]
     defined = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
-    queue = [child for table in tables for child in table.get_children()]
-    while queue:
-        table = queue.pop()
+    inner = [child for table in tables for child in table.get_children()]
+    for table in inner:  # which grows
         used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
-        queue += table.get_children()
+        inner += table.get_children()
     return used - defined

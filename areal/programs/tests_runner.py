@@ -14,6 +14,7 @@ stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; `NONCE unusa
 """
 
 import builtins
+import collections
 import contextlib
 import ctypes
 import importlib
@@ -27,6 +28,7 @@ import signal
 import socket
 import sys
 import types
+import typing
 from functools import cache
 from json import dumps
 from typing import Any
@@ -45,7 +47,7 @@ MODULES = {
         *("os", "random", "re", "statistics", "string", "sys", "time", "typing"),
     )
 } | {"np": "numpy", "pd": "pandas"}
-NAMES_FROM = {"collections": None, "typing": None, "math": ("isclose", "isnan", "sqrt")}
+NAMES_FROM = {collections: collections.__all__, typing: typing.__all__, math: ("isclose", "isnan", "sqrt")}
 # Plugins that tests do not need, of which some take long.
 NO_PLUGINS = (
     *("assertion", "cacheprovider", "doctest", "faulthandler", "junitxml", "pastebin", "reports", "setuponly"),
@@ -79,12 +81,14 @@ def receive(stream):
 # --- the program
 
 
-def load():
-    """Runs the program as the module `solution`, and returns that. Raises what the program raises."""
+def load(names=builtins):
+    """Runs the program as the module `solution`, and returns that. names: what it may use without importing it. Raises
+    what the program raises."""
     sys.argv = ["program.py"]
     with open("program.py") as file:
         source = file.read()
     program = sys.modules["program"] = sys.modules["solution"] = types.ModuleType("solution")
+    vars(program).update(__builtins__=names)
     exec(compile(source, "program.py", "exec"), vars(program))
     return program
 
@@ -238,7 +242,7 @@ def namespace_of(job, program):
     tests = sys.modules["tests"] = types.ModuleType("tests")
     # A function of the program may have the name of a built-in one, which must not stand in for it.
     vars(tests).update({name: None for name in job["names"] if hasattr(builtins, name)})
-    library = of_library([name for name in job["names"] if name != job["candidate"]])
+    library = {name: value for name in job["names"] if name != job["candidate"] and (value := of_library(name))}
     if len(library) == len(job["names"]):
         library = {}  # else nothing would be the program's
     names = [name for name in job["names"] if name not in library and hasattr(program, name)]
@@ -251,13 +255,12 @@ def namespace_of(job, program):
     return tests
 
 
-def of_library(names):
-    """Those of the names that are not the program's, although the tests do not import them."""
-    library = {name: importlib.import_module(MODULES[name]) for name in names if name in MODULES}
-    for module, public in NAMES_FROM.items():
-        public = public or importlib.import_module(module).__all__
-        library |= {name: getattr(sys.modules[module], name) for name in names if name in public}
-    return library
+def of_library(name):
+    """What a name stands for that tests use without importing it; None if it is the program's."""
+    if name in MODULES:
+        return importlib.import_module(MODULES[name])
+    owner = next((module for module, names in NAMES_FROM.items() if name in names), None)
+    return owner and getattr(owner, name)
 
 
 @cache

@@ -33,8 +33,6 @@ from areal.rewards.score import judge_rows, read_rows
 from areal.text import shown
 
 WITH_ANSWERS = {"math", "exact_match", "addition", "reasoning_gym"}
-# How many of a row's solutions are tried until one passes.
-MOST_SOLUTIONS = 5
 # How many bad rows are shown on the console; the output has all.
 SHOWN = 20
 
@@ -102,7 +100,7 @@ def _trivial(name: str, row: dict[str, Any]) -> dict[str, str]:
 def _solutions(name: str, row: dict[str, Any]) -> list[str]:
     """Completions that should get the full score. Raises RewardError."""
     if name == "code":
-        return code_rows.solutions_of(row)[:MOST_SOLUTIONS]
+        return code_rows.solutions_of(row)
     answers = row.get("answer")
     answers = answers if isinstance(answers, list) else [answers]
     return [text for answer in answers if answer is not None for text in (str(answer), rf"\boxed{{{answer}}}")]

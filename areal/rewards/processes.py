@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import msgpack
 
+from areal.children import kill_group
 from areal.config import UserError
 from areal.result import Result, RewardError
 from areal.rewards.functions import Traits
@@ -104,8 +104,7 @@ class WorkerProcess:
         """Kill the process and its process group. Returns the exit code, if it is known."""
         if not self._killed:
             self._killed = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process)
             self._requests.close()
         # A process that left the group may keep the pipes open, and asyncio waits until they are closed.
         with contextlib.suppress(TimeoutError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from areal.config import explain
 from areal.result import Result, RewardError
 from areal.rewards.judge import client_of
 
@@ -48,12 +49,12 @@ class RewardModel:
 
         read = {"messages": chat_of(prompt, completion, row)} if self._chat else {"input": prompt + completion}
         body = self._request | read
-        try:
+        with explain(OpenAIError, f"the reward model at {self._address} did not answer: {{why}}", RewardError):
             answer = await self._client.post(self._address, cast_to=dict[str, Any], body=body)
-        except OpenAIError as error:
-            raise RewardError(f"the reward model at {self._address} did not answer: {error}") from None
-        try:
+        with explain(
+            (KeyError, IndexError, TypeError),
+            f"{self._address} gives no output {self._output} of a classifier: {answer}",
+            RewardError,
+        ):
             score, tokens = answer["data"][0]["probs"][self._output], answer["usage"]["total_tokens"]
-        except (KeyError, IndexError, TypeError):
-            raise RewardError(f"{self._address} gives no output {self._output} of a classifier: {answer}") from None
         return Result(float(score), {"tokens": float(tokens)})

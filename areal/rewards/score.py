@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from areal.config import ScoringConfig, UserError
+from areal.config import ScoringConfig, UserError, explain
 from areal.data.files import read_file, unit_of
 from areal.data.rows import prompt_text, read_prompt
 from areal.result import all_scored, combined
@@ -57,10 +57,8 @@ def judge_rows(
     """The result of `judge` for each row, with its line, and the seconds that all took. The results are written to
     `output`, or printed, in the order of the rows. Raises UserError if they cannot be written."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
+    with explain(OSError, f"{output} cannot be written ({{strerror}}): name another --output."):
         opened = nullcontext(sys.stdout) if output is None else output.open("w")
-    except OSError as error:
-        raise UserError(f"{output} cannot be written ({error.strerror}): name another --output.") from None
     with opened as lines, Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(what, total=len(rows))
         return asyncio.run(_judge_all(config, rows, lines, judge, lambda: progress.advance(bar)))

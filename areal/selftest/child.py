@@ -10,11 +10,10 @@ import contextlib
 import itertools
 import json
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -23,8 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from areal.children import kill_group
 from areal.config import UserError
-from areal.processes import die_with_parent
+from areal.processes import die_with_parent, tied
 
 LINES = 12
 """Of its output that are shown of a process that has died."""
@@ -54,7 +54,7 @@ class CheckProcess:
         self._log = log
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                command,
+                tied(*command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
@@ -63,9 +63,6 @@ class CheckProcess:
                 env=os.environ | dict(environment),
             )
         self._failed = ""
-        self._ended = False
-        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
 
     def ask(self, order: str, deadline: float, **arguments: Any) -> Any:
         """What the method `order` returns. deadline: of time.monotonic. Raises ChildFailed, ChildGone."""
@@ -81,17 +78,15 @@ class CheckProcess:
             raise
 
     def _answer(self, order: str, seconds: float, arguments: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None  # they are pipes
         try:
             self._process.stdin.write(json.dumps({"order": order, "arguments": arguments}) + "\n")
             self._process.stdin.flush()
         except OSError:
             raise ChildFailed(f"its process has died: {self.last_words}") from None
-        try:
-            line = self._answers.get(timeout=seconds)
-        except queue.Empty:
-            raise ChildSlow(f"no answer within {seconds:.0f} s: {self.last_words}") from None
-        if line is None:
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            raise ChildSlow(f"no answer within {seconds:.0f} s: {self.last_words}")
+        if not (line := self._process.stdout.readline()):  # an answer is one line, written at once
             raise ChildFailed(f"its process has died: {self.last_words}")
         answer = json.loads(line)
         if "error" in answer:
@@ -118,17 +113,8 @@ class CheckProcess:
 
     def kill(self) -> None:
         """End the process and all that it has started."""
-        if not self._ended:
-            self._ended = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put(None)
+        kill_group(self._process)
+        self._process.wait()
 
 
 def serve(checks: Any) -> None:

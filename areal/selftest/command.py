@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal.config import Config, UserError, dump_config, load_config
+from areal.config import Config, UserError, dump_config, explain, load_config
 from areal.cpu.op_folder import cache_folder, extensions_folder
 from areal.devices import deal_out, host_memory, visible_devices
 from areal.models import with_folders
@@ -117,13 +117,12 @@ class SelfTest:
         """A folder on the disk of the run's weights: in the nearest folder above them that is there."""
         target = (self._config.weights_folder if self._config else Path("runs")).absolute()
         place = next(folder for folder in (target, *target.parents) if folder.is_dir())
-        try:
+        with explain(
+            OSError,
+            f"Nothing can be written to {place} ({{strerror}}), where the weights of the run would be: set "
+            f"run_dir or weights.folder to a writable folder, or start the self-test in one.",
+        ):
             return tempfile.TemporaryDirectory(prefix=".selftest-", dir=place)
-        except OSError as error:
-            raise UserError(
-                f"Nothing can be written to {place} ({error.strerror}), where the weights of the run would be: set "
-                f"run_dir or weights.folder to a writable folder, or start the self-test in one."
-            ) from None
 
     def _check_models(self) -> None:
         if not self.selects(CHECKS - WAY - {"keys", "port"}):

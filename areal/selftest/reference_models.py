@@ -73,7 +73,8 @@ def _reference(folder: Path) -> Any:
     elif size > HOST_SHARE * host_memory():
         return None
     torch.set_num_threads(os.cpu_count() or 1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    how = {"trust_remote_code": False, "dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **how)
     return model.to(device).eval()
 
 

@@ -10,9 +10,10 @@ import errno
 import fcntl
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.storage.database import try_lock
 from areal.storage.disk import RESERVE_BYTES, free_bytes, mebibytes, refusal, shortage
 
@@ -67,11 +68,9 @@ def claim(folder: Path, resume: bool = False) -> int:
     cannot be made. Only this user may enter the folder, whatever its mode was: it holds the run's keys and completions.
     """
     while True:
-        try:
+        with explain(OSError, f"The run folder {folder} cannot be used ({{strerror}}): {_ELSEWHERE}."):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = _open(folder)
-        except OSError as error:
-            raise UserError(f"The run folder {folder} cannot be used ({error.strerror}): {_ELSEWHERE}.") from None
         if lock is None:
             continue
         if not try_lock(lock, LOCK_ATTEMPTS):
@@ -93,11 +92,10 @@ def _in_progress(folder: Path) -> UserError:
 
 def _open(folder: Path) -> int | None:
     """The file of the claim, open; None if another run has moved the folder aside just now."""
-    try:
+    with suppress(FileNotFoundError):
         folder.chmod(0o700)
         return os.open(folder / ADDRESS, os.O_CREAT | os.O_RDWR, 0o600)
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def announce(lock: int, address: str) -> None:
@@ -129,7 +127,6 @@ def _aside(folder: Path) -> Path:
 
 def _is_same_file(lock: int, path: Path) -> bool:
     """True if the open file is still the one at `path`."""
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock), path.stat())
-    except FileNotFoundError:
-        return False
+    return False

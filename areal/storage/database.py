@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import areal
-from areal.config import UserError
+from areal.config import UserError, explain
 
 Store = TypeVar("Store")
 
@@ -161,10 +161,8 @@ def _lock(path: Path, noun: str) -> int:
 
     Raises UserError if another process holds the lock, or if the lock file cannot be made.
     """
-    try:
+    with explain(OSError, f"{path} cannot be used as a {noun} ({{strerror}})"):
         lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise UserError(f"{path} cannot be used as a {noun} ({error.strerror})") from error
     if not try_lock(lock, LOCK_ATTEMPTS):
         os.close(lock)
         raise UserError(f"{path} is in use by another process: stop that process, or choose another folder for the run")

@@ -23,6 +23,8 @@ from typing import ClassVar, TypeVar
 
 import structlog
 
+from areal.config import UserError
+
 T = TypeVar("T")
 
 RETRY_SECONDS = 1.0
@@ -157,6 +159,15 @@ class Backlog:
 def leaves(path: Path, folder: Path) -> bool:
     """Whether a path in `folder` is, through links, one outside of it."""
     return not path.resolve().is_relative_to(folder.resolve())
+
+
+def within(path: Path, folder: Path) -> Path:
+    """`path`, which is in `folder`. Raises UserError if a link leads out of it."""
+    if leaves(path, folder):
+        raise UserError(
+            f"{path} is a link to {path.resolve()}: remove the link, nothing is read or written through it."
+        )
+    return path
 
 
 def replace(path: Path, text: str, mode: int = 0o666) -> None:

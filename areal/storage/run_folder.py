@@ -1,9 +1,8 @@
 """Reads and writes the run folder.
 
-It has config.yaml, changes.jsonl, fork.json if it is a fork, journal.db, spool.db, metrics.jsonl, evaluations.jsonl,
-events.jsonl, summary.json, report.html, tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/;
-secrets.json if the configuration has secrets; and, while the run goes on, address and keys/ (areal.storage.claim) and
-reserve (areal.storage.disk).
+It has the files of areal.run_files (fork.json if it is a fork, secrets.json if the configuration has secrets),
+tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/, and, while the run goes on, address and keys/
+(areal.storage.claim) and reserve (areal.storage.disk).
 """
 
 from __future__ import annotations

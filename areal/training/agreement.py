@@ -1,4 +1,4 @@
-"""What all ranks do beside training: they agree on the outcome of a task, and write folders together.
+"""What all ranks do beside training: they agree on the outcome of a task, send messages, and write folders together.
 
 Several folders may be written at a time, each in a thread and a process group of its own.
 """
@@ -11,12 +11,15 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgpack
+import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 
 from areal.config import UserError
 from areal.storage.disk import DiskRetry, DiskShortageError, mebibytes, shortage
@@ -61,6 +64,41 @@ def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
     texts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(texts, padded, group=group)
     return [bytes(text[:size].numpy()).decode() for text, size in zip(texts, sizes, strict=True)]
+
+
+class RankMessages:
+    """Messages among all ranks, in host memory. group: of all ranks, by gloo."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def broadcast(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Rank 0's message on all ranks (all ranks; ranks other than 0 pass None).
+
+        The message consists of types that msgpack can encode. The other ranks wait until rank 0 sends one.
+        """
+        packed = msgpack.packb(message) if dist.get_rank() == 0 else b""
+        size = self.send(np.array([len(packed)], dtype=np.int64))
+        return msgpack.unpackb(self.send(np.frombuffer(packed.ljust(int(size[0]), b"\0"), dtype=np.uint8)))
+
+    def send(self, array: np.ndarray) -> np.ndarray:
+        """Rank 0's array on all ranks; the other ranks pass an array of the same shape and type."""
+        if dist.get_world_size() == 1:
+            return array
+        tensor = torch.from_numpy(array.copy())
+        dist.broadcast(tensor, src=0, group=self._group)
+        return tensor.numpy()
+
+    def sum(self, tensor: Tensor, *, counts: bool) -> np.ndarray:
+        """The sum over the ranks' tensors, in host memory, on all ranks (all ranks). counts: whether this rank's does.
+
+        Of ranks that computed a tensor together, one counts.
+        """
+        if not counts:
+            tensor.zero_()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor.numpy()
 
 
 class Contents(Protocol):

@@ -21,15 +21,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 
-from areal.config import Config, TrainerConfig, UserError
+from areal.config import Config, TrainerConfig, UserError, explain
 from areal.cpu import training as cpu
 from areal.models import check_trainable
 from areal.network_interfaces import choose_interface
@@ -37,12 +35,13 @@ from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
 from areal.storage.disk import DiskRetry
 from areal.training.advantages import advantages, gae
-from areal.training.agreement import SILENCE, Writer
-from areal.training.checkpoint import Share, TrainingState
+from areal.training.agreement import SILENCE, RankMessages, Writer
+from areal.training.checkpoint import TrainingState
 from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.model_checks import keeps_apart, only_attention_mixes, what_is_missing
+from areal.training.model_reader import ModelReader
 from areal.training.objectives import (
     Tokens,
     interpolated_proximal,
@@ -64,12 +63,11 @@ from areal.training.optimizer import (
     value_head_group,
 )
 from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
-from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
+from areal.training.shards import Copied, ModelFolder, Published, WeightCopies
 from areal.training.step_metrics import StepResult, Tally
 from areal.training.ulysses import RowPart, SequenceGroup, register
 from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
-from areal.weights.folders import saved_buffers
 from areal.weights.lora import add_adapters
 
 log = structlog.get_logger()
@@ -103,39 +101,8 @@ def control_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=SILENCE)
 
 
-def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
-    """Compute the rotary frequencies again in fp32: under ZeRO 3 a bf16 model is loaded with rounded ones."""
-    if any(buffer.dtype != torch.float32 for buffer in rotary.buffers()):
-        rotary.float()
-        model._init_weights(rotary)
-
-
-def _choose_frequencies(rotary: torch.nn.Module, longest: int | None) -> None:
-    """Have all rows take LongRoPE's frequencies for long sequences if some sequence may be that long, as vLLM does.
-    transformers takes those of the longest sequence of a row for all of the row."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    sizes: Any = rotary.config
-    limit = sizes.rope_parameters["original_max_position_embeddings"]
-    if (longest or getattr(sizes, "original_max_position_embeddings", sizes.max_position_embeddings)) > limit:
-        rotary.original_inv_freq = ROPE_INIT_FUNCTIONS["longrope"](sizes, rotary.inv_freq.device, seq_len=limit + 1)[0]
-
-
-def _disable_noise(part: torch.nn.Module) -> None:
-    """Set a module's dropout and jitter to 0, and have routers choose experts as they do outside training, because
-    pi_theta of a token must be the same number in every pass."""
-    if isinstance(part, torch.nn.Dropout):
-        part.p = 0.0
-    if "Router" in type(part).__name__:  # its jitter may say which experts are near enough
-        part.eval()
-        return
-    for name, value in vars(part).items():  # such as attention_dropout, applied by attention functions
-        if ("drop" in name or "jitter" in name) and isinstance(value, float):
-            setattr(part, name, 0.0)
-
-
-def _import_deepspeed(config: TrainerConfig, cuda: bool) -> Any:
-    """DeepSpeed, after what has to be set for the devices."""
+def _open_deepspeed(config: TrainerConfig, cuda: bool) -> Any:
+    """DeepSpeed with all ranks joined, after what has to be set for the devices (all ranks)."""
     if not cuda:
         cpu.set_environment(config.dtype)
     if not cuda or config.offload != "none":
@@ -147,6 +114,11 @@ def _import_deepspeed(config: TrainerConfig, cuda: bool) -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # DeepSpeed's calls
     # By default cuBLAS adds the parts of a bf16 product in bf16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if not cuda:
+        cpu.build_communication()
+    join_ranks()
+    with redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
     return deepspeed
 
 
@@ -155,11 +127,11 @@ def check_settings(settings: dict[str, Any]) -> None:
     after the model is read, which may take minutes."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    try:
+    with explain(
+        (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError),
+        "DeepSpeed does not take trainer.deepspeed_options: {why}",
+    ):
         DeepSpeedConfig(copy.deepcopy(settings))
-    except (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"DeepSpeed does not take trainer.deepspeed_options: {reason}") from error
 
 
 def _needed_column(batch: FlatBatch, name: str, key: str) -> np.ndarray:
@@ -168,6 +140,10 @@ def _needed_column(batch: FlatBatch, name: str, key: str) -> np.ndarray:
     if len(values) != len(batch.tokens):
         raise ValueError(f"the samples have no {name}, which {key} needs: no scorer has scored them")
     return values
+
+
+def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 class TrainingEngine:
@@ -196,25 +172,20 @@ class TrainingEngine:
         check_trainable(model, config.sequence_parallel)
         cuda = torch.cuda.is_available()
         self.config = config = config.for_device(cuda=cuda)
-        deepspeed = _import_deepspeed(config, cuda)
+        self._zero = _open_deepspeed(config, cuda).zero
         torch.manual_seed(seed)
         self.source = model
         self._keep_values = keep_values
-        self._longest = longest
         self.values: TokenValues | None = None
-        if not cuda:
-            cpu.build_communication()
-        join_ranks()
         self._control = control_group()
-        self._zero = deepspeed.zero
+        self.messages = RankMessages(self._control)
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
         self._objective = rehearse(config)
         self._attention = choose_attention(config.dtype)
+        self._reader = ModelReader(config, self._stage, self._attention, longest)
         self._prefix_tree = config.prefix_tree and self._attention != FLASH  # flash attention takes no mask
         self._one_a_row = False
-        with redirect_stdout(io.StringIO()):
-            deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
         check_settings(settings)
         self._together = SequenceGroup(config.sequence_parallel)
         register(self._attention)
@@ -226,7 +197,9 @@ class TrainingEngine:
         self._operations = Operations(self._module)
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
-        self._share_out_weights()
+        self._weights = WeightCopies(self._module, self._published, self.messages, adapters=config.lora is not None)
+        self._snapshot: dict[str, Tensor] = {}
+        self._offloaded = OffloadedTensors()
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
         self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)
         self.work_done = 0
@@ -235,8 +208,7 @@ class TrainingEngine:
     def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
         config = self.config
-        with self._spread_over_ranks():
-            self._module = self._read_model(self.source, config.dtype)
+        self._module = self._reader.read(self.source)
         head = Head(self._module)
         self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
@@ -244,17 +216,14 @@ class TrainingEngine:
         if config.lora:
             self._module = add_adapters(self._module, config.lora, self.source)
             head.refuse_adapters()
-        self._published = self._trainable()
+        self._published = _trainable(self._module)
         groups = parameter_groups(self._published.values(), config.weight_decay)
         if config.critic:
             self._module.value_head = head.add_critic()
             groups.append(value_head_group(self._module.value_head, config.critic.lr))
-        self._trained = self._trainable()
+        self._trained = _trainable(self._module)
         self._critic = head.critic
         return head, groups
-
-    def _trainable(self) -> dict[str, torch.nn.Parameter]:
-        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
 
     def _start_deepspeed(self, settings: dict[str, Any], groups: list[dict[str, Any]], optimizer_steps: int) -> None:
         import deepspeed
@@ -284,51 +253,6 @@ class TrainingEngine:
             longest=config.generator.max_model_len,
         )
 
-    @contextmanager
-    def _spread_over_ranks(self) -> Iterator[None]:
-        """Under ZeRO 3, models loaded inside this context are partitioned at once, so that no rank holds them whole."""
-        if self._stage < 3:
-            yield
-            return
-        from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-        known_while_it_lives = HfDeepSpeedConfig(deepspeed_config(self.config))
-        try:
-            yield
-        finally:
-            unset_hf_deepspeed_config()
-            del known_while_it_lives
-
-    def _read_model(self, folder: Path, dtype: str) -> torch.nn.Module:
-        with importing():
-            from transformers import AutoModelForCausalLM
-            from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
-        # Where each rank has all weights, not first into host memory, where there would be a whole model for each rank.
-        place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self._stage < 3 else None
-        try:
-            module, found = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=getattr(torch, dtype),
-                attn_implementation=self._attention,
-                device_map=place,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-        except (ImportError, KeyError, OSError, SafetensorError, ValueError) as error:
-            raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
-        # transformers gives them random values.
-        if lacks := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
-            raise UserError(f"The model {folder} has no {lacks[0]} of the shape that its config.json describes.")
-        for part in module.train().modules():
-            _disable_noise(part)
-            if "RotaryEmbedding" in type(part).__name__:
-                _make_frequencies(module, part)
-                if getattr(part, "rope_type", None) == "longrope":
-                    _choose_frequencies(part, self._longest)
-        return module
-
     def _start_reference(self) -> torch.nn.Module | None:
         """The reference model of the KL penalty.
 
@@ -340,8 +264,7 @@ class TrainingEngine:
         adapted = self.config.lora and folder.resolve() == self.source.resolve()
         if not self.config.kl_coef or self.config.reference_scorer or adapted:
             return None
-        with self._spread_over_ranks():
-            module = self._read_model(folder, self.config.dtype).requires_grad_(False).eval()
+        module = self._reader.read(folder).requires_grad_(False).eval()
         head, reference = Head(module), module
         if self._stage < 3:
             module.to(self.device)
@@ -356,19 +279,6 @@ class TrainingEngine:
         self._fit_rows(module, head)
         return reference
 
-    def _share_out_weights(self) -> None:
-        """Decide which rank writes which weights (all ranks)."""
-        written = {**self._published, **self._saved_buffers()}
-        sizes = {name: getattr(tensor, "ds_numel", tensor.numel()) for name, tensor in written.items()}
-        here = {"ranks": ranks_of_this_host()} if self.rank == 0 else None
-        self._writers: int = self.broadcast(here)["ranks"]
-        self._written_by = share_out(sizes, 1 if self.config.lora else self._writers)
-        self._snapshot: dict[str, Tensor] = {}
-        self._offloaded = OffloadedTensors()
-
-    def _saved_buffers(self) -> dict[str, Tensor]:
-        return {} if self.config.lora else saved_buffers(self._module)
-
     def _fit_rows(self, module: torch.nn.Module, head: Head) -> None:
         """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
 
@@ -380,7 +290,7 @@ class TrainingEngine:
         try:
             inputs = row_inputs(empty_row(self.device), self._attention)
             head.measure(module, **inputs, note_window=windows.append)
-            if missing := what_is_missing(module.config.get_text_config(), windows, self._longest):
+            if missing := what_is_missing(module.config.get_text_config(), windows, self._reader.longest):
                 raise UserError(f"{head} cannot be trained: {missing}.")
 
             def forward(row: PackedRow) -> tuple[Tensor, ...]:
@@ -423,31 +333,6 @@ class TrainingEngine:
     def world_size(self) -> int:
         return dist.get_world_size()
 
-    def broadcast(self, message: dict[str, Any] | None) -> dict[str, Any]:
-        """Rank 0's message on all ranks (all ranks; ranks other than 0 pass None).
-
-        The message consists of types that msgpack can encode. The other ranks wait until rank 0 sends one.
-        """
-        packed = msgpack.packb(message) if self.rank == 0 else b""
-        size = self._send(np.array([len(packed)], dtype=np.int64))
-        return msgpack.unpackb(self._send(np.frombuffer(packed.ljust(int(size[0]), b"\0"), dtype=np.uint8)))
-
-    def _send(self, array: np.ndarray) -> np.ndarray:
-        """Rank 0's array on all ranks; the other ranks pass an array of the same shape and type."""
-        if self.world_size == 1:
-            return array
-        tensor = torch.from_numpy(array.copy())
-        dist.broadcast(tensor, src=0, group=self._control)
-        return tensor.numpy()
-
-    def _sum_over_groups(self, tensor: Tensor) -> np.ndarray:
-        """The sum over the sequence groups' tensors, in host memory, on all ranks (all ranks)."""
-        if not self._together.first:
-            tensor.zero_()
-        if self.world_size > 1:
-            dist.all_reduce(tensor, group=self._control)
-        return tensor.numpy()
-
     def _share(self, batch: Sequence[Group] | None) -> FlatBatch:
         """Rank 0's groups as a `FlatBatch` on all ranks."""
         arrays: dict[str, np.ndarray] = {}
@@ -455,10 +340,10 @@ class TrainingEngine:
             flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree)
             arrays = flat.arrays()
         kinds = {name: [array.shape, array.dtype.str] for name, array in arrays.items()}
-        header = self.broadcast(kinds if self.rank == 0 else None)
+        header = self.messages.broadcast(kinds if self.rank == 0 else None)
         return FlatBatch(
             **{
-                name: self._send(arrays[name] if self.rank == 0 else np.empty(shape, dtype))
+                name: self.messages.send(arrays[name] if self.rank == 0 else np.empty(shape, dtype))
                 for name, (shape, dtype) in header.items()
             }
         )
@@ -546,7 +431,7 @@ class TrainingEngine:
         values = torch.zeros(2, len(flat.tokens))
         for row in rows:
             values[:, torch.from_numpy(row.batch_index)] = torch.stack([row.proximal, row.advantages]).float().cpu()
-        return TokenValues(*self._sum_over_groups(values)[:, flat.by_sample()])
+        return TokenValues(*self.messages.sum(values, counts=self._together.first)[:, flat.by_sample()])
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
         """The mean of -log pi over the batch's sampled tokens, in nats; nothing is trained (all ranks)."""
@@ -583,7 +468,7 @@ class TrainingEngine:
                 found[:, torch.from_numpy(row.batch_index)] = torch.stack([logp, *values]).cpu()
                 tally.operations += self._operations.of(row, backward=False) / self._together.size
                 self.work_done += 1
-        return self._sum_over_groups(found)
+        return self.messages.sum(found, counts=self._together.first)
 
     def _look(
         self,
@@ -698,7 +583,7 @@ class TrainingEngine:
         for row in rows:
             cost = self.config.kl_coef * kl(row.behaviour, row.reference, self.config.kl_estimator)
             penalties[torch.from_numpy(row.batch_index)] = cost.double().cpu()
-        return self._sum_over_groups(penalties)
+        return self.messages.sum(penalties, counts=self._together.first)
 
     def _train_minibatch(
         self, rows: list[PackedRow], version: int, temperature: float, tally: Tally, *, first: bool
@@ -742,7 +627,7 @@ class TrainingEngine:
                 self._deepspeed.backward((loss * row.weights).sum() * self.world_size)
             self.work_done += 1
         with tally.clock("optimizer"):
-            self._optimizer_step(tally, moves=bool(self._sum_over_groups(trained.cpu())))
+            self._optimizer_step(tally, moves=bool(self.messages.sum(trained.cpu(), counts=self._together.first)))
 
     def _optimizer_step(self, tally: Tally, *, moves: bool) -> None:
         """Adam's step and that of the schedule, or, if nothing `moves`, only what DeepSpeed clears after it (all
@@ -769,28 +654,17 @@ class TrainingEngine:
         self._copied = self._copy(self._snapshot)
 
     def _copy(self, copies: dict[str, Tensor]) -> Copied:
-        """Copy the weights that this rank writes into those in `copies`, which are created if they are missing.
-
-        Parameters are gathered one after another, all ranks in step. Nothing may be sent or written in between: under
-        ZeRO-3 a rank that is late for a gather makes the others hang. Tied parameters appear once.
-        """
         if self._stage == 3:
             # A pass without a backward one ends with parameters that DeepSpeed has begun to gather for that.
             self._deepspeed.optimizer.empty_partition_cache()
-        for name, parameter in self._published.items():
-            with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                self._keep(copies, name, parameter)
-            self.work_done += 1
-        for name, buffer in self._saved_buffers().items():
-            self._keep(copies, name, buffer)
-        return Copied(self._module, copies, self._writers, self.config.lora is not None)
 
-    def _keep(self, copies: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        if self.rank != self._written_by[name]:
-            return
-        if name not in copies:
-            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name].copy_(tensor.detach())
+        @contextmanager
+        def whole(parameter: torch.nn.Parameter) -> Iterator[None]:
+            with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
+                yield
+            self.work_done += 1
+
+        return self._weights.copy(copies, whole)
 
     def begin_write(self, folder: Path) -> Future[Manifest | None]:
         """Begin to write the last snapshot into `folder`, in the model's dtype, for generators (all ranks).
@@ -815,7 +689,8 @@ class TrainingEngine:
         rank 0's host the weights, divided by the number of its ranks. With the same number of ranks and threads and the
         same ZeRO stage, fp32 training on the CPU that resumes from it gives the same bits as if it had never stopped.
         """
-        return self._begin_save(folder, self._state.copy(run))
+        share, copied = self._state.copy(run), self._copy({})
+        return self._saver.begin(folder, ModelFolder(copied, self.source, self.config.dtype, share))
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint and wait for the disk; returns `folder` (all ranks)."""
@@ -824,12 +699,8 @@ class TrainingEngine:
 
     def export(self, folder: Path) -> Path:
         """Write a model folder as in a checkpoint, but without the training state to resume from (all ranks)."""
-        self._begin_save(folder, None).result()
+        self._saver.begin(folder, ModelFolder(self._copy({}), self.source, self.config.dtype, None)).result()
         return folder
-
-    def _begin_save(self, folder: Path, share: Share | None) -> Future[Manifest | None]:
-        copied = self._copy({})
-        return self._saver.begin(folder, ModelFolder(copied, self.source, self.config.dtype, share))
 
     def load(self, folder: Path, run: str = "") -> None:
         """Resume from a checkpoint of `save`, written with any number of ranks and at any ZeRO stage (all ranks).

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.config import OBJECTIVE_SETTINGS, TrainerConfig, UserError
+from areal.config import OBJECTIVE_SETTINGS, TrainerConfig, UserError, explain
 from areal.plugins import load
 
 LOG_RATIO_BOUND = 20.0
@@ -311,13 +311,12 @@ def rehearse(config: TrainerConfig) -> Objective:
         )
         same = " that all policies find equally likely" if size and not gap else ""
         called = f"The objective {config.objective!r}, called on {size} tokens{same},"
-        try:
+        # The user's own code may raise anything.
+        with explain(
+            Exception,
+            f"{called} raised {{why}}. It takes (areal.training.objectives.Tokens, TrainerConfig).",
+        ):
             out = objective(tokens, config)
-        except Exception as error:  # the user's own code, which may raise anything
-            raise UserError(
-                f"{called} raised {type(error).__name__}: {error}. "
-                f"It takes (areal.training.objectives.Tokens, TrainerConfig)."
-            ) from error
         if flaw := _flaw(out, size) or _flaw_of_values(out.loss, logp):
             raise UserError(f"{called} {flaw}.")
     return objective

@@ -10,7 +10,8 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from areal.storage.records import line_of
 from areal.storage.run_folder import STATE_FILE
+from areal.training.agreement import RankMessages
 from areal.training.checkpoint import FOLDER as STATE
 from areal.training.checkpoint import Share
 from areal.weights.chunks import FileSums, Manifest
-from areal.weights.folders import copy_model_files, sums_of, sync, write_index, write_weights
+from areal.weights.folders import copy_model_files, saved_buffers, sums_of, sync, write_index, write_weights
 from areal.weights.lora import FOLDER as ADAPTER
 from areal.weights.lora import merged_tensors, write_adapter
 
@@ -79,6 +81,53 @@ class Copied:
         file = write_weights(tensors, folder, dist.get_rank(), self.writers)
         sync(file)
         return file
+
+
+class WeightCopies:
+    """Copies weights of a model to host memory, each on the rank that writes it (all ranks).
+
+    parameters: those of `module` that are written. adapters: whether nothing else is.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        messages: RankMessages,
+        *,
+        adapters: bool,
+    ) -> None:
+        self._module = module
+        self._parameters = parameters
+        self._adapters = adapters
+        self._buffers = {} if adapters else saved_buffers(module)
+        sizes = {name: getattr(t, "ds_numel", t.numel()) for name, t in {**parameters, **self._buffers}.items()}
+        here = {"ranks": ranks_of_this_host()} if dist.get_rank() == 0 else None
+        self._writers: int = messages.broadcast(here)["ranks"]
+        self._written_by = share_out(sizes, 1 if adapters else self._writers)
+
+    def copy(
+        self, copies: dict[str, Tensor], whole: Callable[[torch.nn.Parameter], AbstractContextManager[object]]
+    ) -> Copied:
+        """Copy the weights that this rank writes into those in `copies`, which are created if they are missing. whole:
+        has a parameter on each rank.
+
+        Parameters are gathered one after another, all ranks in step. Nothing may be sent or written in between: under
+        ZeRO-3 a rank that is late for a gather makes the others hang. Tied parameters appear once.
+        """
+        for name, parameter in self._parameters.items():
+            with whole(parameter):
+                self._keep(copies, name, parameter)
+        for name, buffer in self._buffers.items():
+            self._keep(copies, name, buffer)
+        return Copied(self._module, copies, self._writers, self._adapters)
+
+    def _keep(self, copies: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        if dist.get_rank() != self._written_by[name]:
+            return
+        if name not in copies:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name].copy_(tensor.detach())
 
 
 @dataclass(frozen=True, slots=True)

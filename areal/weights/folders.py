@@ -147,7 +147,7 @@ def published_shapes(model: Path) -> Shapes:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # the trainer says what transformers has no place for
-    module = AutoModelForCausalLM.from_pretrained(model, device_map="meta")
+    module = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, device_map="meta")
     tensors = dict(module.named_parameters()) | saved_buffers(module)
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, tensors).items()}
 

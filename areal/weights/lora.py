@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from areal.config import LoraConfig, UserError
+from areal.config import LoraConfig, UserError, explain
 from areal.models import shapes_in
 from areal.weights.folders import ADAPTER_CONFIG_FILE, ADAPTER_FILE, write_tensors
 
@@ -43,10 +43,8 @@ def add_adapters(module: torch.nn.Module, config: LoraConfig, folder: Path | Non
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=config.target_modules, task_type="CAUSAL_LM"
     )
-    try:
+    with explain(ValueError, "trainer.lora.target_modules does not fit the model: {why}"):
         adapted = peft.get_peft_model(module, settings, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise UserError(f"trainer.lora.target_modules does not fit the model: {error}") from error
     stored = {name for file in folder.glob("*.safetensors") for name in shapes_in(file)} if folder else None
     for name, layer in adapted.named_modules():
         if isinstance(layer, BaseTunerLayer):

@@ -13,7 +13,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -22,7 +21,8 @@ from typing import IO, Annotated, Any
 
 from pydantic import Field
 
-from areal.config import UserError
+from areal.children import kill_group
+from areal.config import UserError, explain
 from areal.data.rows import Row
 from areal.plugins import load
 from areal.processes import plain_environment, tied
@@ -64,11 +64,9 @@ async def agent(
     Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
     """
     async with session.endpoint() as api:
-        reward_key = api.reward_key if agent_reward else ""
-        environment = plain_environment(pass_env)
-        work = asyncio.create_task(
-            _call(agent, api, row, reward_key) if agent else _execute(command or "", environment, api, row, reward_key)
-        )
+        arguments = api, row, api.reward_key if agent_reward else ""
+        called = _call(agent, *arguments) if agent else _execute(command or "", plain_environment(pass_env), *arguments)
+        work = asyncio.create_task(called)
         try:
             ends: set[asyncio.Future[Any]] = {work, api.chat.failure}
             await asyncio.wait(ends, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -128,13 +126,12 @@ def _check_function(name: str, agent: Any) -> None:
             f"make it an `async def`, or start it as a program with {_WHERE}.command."
         )
     signature = inspect.signature(agent)
-    try:
+    with explain(
+        TypeError,
+        f"The agent {name!r}: {{why}}: it is called with base_url, api_key and row, and with reward_key if it has "
+        f"a parameter of that name.",
+    ):
         signature.bind("", "", {}, **{"reward_key": ""} if "reward_key" in signature.parameters else {})
-    except TypeError as error:
-        raise UserError(
-            f"The agent {name!r}: {error}: it is called with base_url, api_key and row, and with reward_key if it has "
-            f"a parameter of that name."
-        ) from None
 
 
 def _check_range(reward_range: Range | None, agent_reward: bool) -> None:
@@ -148,10 +145,8 @@ def _check_range(reward_range: Range | None, agent_reward: bool) -> None:
 
 
 def _program(command: str) -> str:
-    try:
+    with explain(ValueError, f"{_WHERE}.command is {command!r}, which is no command line: {{why}}."):
         return (shlex.split(command) or [""])[0]
-    except ValueError as error:
-        raise UserError(f"{_WHERE}.command is {command!r}, which is no command line: {error}.") from None
 
 
 async def _call(function: str, api: Access, row: Row, reward_key: str) -> float | None:
@@ -177,13 +172,13 @@ async def _execute(command: str, environment: dict[str, str], api: Access, row: 
             start_new_session=True,
         )
         assert process.stdin is not None  # it is a pipe, which what the program starts inherits empty
-        process.stdin.write(json.dumps(row.fields).encode() + b"\n")
-        process.stdin.close()
+        if not process.stdin.is_closing():  # the program may have ended
+            process.stdin.write(json.dumps(row.fields).encode() + b"\n")
+            process.stdin.close()
         try:
             code = await process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
             await process.wait()
         if code:
             raise AgentFailed(f"the agent ended with exit code {code}: {_end_of(errors, ERROR_BYTES)}")

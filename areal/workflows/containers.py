@@ -7,18 +7,16 @@ into which the container program copies one folder.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-import os
 import re
 import shutil
-import signal
 import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from areal.config import UserError
+from areal.children import finish
+from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
 from areal.processes import tied
 
@@ -74,10 +72,10 @@ class Container:
         if not shutil.which(self._program):
             raise UserError(f"{named} needs {self._program}, which is not installed here: install it.")
         look = [self._program, "image", "inspect", self._image]
-        try:
+        with explain(
+            subprocess.TimeoutExpired, f"{named}: {self._program} does not answer within {self._timeout:g} s."
+        ):
             looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{named}: {self._program} does not answer within {self._timeout:g} s.") from None
         if looked.returncode:
             reason = looked.stderr.strip().rpartition("\n")[2]
             raise UserError(
@@ -94,12 +92,12 @@ class Container:
             stderr=subprocess.PIPE,
         )
         assert self._container.stdout is not None and self._container.stderr is not None  # they are pipes
-        try:
+        with explain(
+            TimeoutError, f"{self._image} did not start within timeout_seconds ({self._timeout:g} s)", TimeoutError
+        ):
             async with asyncio.timeout(self._timeout):
                 started = await self._container.stdout.readline()
                 reason = b"" if started else await self._container.stderr.read()
-        except TimeoutError:
-            raise TimeoutError(f"{self._image} did not start within timeout_seconds ({self._timeout:g} s)") from None
         if not started:
             raise RuntimeError(
                 f"{self._program} does not start {self._image}: {reason.decode(errors='replace').strip()}"
@@ -130,13 +128,13 @@ class Container:
         try:
             await judge.reset(self._row)
             # A folder that changes while it is copied might write through its own links.
-            if await _status_of(self._program, "pause", self._name) != 0:
+            if not await self._ends("pause", self._name):
                 raise RuntimeError(f"{self._program} cannot pause the container of {self._image}")
             source, target = f"{self._name}:{folder}", f"{judge._name}:{folder.parent}"
             copies = ["sh", "-c", _COPIES, "sh", self._program, source, target]
             ready = (await judge._run(_EMPTIES, str(folder)))[0] == "0"
-            ready = ready and await _status_of(*copies, seconds=self._timeout) == 0
-            await _status_of(self._program, "rm", "--force", self._name)
+            ready = ready and (await finish(*copies, seconds=self._timeout))[0] == 0
+            await self._ends("rm", "--force", self._name)
             return ready and await judge._passes()
         finally:
             await judge.close()
@@ -152,7 +150,7 @@ class Container:
                 await self._container.wait()
         except TimeoutError:
             self._container.kill()
-            await _status_of(self._program, "rm", "--force", self._name)
+            await self._ends("rm", "--force", self._name)
 
     async def _written(self, files: Mapping[str, str | None]) -> bool:
         """Whether all files could be written. Tables of rows have None for the files of other rows."""
@@ -161,46 +159,20 @@ class Container:
 
     async def _run(self, code: str, *arguments: str, stdin: bytes = b"") -> tuple[str, str]:
         """The exit status of shell code, or that it was killed, and what it printed, cut. Raises RuntimeError."""
-        process = await asyncio.create_subprocess_exec(
-            self._program, "exec", "--interactive", self._name, "sh", "-c", code, "sh", *arguments,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None  # they are pipes
-        printed, status = bytearray(), f"killed after {self._timeout:g} s"
-        try:
-            async with asyncio.timeout(self._timeout):
-                process.stdin.write(stdin)
-                process.stdin.close()
-                while part := await process.stdout.read(65536):
-                    printed += part[: 4 * self._max_output - len(printed)]
-                status = str(await process.wait())
-        except TimeoutError:
-            # All but its first process, which the kernel spares.
-            await _status_of(self._program, "exec", self._name, "sh", "-c", "kill -9 -1")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        inside = self._program, "exec", "--interactive", self._name, "sh", "-c", code, "sh", *arguments
+        status, printed = await finish(*inside, stdin=stdin, seconds=self._timeout, most_bytes=4 * self._max_output)
+        if status is None:  # end all but the container's first process, which the kernel spares
+            await self._ends("exec", self._name, "sh", "-c", "kill -9 -1")
         if self._container is None or self._container.returncode is not None:
             raise RuntimeError(f"the container of {self._image} has ended")
         text = printed.decode(errors="replace").strip()
-        return status, text if len(text) <= self._max_output else f"{text[: self._max_output]}\n[more]"
+        ending = f"killed after {self._timeout:g} s" if status is None else str(status)
+        return ending, text if len(text) <= self._max_output else f"{text[: self._max_output]}\n[more]"
+
+    async def _ends(self, *command: str) -> bool:
+        """Whether a command of the container program succeeds, within END_SECONDS."""
+        return (await finish(self._program, *command, seconds=END_SECONDS))[0] == 0
 
 
 def _new_name() -> str:
     return f"areal-{uuid.uuid4().hex}"
-
-
-async def _status_of(*command: str, seconds: float = END_SECONDS) -> int | None:
-    """The exit status of a command, or None if it takes longer: it is killed then."""
-    silent = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=silent, stdout=silent, stderr=silent, start_new_session=True
-    )
-    try:
-        async with asyncio.timeout(seconds):
-            return await process.wait()
-    except TimeoutError:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 from areal import plugins
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
 from areal.workflows.containers import Container
 from areal.workflows.gymnasium_environments import GymnasiumEnvironment
@@ -84,10 +84,8 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
             f"{', '.join(f'{prefix}:NAME' for prefix in OUTSIDE)}, or write package.module:Class."
         )
     make: Any = functools.partial(OUTSIDE[prefix], outside_name) if prefix in OUTSIDE else _load_class(name)
-    try:
+    with explain(TypeError, f"The environment {name!r} does not take these environment_options: {{why}}."):
         inspect.signature(make).bind(**options)
-    except TypeError as error:
-        raise UserError(f"The environment {name!r} does not take these environment_options: {error}.") from None
     return functools.partial(make, **options)
 
 

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel
 
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.processes import plain_environment, tied
 
 # What each start of a server and each call of a tool may take, unless the user sets it.
@@ -74,10 +74,9 @@ class Tools:
 
         if name not in self._owners:
             return f"Error: there is no tool {name}"
-        try:
+        fields = None
+        with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(arguments)
-        except (ValueError, RecursionError):
-            fields = None
         if not isinstance(fields, dict):
             return f"Error: the arguments of {name} are no JSON object"
         server, client = self._owners[name]
@@ -113,10 +112,8 @@ def rehearse(options: Mapping[str, Any]) -> None:
         async with opened(servers, options.get("timeout_seconds", TIMEOUT_SECONDS)):
             pass
 
-    try:
+    with explain(ServerFailed, "rollout_manager.workflow_options.servers: {why}."):
         asyncio.run(once())
-    except ServerFailed as error:
-        raise UserError(f"rollout_manager.workflow_options.servers: {error}.") from None
 
 
 @contextlib.asynccontextmanager

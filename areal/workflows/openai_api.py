@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
-from areal.config import SamplingConfig
+from areal.config import SamplingConfig, explain
 from areal.sampled import Generation, Tokens
 from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text
 from areal.workflows.parsers import Parsed, Parsers, cut
@@ -240,10 +240,8 @@ class ChatSession:
         """Raises ApiError if vLLM's parsers do not take these tools. The first call imports vLLM."""
         if not self._parsers.reads(tools):
             return
-        try:
+        with explain(ValueError, "{why}", ApiError):
             await asyncio.get_running_loop().run_in_executor(_PARSING, self._parsers.check, tools)
-        except ValueError as error:
-            raise ApiError(str(error)) from None
 
     async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> Parsed:
         if not self._parsers.reads(request.offered):
@@ -437,12 +435,14 @@ def _text(content: Any) -> str:
 
 
 def _tool_call(raw: Any) -> Json:
-    try:
+    with explain(
+        (KeyError, TypeError, ValueError, RecursionError),
+        "a tool call in the messages lacks its id, function.name or function.arguments",
+        ApiError,
+    ):
         function = raw["function"]
         called = {"name": function["name"], "arguments": json.loads(function["arguments"])}
         return {"id": raw["id"], "type": "function", "function": called}
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise ApiError("a tool call in the messages lacks its id, function.name or function.arguments") from None
 
 
 def _shown(read: Parsed) -> Json:

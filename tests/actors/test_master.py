@@ -20,9 +20,11 @@ from helpers import dealer, fill_disk, keys_folder, mounted_small_disk, network
 from pydantic import ValidationError
 
 from actors import master as master_module
+from actors.generator import Generator
 from actors.master import EVENTS_OF_ONE_MASTER, Master
 from actors.mastering import members as members_module
 from actors.mastering.members import next_event
+from actors.runtime.membership import Membership
 from areal.__main__ import main as areal_tool
 from areal.config import Config
 from areal.data.history import History
@@ -58,7 +60,9 @@ from protocols.messages import (
     BenchmarkScores,
     CheckpointSaved,
     CommitStep,
+    ConnectionLost,
     DiskShortage,
+    Done,
     Engagement,
     EvaluationAbandoned,
     EvaluationDone,
@@ -87,6 +91,7 @@ from protocols.security import Keys, make_keys
 from protocols.transport import Bus, Publisher
 
 SECONDS = 60.0
+UNUSED = "tcp://127.0.0.1:1"
 METRICS = {
     "trainer_wait_seconds": 0.0,
     "publish_wait_seconds": 0.0,
@@ -420,6 +425,31 @@ async def test_groups_of_a_manager_that_leaves_are_admitted_again(config):
         assert again == left
 
 
+@pytest.mark.parametrize("lives", ["listens", "beats", "neither"])
+async def test_an_actor_that_another_cannot_reach_is_removed_before_its_lease_ends_if_it_neither_listens_nor_beats(
+    config, monkeypatch, lives
+):
+    monkeypatch.setattr(master_module, "SILENT_SECONDS", 0.5)
+
+    async def refuse(request):
+        raise RefusedError("this generator does not answer 'ask_status'")
+
+    async with master_of(without_evaluation(config)), callers(config, "rollout_manager") as (manager,):
+        generator = Caller("generator", config.master.address)
+        address = generator.bus.serve("tcp://127.0.0.1:*", refuse, print) if lives == "listens" else UNUSED
+        lost = (await generator.join(listens=address)).identity
+        asking = asyncio.create_task(manager.ask(ConnectionLost(identity=lost)))
+        while lives == "beats" and not asking.done():
+            await generator.beat()
+        assert isinstance(await asking, Done)
+        members = {member["identity"] for member in (await manager.ask(AskStatus())).values["members"]}
+        assert (lost in members) == (lives != "neither")
+        if lives == "neither":
+            with pytest.raises(FencedError, match="nobody listens at tcp://127.0.0.1:1"):
+                await generator.beat()
+        await generator.bus.close()
+
+
 async def test_an_actor_that_fell_silent_is_removed_and_then_refused(config):
     config = without_evaluation(config)
     config = config.model_copy(update={"master": config.master.model_copy(update={"lease_seconds": 0.5})})
@@ -447,6 +477,35 @@ async def test_who_joins_in_the_place_of_another_replaces_it(config):
         with pytest.raises(RefusedError, match="not a member"):
             await old.beat()
         await new.bus.close()
+
+
+async def seed_of_start(config, index: int) -> int:
+    """The seed that a generator which joins gives its engine. The engine does not start."""
+    seeds = []
+
+    async def start_engine(*_, seed: int, **__):
+        seeds.append(seed)
+        raise ConnectionError
+
+    bus = Bus("generator/?#g", network())
+    generator = Membership(Generator, bus, config.master.address, index, own_process=False, start_engine=start_engine)
+    with pytest.raises(ConnectionError):
+        await generator.run()
+    return seeds[0]
+
+
+async def test_an_engine_that_is_started_again_does_not_draw_the_random_numbers_again_that_it_began_with(config):
+    async with master_of(config):
+        seeds = [await seed_of_start(config, index) for index in (0, 1, 0, 0)]
+    async with master_of(config):  # of the same run
+        seeds += [await seed_of_start(config, index) for index in (0, 1)]
+    fresh = [config.model_copy(update={"run_dir": config.run_dir / f"seed-{seed}", "seed": seed}) for seed in (0, 1)]
+    async with master_of(fresh[0]):
+        assert await seed_of_start(fresh[0], 0) == seeds[0]  # the same run begins alike
+    async with master_of(fresh[1]):
+        seeds.append(await seed_of_start(fresh[1], 0))
+    assert len(set(seeds)) == 7
+    assert all(0 <= seed < 2**32 for seed in seeds)
 
 
 # --- whose request it is

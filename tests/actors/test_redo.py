@@ -163,12 +163,12 @@ async def test_a_trainer_that_is_killed_learns_from_the_samples_that_it_was_fed_
     trained = [
         sample for _, groups in batches(killed / "rollouts") for group in groups for sample in group.trajectories
     ]
-    given = [Trajectory.of_frame(sample.frame.data) for message in fed for sample in message.samples]
-    assert len(trained) == len(given) == 2 * 2 * STEPS
-    for one, other in zip(trained, given, strict=True):  # each once, in their order
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert one.reward == other.reward
+    inputs = [Trajectory.of_frame(sample.frame.data) for message in fed for sample in message.samples]
+    assert len(trained) == len(inputs) == 2 * 2 * STEPS
+    for first, second in zip(trained, inputs, strict=True):  # each once, in their order
+        np.testing.assert_array_equal(first.tokens, second.tokens)
+        np.testing.assert_array_equal(first.logprobs, second.logprobs)
+        assert first.reward == second.reward
     # The last checkpoint then is that of step 2. It is damaged, so all steps since the model were redone.
     assert main(["replay", str(killed)]) == 0
 
@@ -232,13 +232,13 @@ async def test_a_trainer_that_is_told_to_leave_saves_its_last_step_and_the_next_
 
 @pytest.mark.slow
 async def test_a_trainer_learns_the_same_on_two_nodes(config, run, another_free_port):
-    one = load_file(await train(config, run, "one"))
+    first = load_file(await train(config, run, "one"))
     two = load_file(await train(config, run, "two", rendezvous=another_free_port))
-    before = load_file(Path(config.model, "model.safetensors"))
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-6)  # fp32, on weights that move by 1e-4
-    assert any((one[name] - before[name]).abs().max() > 1e-5 for name in one)
+    weights_before = load_file(Path(config.model, "model.safetensors"))
+    assert first.keys() == two.keys()
+    for name in first:
+        torch.testing.assert_close(two[name], first[name], rtol=0, atol=1e-6)  # fp32, on weights that move by 1e-4
+    assert any((first[name] - weights_before[name]).abs().max() > 1e-5 for name in first)
 
 
 OBJECTIVE = """

@@ -221,7 +221,7 @@ def test_a_start_version_is_known_once_all_that_may_count_have_begun():
 
 @pytest.mark.parametrize("again", [BusyError, FencedError, DeadlineError])
 def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_now_comes_again(again, monkeypatch):
-    monkeypatch.setattr("actors.rollout_manager.RETRY_SECONDS", 0)
+    monkeypatch.setattr("protocols.transport.AGAIN_SECONDS", 0)
     answers = [again("not now"), RefusedError("a token is outside the model's vocabulary")]
     trainer = Member(identity="trainer/0#a", role="trainer", index=0, address="", state="healthy")
 

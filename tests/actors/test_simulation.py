@@ -78,9 +78,9 @@ def test_the_same_set_up_gives_the_same_run_and_another_seed_another() -> None:
 
 
 def test_lengths_do_not_depend_on_who_asks_first() -> None:
-    one, other = Lengths(SMALL), Lengths(SMALL)
-    asked = [one.next(prompt) for prompt in (1, 1, 2)]
-    assert [other.next(prompt) for prompt in (2, 1, 1)] == [asked[2], asked[0], asked[1]]
+    first, second = Lengths(SMALL), Lengths(SMALL)
+    requests = [first.next(prompt) for prompt in (1, 1, 2)]
+    assert [second.next(prompt) for prompt in (2, 1, 1)] == [requests[2], requests[0], requests[1]]
 
 
 def test_lengths_are_cut_at_the_limit() -> None:

@@ -49,6 +49,6 @@ def test_an_evaluation_in_which_nothing_was_scored_has_no_accuracy():
 def test_the_standard_error_counts_rows_and_not_samples():
     rows = [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
     assert scorecard(rows, samples=2, pass_score=1.0).standard_error == pytest.approx(0.2394, abs=1e-4)
-    more = [row * 8 for row in rows]  # samples that are all alike tell nothing new
-    assert scorecard(more, samples=16, pass_score=1.0).standard_error == pytest.approx(0.2394, abs=1e-4)
+    extra = [row * 8 for row in rows]  # samples that are all alike tell nothing new
+    assert scorecard(extra, samples=16, pass_score=1.0).standard_error == pytest.approx(0.2394, abs=1e-4)
     assert scorecard([[1.0, 0.0]], samples=2, pass_score=1.0).standard_error is None

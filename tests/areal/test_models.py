@@ -73,19 +73,19 @@ def find(hub, cache, name):
 
 
 def test_a_model_of_the_hub_is_downloaded_and_the_progress_told(hub, tmp_path):
-    found = find(hub, tmp_path, "me/mine")
-    assert found.returncode == 0, found.stderr
-    told = [line for line in found.stdout.splitlines() if line.startswith("it ")]
-    assert told[0] == "it downloads me/mine"
-    assert told[-1] == "it downloads me/mine: 0.03 of 0.03 GB"
-    (folder,) = set(found.stdout.splitlines()) - set(told)
+    process = find(hub, tmp_path, "me/mine")
+    assert process.returncode == 0, process.stderr
+    message = [line for line in process.stdout.splitlines() if line.startswith("it ")]
+    assert message[0] == "it downloads me/mine"
+    assert message[-1] == "it downloads me/mine: 0.03 of 0.03 GB"
+    (folder,) = set(process.stdout.splitlines()) - set(message)
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "tokenizer_config.json"]
-    assert "%" not in found.stderr  # no bar is drawn
+    assert "%" not in process.stderr  # no bar is drawn
 
 
 def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
-    found = find(hub, tmp_path, "me/yours")
-    assert "The model me/yours (model) is not a folder here, and it could not be downloaded (" in found.stderr
+    process = find(hub, tmp_path, "me/yours")
+    assert "The model me/yours (model) is not a folder here, and it could not be downloaded (" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_a_damaged_model_is_told(tmp_path, tiny_model):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json cannot be read .*copy it again"):
         context_of(tmp_path)
-    whole = (tiny_model / "model.safetensors").read_bytes()
-    for content in b"\xff" * 99, whole[:100], whole[:-1]:
+    complete = (tiny_model / "model.safetensors").read_bytes()
+    for content in b"\xff" * 99, complete[:100], complete[:-1]:
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(UserError, match=r"model.safetensors is damaged or incomplete: copy or download it again"):
             weight_sizes(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(whole)
+    (tmp_path / "model.safetensors").write_bytes(complete)
     assert weight_sizes(tmp_path) == weight_sizes(tiny_model)
 
 

@@ -37,7 +37,7 @@ def files_in(folder) -> dict[str, tuple[int, bytes]]:
 
 
 def test_what_a_run_has_written_is_read_and_nothing_is_changed(folder):
-    before, record = files_in(folder), Record(folder)
+    files_before, record = files_in(folder), Record(folder)
     assert (record.steps, record.trained, record.times) == ([1, 2], 2, [10.0, 20.0])
     assert record.series("loss") == [0.5, 1.0] and record.evaluations == record.origins == []
     assert record.settings == {"name": "demo", "model": "quickstart", "steps": 9}
@@ -47,7 +47,7 @@ def test_what_a_run_has_written_is_read_and_nothing_is_changed(folder):
     assert record.groups_by_step() == {1: 2, 2: 2, 3: 2} and [step for step, _ in record.batches(2)] == [2, 3]
     assert len({row["group"] for row in record.rows(["group"])}) == 7
     assert record.ending is None and record.summary == {}
-    assert files_in(folder) == before
+    assert files_in(folder) == files_before
 
 
 def test_steps_are_taken_in_when_that_is_asked_for_and_without_what_is_not_needed(folder):

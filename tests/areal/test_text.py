@@ -29,8 +29,8 @@ PIECES = st.lists(
 
 @given(PIECES)
 def test_a_call_is_found_as_its_definition_says(text):
-    found = PYTHON.search(text)
-    assert python_call(text) == (found and (found[1] or found[2] or ""))
+    match = PYTHON.search(text)
+    assert python_call(text) == (match and (match[1] or match[2] or ""))
 
 
 READERS = {

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from scripted_policy import byte_tokenizer
+from tiny_training import settings
 
 from areal.config import RowsConfig, UserError, load_config
+from areal.desk.plan import read_modules
 from areal.sampled import Generation
 from areal.tokens import load_tokenizer
+from areal.training.engine import TrainingEngine
+from areal.weights.folders import published_shapes
 from areal.workflows.conversation import Conversation, begin, user
 
 THINKS = (
@@ -30,6 +36,44 @@ def model(tmp_path):
         return str(tmp_path / "model")
 
     return save
+
+
+CODE = "open({mark!r}, 'w')\nfrom transformers import *\nclass Mine(PreTrainedTokenizer): pass\n"
+
+
+@pytest.fixture
+def with_code(tmp_path, monkeypatch):
+    """The folder of a model that comes with Python code, which leaves a mark where it runs. Nobody may be asked."""
+    (folder := tmp_path / "hostile").mkdir()
+    (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
+    auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": [None, "code.Mine"]}
+    config = {"model_type": "hostile", "architectures": ["Model"], "auto_map": auto}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Mine", "auto_map": auto}))
+    (folder / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
+    yield folder
+    assert not (tmp_path / "mark").exists()
+
+
+NEVER = "it needs Python code of its own, which is never run"
+
+
+@pytest.mark.parametrize("reads", ["tokenizer", "plan", "shapes", "trainer"])
+def test_code_that_comes_with_a_model_never_runs_and_nobody_is_asked(with_code, reads):
+    match reads:
+        case "tokenizer":
+            with pytest.raises(UserError, match=NEVER):
+                load_tokenizer(str(with_code))
+        case "plan":
+            with pytest.raises(UserError, match=NEVER):
+                read_modules(str(with_code))
+        case "shapes":
+            with pytest.raises(ValueError, match="custom code"):
+                published_shapes(with_code)
+        case "trainer":
+            with pytest.raises(UserError, match=NEVER):
+                TrainingEngine(with_code, settings(), seed=0)
 
 
 def data(**settings) -> RowsConfig:

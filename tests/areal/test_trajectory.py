@@ -43,12 +43,12 @@ def test_what_cannot_be_learned_from_is_no_sample(change, said):
 
 def test_each_branch_is_a_sequence_and_each_sampled_token_is_in_one_of_them():
     sequences = list(BRANCHED.sequences())
-    assert [one.tokens.tolist() for one in sequences] == [[0, 1, 2, 3], [0, 1, 2, 7, 8], [9, 5]]
-    assert [one.versions.tolist() for one in sequences] == [[-1, -1, 4, 4], [-1, -1, -1, -1, 5], [-1, 3]]
-    assert [one.logprobs.tolist() for one in sequences] == [[0, 0, -2, -3], [0, 0, 0, 0, -8], [0, -5]]
-    assert [one.returns.tolist() for one in sequences] == [[0, 1, 2, 3], [0, 1, 2, 4, 5], [6, 7]]
+    assert [item.tokens.tolist() for item in sequences] == [[0, 1, 2, 3], [0, 1, 2, 7, 8], [9, 5]]
+    assert [item.versions.tolist() for item in sequences] == [[-1, -1, 4, 4], [-1, -1, -1, -1, 5], [-1, 3]]
+    assert [item.logprobs.tolist() for item in sequences] == [[0, 0, -2, -3], [0, 0, 0, 0, -8], [0, -5]]
+    assert [item.returns.tolist() for item in sequences] == [[0, 1, 2, 3], [0, 1, 2, 4, 5], [6, 7]]
     assert BRANCHED.start_version == 3
-    assert [one.tokens.tolist() for one in SAMPLE.sequences()] == [[0, 1, 2]]
+    assert [item.tokens.tolist() for item in SAMPLE.sequences()] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(

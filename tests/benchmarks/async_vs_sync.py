@@ -78,8 +78,8 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, model: Path, folder: Path, console: Console) -> None:
         self._options, self._model, self._folder, self._console = options, model, folder, console
         self._setting = {"steps": options.steps, "trial_steps": options.trial_steps, "eval_size": options.eval_size}
-        others = [{"exponent": exponent, "samples": samples} for exponent in EXPONENTS for samples in BATCHES]
-        self.cells = [HEADLINE] + [cell for cell in others if cell != HEADLINE and not options.headline]
+        remainder = [{"exponent": exponent, "samples": samples} for exponent in EXPONENTS for samples in BATCHES]
+        self.cells = [HEADLINE] + [cell for cell in remainder if cell != HEADLINE and not options.headline]
         self._runs = kept_runs(options.json, self._setting)
 
     def best_setting(self, cell: dict[str, Any], mode: str) -> tuple[str, str]:
@@ -99,11 +99,11 @@ class Benchmark:
     ) -> dict[str, Any]:
         """The numbers of one run; seed None: a short one, to find settings."""
         key = cell | {"mode": mode, "generation": generation, "training": training, "seed": seed}
-        for known in self._runs:
-            if key.items() <= known.items():
-                return known
+        for known_values in self._runs:
+            if key.items() <= known_values.items():
+                return known_values
         trial = seed is None
-        done = run(
+        outcome = run(
             self._model,
             self._folder,
             mode,
@@ -120,16 +120,16 @@ class Benchmark:
                 *TRAINING[training],
             ],
         )
-        found = key | {
-            "samples_per_second": done.samples_per_second,
-            "accuracy": done.summary["accuracy_after"],
-            "trainer_waits": done.total("trainer_wait_seconds") / done.total("step_seconds"),
-            "tokens_mean": done.mean("completion_tokens_mean"),
-            "tokens_max": max(step["completion_tokens_max"] for step in done.steps),
-            "staleness_mean": done.mean("staleness_mean"),
+        results = key | {
+            "samples_per_second": outcome.samples_per_second,
+            "accuracy": outcome.summary["accuracy_after"],
+            "trainer_waits": outcome.total("trainer_wait_seconds") / outcome.total("step_seconds"),
+            "tokens_mean": outcome.mean("completion_tokens_mean"),
+            "tokens_max": max(step["completion_tokens_max"] for step in outcome.steps),
+            "staleness_mean": outcome.mean("staleness_mean"),
         }
-        self._keep(found)
-        return found
+        self._keep(results)
+        return results
 
     def _keep(self, found: dict[str, Any]) -> None:
         self._runs.append(found)
@@ -144,16 +144,16 @@ class Benchmark:
 
     def _row(self, cell: dict[str, Any]) -> dict[str, Any] | None:
         """Medians over the pairs that are complete."""
-        own = [r for r in self._runs if cell.items() <= r.items() and r["seed"] is not None]
-        by_mode = {mode: {r["seed"]: r for r in own if r["mode"] == mode} for mode in MODES}
+        item = [r for r in self._runs if cell.items() <= r.items() and r["seed"] is not None]
+        by_mode = {mode: {r["seed"]: r for r in item if r["mode"] == mode} for mode in MODES}
         seeds = sorted(by_mode["sync"].keys() & by_mode["async"].keys())
         if not seeds:
             return None
         sync, concurrent = ([by_mode[mode][seed] for seed in seeds] for mode in ("sync", "async"))
         faster_by, spread = ratio(*([r["samples_per_second"] for r in runs] for runs in (concurrent, sync)))
-        both = sync + concurrent
+        pair = sync + concurrent
         return cell | {
-            "tail": max(r["tokens_max"] for r in both) / statistics.fmean(r["tokens_mean"] for r in both),
+            "tail": max(r["tokens_max"] for r in pair) / statistics.fmean(r["tokens_mean"] for r in pair),
             "sync_setting": f"{sync[0]['generation']} / {sync[0]['training']}",
             "async_setting": f"{concurrent[0]['generation']} / {concurrent[0]['training']}",
             "sync": statistics.median(r["samples_per_second"] for r in sync),

@@ -70,7 +70,7 @@ def main() -> None:
     show(
         ", ".join(f"{value}" for value in machine().values()),
         ["", "ratio", "least", "greatest", "goal"],
-        [row(found, *ratio) for name, found in results.items() for ratio in RATIOS[name]],
+        [row(figures, *ratio) for name, figures in results.items() for ratio in RATIOS[name]],
         [f"{name} failed: its output is above." for name in failed],
     )
     sys.exit(bool(failed))

@@ -200,10 +200,10 @@ def _serve_pyzmq(ready: Connection) -> None:
         pack = msgpack.Packer().pack
         while True:
             route, id, body = await socket.recv_multipart()
-            asked = msgpack.unpackb(body)
-            if "parts" not in asked:
+            request = msgpack.unpackb(body)
+            if "parts" not in request:
                 await socket.send_multipart([route, id, pack(ANSWER)])
-            for _ in range(asked.get("parts", 0)):
+            for _ in range(request.get("parts", 0)):
                 await socket.send_multipart([route, id, pack({"dtype": "uint8"}), MEBIBYTE], copy=False)
 
     asyncio.run(main())
@@ -324,27 +324,30 @@ async def measure(rounds: int, share: float) -> dict[str, dict[str, list[float]]
             for measure, (how, count) in MEASURES.items():
                 for contestant in contestants:
                     rates[measure][contestant.name].append(await how(contestant, int(count * share)))
-    return {measure: {name: found[1:] for name, found in by.items()} for measure, by in rates.items()}
+    return {measure: {name: results[1:] for name, results in by.items()} for measure, by in rates.items()}
 
 
 def compare(options: argparse.Namespace) -> None:
     rates = asyncio.run(measure(options.rounds, 1 / 32 if options.quick else 1.0))
-    others = [name for name in rates[SMALL[0]] if name != Ours.name]
-    ratios = {other: {measure: ratio(by[Ours.name], by[other]) for measure, by in rates.items()} for other in others}
-    small = {other: min(by[measure] for measure in SMALL) for other, by in ratios.items()}
+    remainder = [name for name in rates[SMALL[0]] if name != Ours.name]
+    ratios = {
+        neighbour: {measure: ratio(by[Ours.name], by[neighbour]) for measure, by in rates.items()}
+        for neighbour in remainder
+    }
+    small = {neighbour: min(by[measure] for measure in SMALL) for neighbour, by in ratios.items()}
     results = {"ratio": small[Pyzmq.name][0], "spread": small[Pyzmq.name][1]}
     if ray:
         results |= {"ratio_ray": small[RayActor.name][0], "spread_ray": small[RayActor.name][1]}
     results["rows"] = [
-        {"of": measure, "rates": {name: median(found) for name, found in by.items()}}
-        | {"ratios": {other: ratios[other][measure] for other in ratios}}
+        {"of": measure, "rates": {name: median(figures) for name, figures in by.items()}}
+        | {"ratios": {neighbour: ratios[neighbour][measure] for neighbour in ratios}}
         for measure, by in rates.items()
     ]
     show(
         f"{options.rounds} rounds",
-        ["", *rates[SMALL[0]], *(f"ours / {other}" for other in ratios)],
+        ["", *rates[SMALL[0]], *(f"ours / {neighbour}" for neighbour in ratios)],
         [
-            [measure, *(f"{median(found):,.0f}" for found in by.values()), *(ratios[o][measure][0] for o in ratios)]
+            [measure, *(f"{median(figures):,.0f}" for figures in by.values()), *(ratios[o][measure][0] for o in ratios)]
             for measure, by in rates.items()
         ],
         [f"ours / {name}, round trips: {r:.2f} ({low:.2f} to {high:.2f})" for name, (r, (low, high)) in small.items()]

@@ -218,7 +218,7 @@ def main() -> None:
     show(
         f"{options.groups} groups, {options.rounds} rounds",
         ["", "tokens / s (median)", "least", "greatest"],
-        [[name, median(found), min(found), max(found)] for name, found in rates.items()],
+        [[name, median(results), min(results), max(results)] for name, results in rates.items()],
         [f"system / {baseline} {share:.3f} ({spread[0]:.3f} to {spread[1]:.3f})"],
     )
     write({"ratio": share, "spread": spread, "baseline": baseline, "tokens_per_second": rates}, options.json)

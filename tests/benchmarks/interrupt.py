@@ -57,17 +57,17 @@ def parse() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, model: Path, folder: Path, pair: int, interrupt: bool) -> dict[str, Any]:
     overrides = [f"seed={pair}", f"steps={options.steps}", "data.eval_size=0", f"generator.interrupt={interrupt}"]
-    done = run(model, folder, "run", [*overrides, *(SMALL if options.quick else ())])
-    reloads = max(1, done.total("reloads"))
+    outcome = run(model, folder, "run", [*overrides, *(SMALL if options.quick else ())])
+    reloads = max(1, outcome.total("reloads"))
     return {
         "pair": pair,
         "interrupt": interrupt,
-        "samples_per_second": done.samples_per_second,
-        "staleness_mean": done.mean("staleness_mean"),
-        "trainer_wait_share": done.total("trainer_wait_seconds") / done.total("step_seconds"),
-        **{f"{part}_seconds_per_reload": done.total(f"{part}_seconds") / reloads for part in PARTS},
-        "sequences_interrupted_per_reload": done.total("sequences_interrupted") / reloads,
-        "tokens_recomputed_per_reload": done.total("tokens_recomputed") / reloads,
+        "samples_per_second": outcome.samples_per_second,
+        "staleness_mean": outcome.mean("staleness_mean"),
+        "trainer_wait_share": outcome.total("trainer_wait_seconds") / outcome.total("step_seconds"),
+        **{f"{part}_seconds_per_reload": outcome.total(f"{part}_seconds") / reloads for part in PARTS},
+        "sequences_interrupted_per_reload": outcome.total("sequences_interrupted") / reloads,
+        "tokens_recomputed_per_reload": outcome.total("tokens_recomputed") / reloads,
     }
 
 
@@ -78,7 +78,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     of = {kind: [run for run in runs if run["interrupt"] is on] for on, kind in kinds.items()}
     on_over_off, spread = ratio(*([run["samples_per_second"] for run in of[kind]] for kind in ("with", "without")))
     names = [name for name in runs[0] if name not in ("pair", "interrupt")]
-    medians = {kind: {name: median(run[name] for run in found) for name in names} for kind, found in of.items()}
+    medians = {kind: {name: median(run[name] for run in results) for name in names} for kind, results in of.items()}
     return {"ratio": on_over_off, "spread": spread, **medians}
 
 

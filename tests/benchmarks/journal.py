@@ -122,10 +122,10 @@ def restart(config: Config, file: Path, state: RunState) -> float:
                 shutil.copy(path, folder)
         began = time.perf_counter()
         journal = Journal.open(Path(folder) / file.name)
-        found = RunState(config, journal)
+        results = RunState(config, journal)
         seconds = time.perf_counter() - began
         journal.close()
-    assert found.ledger.dump() == state.ledger.dump()
+    assert results.ledger.dump() == state.ledger.dump()
     return seconds
 
 

@@ -87,9 +87,9 @@ def measure(method: str, tokens: int, vocabulary: int, hidden_units: int) -> dic
     weight = (torch.randn(vocabulary, hidden_units, dtype=torch.bfloat16) / hidden_units**0.5).requires_grad_()
     place, targets = torch.arange(tokens), torch.randint(0, vocabulary, (tokens,))
     METHODS[method](hidden[:8], weight, place[:8], targets[:8]).sum()  # what libraries allocate at first use
-    with peak() as found:
+    with peak() as results:
         METHODS[method](hidden, weight, place, targets).sum().backward()
-    return found
+    return results
 
 
 def measure_step(name: str, setting: str) -> dict[str, float]:
@@ -110,9 +110,9 @@ def measure_step(name: str, setting: str) -> dict[str, float]:
         planned = training_memory(
             config, read_model(config), 1, config.trainer.dtype == "bfloat16", config.trainer.gradient_checkpointing, 1
         )
-        with peak() as found:
+        with peak() as results:
             train(config, tokens, sizes["vocab_size"])
-    return found | {"planned": planned.total - planned.overhead}
+    return results | {"planned": planned.total - planned.overhead}
 
 
 def config_of(folder: Path, sizes: dict[str, Any], trainer: dict[str, Any], tokens: int) -> Config:
@@ -151,9 +151,9 @@ def compare_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     results, rows = {}, []
     pairs = zip(MODELS, SETTINGS, strict=False) if options.quick else product(MODELS, SETTINGS)
     for name, setting in pairs:
-        found = results[f"{name}, {setting}"] = in_a_process("--measure-step", name, setting)
-        of_plan = found["bytes"] / found["planned"]
-        rows.append([name, setting, found["bytes"] / 1e9, found["planned"] / 1e9, of_plan, found["cpu_seconds"]])
+        figures = results[f"{name}, {setting}"] = in_a_process("--measure-step", name, setting)
+        of_plan = figures["bytes"] / figures["planned"]
+        rows.append([name, setting, figures["bytes"] / 1e9, figures["planned"] / 1e9, of_plan, figures["cpu_seconds"]])
     show(
         "Peak memory of a training step, one core",
         ["model", "setting", "GB", "GB as planned", "measured / planned", "CPU s"],
@@ -167,8 +167,8 @@ def in_a_process(*arguments: str) -> dict[str, float]:
     # glibc gives large blocks that are freed back to the system at once only below a threshold that it raises itself.
     fixed = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, *arguments]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=fixed).stdout
-    return json.loads(said.splitlines()[-1])  # after what the engine logs
+    words = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=fixed).stdout
+    return json.loads(words.splitlines()[-1])  # after what the engine logs
 
 
 def compare_heads(options: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -180,10 +180,10 @@ def compare_heads(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         for method in METHODS:
             if method == "whole logits" and 2 * 2 * tokens * vocabulary > LARGEST:
                 continue
-            found = in_a_process("--measure", method, *map(str, shape))
-            results[f"{name}, {method}"] = found | {"gradients": returned}
-            most = found["bytes"]
-            rows.append([name, method, most / 1e9, (most - returned) / 1e9, found["cpu_seconds"]])
+            figures = in_a_process("--measure", method, *map(str, shape))
+            results[f"{name}, {method}"] = figures | {"gradients": returned}
+            limit = figures["bytes"]
+            rows.append([name, method, limit / 1e9, (limit - returned) / 1e9, figures["cpu_seconds"]])
     show(
         "Peak memory beyond hidden states and head, bf16, one core",
         ["shape", "method", "GB", "GB without the returned gradients", "CPU s"],

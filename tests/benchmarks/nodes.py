@@ -55,16 +55,16 @@ def compare(options: argparse.Namespace) -> None:
         folder = Path(parent)
         model = (options.model or quickstart.ensure(folder)).resolve()
         words = [f"model={model}", f"steps={options.steps}", *options.overrides]
-        found = {
+        runs_by_hosts = {
             "one host": run(model, folder, "one", words),
             "four hosts": run_over_hosts(folder, "four", options, words, 0.0),
             f"and cut off for {options.cut:g} s": run_over_hosts(folder, "cut", options, words, options.cut),
         }
-    one, four, cut = found.values()
+    first, four, cut = runs_by_hosts.values()
     results = {
-        "ratio": four.samples_per_second / one.samples_per_second,
+        "ratio": four.samples_per_second / first.samples_per_second,
         "partition_seconds": cut.summary["seconds"] - four.summary["seconds"],
-        "rows": [{"of": name} | numbers(one) for name, one in found.items()],
+        "rows": [{"of": name} | numbers(first) for name, first in runs_by_hosts.items()],
     }
     show(
         f"{options.steps} steps; {options.delay * 1000:g} ms each way, {options.loss:.1%} of the packets lost",

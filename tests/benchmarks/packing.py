@@ -122,7 +122,7 @@ async def shares(model: Path, batches: Sequence[list[Group]], rounds: int, folde
             spool.put_all(parts, len(parts))
     engine = TrainingEngine(model, settings(), seed=0)
     ranks = Ranks(engine, ThreadPoolExecutor(max_workers=1))
-    found = []
+    results = []
     for version, batch in enumerate([*batches] * (rounds + 1)):
         with model_seconds(engine._module) as seconds:
             begun = time.perf_counter()
@@ -131,10 +131,10 @@ async def shares(model: Path, batches: Sequence[list[Group]], rounds: int, folde
             await ranks.snapshot(folder / "weights" / str(version))
             await ranks.finish_snapshot()
             await ranks.forget(folder / "weights" / str(version - 4))
-            found.append(sum(seconds) / (time.perf_counter() - begun))
+            results.append(sum(seconds) / (time.perf_counter() - begun))
     ranks.close()
     spool.close()
-    return found[len(batches) :]
+    return results[len(batches) :]
 
 
 def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]) -> None:
@@ -177,8 +177,8 @@ def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]
         f"{len(batches)} steps of {tokens:,} tokens in all, {options.rounds} rounds, one core",
         ["", "CPU s (median)", "tokens / CPU s", "against padded"],
         [
-            [name, median(found), tokens / median(found), ratio(seconds["padded"], found)[0]]
-            for name, found in seconds.items()
+            [name, median(figures), tokens / median(figures), ratio(seconds["padded"], figures)[0]]
+            for name, figures in seconds.items()
         ],
         [
             f"tree / padded {results['ratio']:.2f} {span(results['spread'])}, "

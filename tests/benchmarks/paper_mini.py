@@ -135,11 +135,11 @@ def write_rows(folder: Path, splits: dict[str, list[dict[str, Any]]], name: str 
         (folder / f"{name}-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = sorted({path.stem.rpartition("-")[0] for path in folder.glob("*.jsonl")})
     files = {
-        each: {path.stem.rpartition("-")[2]: path.name for path in folder.glob(f"{each}-*.jsonl")} for each in names
+        item: {path.stem.rpartition("-")[2]: path.name for path in folder.glob(f"{item}-*.jsonl")} for item in names
     }
     configs = [
-        {"config_name": each, "data_files": [{"split": split, "path": path} for split, path in files[each].items()]}
-        for each in names
+        {"config_name": item, "data_files": [{"split": split, "path": path} for split, path in files[item].items()]}
+        for item in names
     ]
     (folder / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")  # JSON is YAML
 

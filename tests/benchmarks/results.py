@@ -23,10 +23,10 @@ def kept_runs(file: Path, setting: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The runs that a benchmark which was stopped has written. Runs of another setting end the benchmark."""
     if not file.exists():
         return []
-    kept = json.loads(file.read_text())
-    if kept["setting"] != setting:
+    stored = json.loads(file.read_text())
+    if stored["setting"] != setting:
         sys.exit(f"{file} holds results of another setting: give another file, or remove it.")
-    return list(kept["runs"])
+    return list(stored["runs"])
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], remarks: Sequence[str]) -> None:

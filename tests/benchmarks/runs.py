@@ -71,10 +71,10 @@ def run(model: Path, folder: Path, name: str, overrides: Sequence[str], *, keep:
         *overrides,
     ]
     memory = finish(command, os.environ | {"HF_HUB_OFFLINE": "1"})
-    found = replace(read(folder / name), memory=memory)
+    results = replace(read(folder / name), memory=memory)
     if not keep:
         shutil.rmtree(folder / name)
-    return found
+    return results
 
 
 resolved = lru_cache(resolve)
@@ -119,9 +119,9 @@ def waited(process: psutil.Popen) -> int | None:
 def memory_of(process: psutil.Process) -> float:
     total = 0
     with suppress(psutil.NoSuchProcess):
-        for each in [process, *process.children(recursive=True)]:
+        for item in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                total += each.memory_full_info().pss
+                total += item.memory_full_info().pss
     return total / 1e9
 
 

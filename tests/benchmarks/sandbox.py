@@ -90,10 +90,10 @@ async def measure(rounds: int, count: int) -> dict[str, tuple[list[float], list[
         rates = {name: ([], []) for name in contestants}
         for _ in range(rounds + 1):
             for name, pair in contestants.items():
-                for found, program in zip(rates[name], pair, strict=True):
-                    found.append(await rate(program, count))
+                for result, program in zip(rates[name], pair, strict=True):
+                    result.append(await rate(program, count))
     reward.close()
-    return {name: (ours[1:], others[1:]) for name, (ours, others) in rates.items()}
+    return {name: (our_rates[1:], other_rates[1:]) for name, (our_rates, other_rates) in rates.items()}
 
 
 def main() -> None:
@@ -107,12 +107,12 @@ def main() -> None:
     rows = [
         {
             "of": name,
-            "sandbox": median(ours),
-            "bare": median(others),
-            "overhead_ms": 1000 * AT_ONCE * (1 / median(ours) - 1 / median(others)),
+            "sandbox": median(our_rates),
+            "bare": median(other_rates),
+            "overhead_ms": 1000 * AT_ONCE * (1 / median(our_rates) - 1 / median(other_rates)),
             "ratio": ratios[name][0],
         }
-        for name, (ours, others) in rates.items()
+        for name, (our_rates, other_rates) in rates.items()
     ]
     show(
         f"{options.rounds} rounds of {options.programs} programs, {AT_ONCE} at once",

@@ -68,14 +68,14 @@ def serve(folder: str) -> None:
 
 def cpu_seconds(root: psutil.Process) -> Counter[str]:
     """CPU seconds so far of a run's processes, by role."""
-    found = Counter[str]()
+    results = Counter[str]()
     for role in [root, *root.children()]:
         words = role.cmdline()
         name = words[words.index("--role") + 1] if "--role" in words else "supervisor"
         for process in [role, *(role.children(recursive=True) if name != "supervisor" else ())]:
             times = process.cpu_times()
-            found[name] += times.user + times.system
-    return found
+            results[name] += times.user + times.system
+    return results
 
 
 def measure(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> dict[str, float]:
@@ -96,18 +96,18 @@ def measure(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> d
     ]
     records, looks = folder / name / "metrics.jsonl", {}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as started:
-        own = [] if not overrides else [psutil.Popen([sys.executable, __file__, "--serve", str(folder / name)])]
+        servers = [] if not overrides else [psutil.Popen([sys.executable, __file__, "--serve", str(folder / name)])]
         while started.poll() is None:
-            done = len(records.read_text().splitlines()) if records.is_file() else 0
-            if done in (FIRST, STEPS - 4) and done not in looks:
-                looks[done] = cpu_seconds(psutil.Process(started.pid))
-                looks[done].update({"scorer": sum(sum(process.cpu_times()[:2]) for process in own)})
+            step_count = len(records.read_text().splitlines()) if records.is_file() else 0
+            if step_count in (FIRST, STEPS - 4) and step_count not in looks:
+                looks[step_count] = cpu_seconds(psutil.Process(started.pid))
+                looks[step_count].update({"scorer": sum(sum(process.cpu_times()[:2]) for process in servers)})
             time.sleep(0.05)
-        for process in own:
+        for process in servers:
             process.wait()
-    (begin, before), (end, after) = looks.items()
+    (begin, look_before), (end, look_after) = looks.items()
     samples = 128 * (end - begin)
-    costs = {role: 1000 * (after[role] - before[role]) / samples for role in after}
+    costs = {role: 1000 * (look_after[role] - look_before[role]) / samples for role in look_after}
     return {"samples/s": read(folder / name).samples_per_second, "all": sum(costs.values())} | costs
 
 
@@ -121,15 +121,15 @@ def main() -> None:
         serve(options.serve)
         return
     scorer = ["trainer.teacher=idle", f"scorers.idle={{model: {options.model.resolve()}, count: 0}}"]
-    found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+    results: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
-            for kind, rounds in found.items():
+            for kind, rounds in results.items():
                 overrides = scorer if kind == "with" else []
                 rounds.append(measure(options.model, Path(folder), f"{kind}-{number}", overrides))
                 print(kind, {name: round(value, 2) for name, value in rounds[-1].items()}, flush=True)
-    for kind, rounds in found.items():
-        print(f"{kind}, medians:", {name: round(median(each[name] for each in rounds), 2) for name in rounds[0]})
+    for kind, rounds in results.items():
+        print(f"{kind}, medians:", {name: round(median(item[name] for item in rounds), 2) for name in rounds[0]})
 
 
 if __name__ == "__main__":

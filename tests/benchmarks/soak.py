@@ -175,10 +175,10 @@ def read(run: SoakRun) -> dict[str, Any]:
     for role, process in [("supervisor", psutil.Process(run.supervisor.pid)), *run.actors()]:
         memory = descriptors = 0
         below = children(process.pid, recursive=True) if role != "supervisor" else []
-        for each in (process, *below):
+        for item in (process, *below):
             with suppress(psutil.NoSuchProcess):
-                memory += each.memory_info().rss
-                descriptors += each.num_fds()
+                memory += item.memory_info().rss
+                descriptors += item.num_fds()
         with suppress(psutil.NoSuchProcess):
             age = time.time() - process.create_time()
             actors.append({"role": role, "age": age, "memory": memory, "descriptors": descriptors})
@@ -196,8 +196,8 @@ def read(run: SoakRun) -> dict[str, Any]:
 def leftovers(folder: Path) -> list[str]:
     """What a run that has ended should not have left in its folder, in words."""
     hidden = [path for path in folder.rglob("*") if path.name.startswith(".") or path.suffix == ".tmp"]
-    kept = {"weights": WEIGHTS_KEPT, "checkpoints": CHECKPOINTS_KEPT}
-    for part, count in kept.items():
+    stored = {"weights": WEIGHTS_KEPT, "checkpoints": CHECKPOINTS_KEPT}
+    for part, count in stored.items():
         folders = sorted((folder / part).iterdir(), key=lambda path: path.stat().st_mtime)
         hidden += folders[:-count]
     return [f"{path.relative_to(folder)} was left behind in the run folder" for path in hidden]
@@ -240,13 +240,13 @@ def ends(values: Sequence[float]) -> list[float]:
 
 
 def ends_by_role(samples: Sequence[Mapping[str, Any]], what: str) -> dict[str, list[float]]:
-    found = defaultdict(list)
-    for before, sample in pairwise(samples):
+    results = defaultdict(list)
+    for earlier, sample in pairwise(samples):
         for actor in sample["actors"]:
             # While no step is committed, some role is still starting.
-            if sample["steps"] > before["steps"] and actor["age"] > STARTING_SECONDS:
-                found[actor["role"]].append(actor[what])
-    return {role: ends(values) for role, values in found.items()}
+            if sample["steps"] > earlier["steps"] and actor["age"] > STARTING_SECONDS:
+                results[actor["role"]].append(actor[what])
+    return {role: ends(values) for role, values in results.items()}
 
 
 def grown(growth: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[str]:
@@ -295,11 +295,11 @@ def costs(folder: Path, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     output = (folder / "out.txt").read_bytes()
     times = [record["time"] for record in metrics]
     redone = restorations(folder / "run" / "logs")
-    found = []
+    results = []
     for fault, following in pairwise([*faults, {"time": math.inf, "output": len(output)}]):
         begin, end = fault["time"], following["time"]
         lines = output[fault["output"] : following["output"]].decode(errors="replace").splitlines()
-        found.append(
+        results.append(
             {
                 **fault,
                 "at": begin - times[0],
@@ -309,7 +309,7 @@ def costs(folder: Path, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, 
                 "lines": [line for line in lines if not line.startswith("step ")],
             }
         )
-    return found
+    return results
 
 
 def restorations(logs: Path) -> list[tuple[float, int]]:
@@ -321,14 +321,14 @@ def restorations(logs: Path) -> list[tuple[float, int]]:
 
 def delays(run: Path) -> dict[str, dict[str, float]]:
     """By role: quantiles over the seconds of the run of the longest delay of an event loop within the second."""
-    found = defaultdict(list)
+    results = defaultdict(list)
     for name in ("events.1.jsonl", "events.jsonl"):
         for line in (run / name).open() if (run / name).exists() else ():
             event = json.loads(line)
             if "loop_delay" in event.get("stats", {}):
-                found[event["actor"].split("/")[0]].append(event["stats"]["loop_delay"])
-    cuts = {role: quantiles(values, n=1000, method="inclusive") for role, values in found.items()}
-    return {role: {"p50": each[499], "p99": each[989], "p99.9": each[998]} for role, each in cuts.items()}
+                results[event["actor"].split("/")[0]].append(event["stats"]["loop_delay"])
+    cuts = {role: quantiles(values, n=1000, method="inclusive") for role, values in results.items()}
+    return {role: {"p50": item[499], "p99": item[989], "p99.9": item[998]} for role, item in cuts.items()}
 
 
 def tell(results: Mapping[str, Any]) -> None:
@@ -345,9 +345,9 @@ def tell(results: Mapping[str, Any]) -> None:
         "first tenth, last tenth, most",
         ["", "first", "last", "most"],
         [
-            [f"{what} of {name}", *(end / 1e6 if what in MEGABYTES else end for end in found)]
+            [f"{what} of {name}", *(end / 1e6 if what in MEGABYTES else end for end in figures)]
             for what in (*GROWTH, "files")
-            for name, found in results[what].items()
+            for name, figures in results[what].items()
         ],
         [f"{name}: {value}" for name, value in results.items() if name not in ELSEWHERE],
     )

@@ -123,25 +123,25 @@ class SoakRun:
         actors = [process for name, process in self.actors() if name == role]
         if role == target:
             return actors
-        below = [each for actor in actors for each in children(actor.pid, recursive=True)]
-        return [each for each in below if mark in " ".join(command(each))]
+        below = [item for actor in actors for item in children(actor.pid, recursive=True)]
+        return [item for item in below if mark in " ".join(command(item))]
 
     def zombies(self) -> list[str]:
         """Processes that have ended, and that nobody has waited for, with what started them."""
-        found = []
+        results = []
         for child in children(self.supervisor.pid, recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if child.status() == psutil.STATUS_ZOMBIE:
-                    found.append(f"{child.pid} ({child.name()}) of {' '.join(command(child.parent()))}")
-        return found
+                    results.append(f"{child.pid} ({child.name()}) of {' '.join(command(child.parent()))}")
+        return results
 
     def replace_who_left(self) -> None:
         """Start by hand the actors that have left for good, and again those that were started so and have ended."""
         text = self._output.read_bytes()[self._read :]
-        whole = text.rpartition(b"\n")[0]
-        self._read += len(whole)
+        complete = text.rpartition(b"\n")[0]
+        self._read += len(complete)
         roles = [
-            *LEFT.findall(whole.decode(errors="replace")),
+            *LEFT.findall(complete.decode(errors="replace")),
             *(role for role, p in self._joined if p.poll() is not None),
         ]
         self._joined = [(role, process) for role, process in self._joined if process.poll() is None]

@@ -67,7 +67,7 @@ def sample_batches(folder: Path, seed: int, count: int, groups: int, size: int, 
     padded = [[tokenizer.pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     torch.manual_seed(seed)
-    made = model.generate(
+    output = model.generate(
         torch.tensor(padded),
         attention_mask=torch.tensor(mask),
         do_sample=True,
@@ -79,8 +79,8 @@ def sample_batches(folder: Path, seed: int, count: int, groups: int, size: int, 
         return_dict_in_generate=True,
         output_logits=True,
     )
-    completions = made.sequences[:, longest:]
-    logps = torch.log_softmax(torch.stack(made.logits, 1), -1).gather(2, completions[..., None])[..., 0]
+    completions = output.sequences[:, longest:]
+    logps = torch.log_softmax(torch.stack(output.logits, 1), -1).gather(2, completions[..., None])[..., 0]
     batches: list[list[Group]] = [[] for _ in range(count)]
     for n, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         samples = []

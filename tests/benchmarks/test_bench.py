@@ -21,8 +21,8 @@ def test_what_is_there_is_shown_and_not_measured_again(monkeypatch, tmp_path, ca
     assert run(monkeypatch, tmp_path, "--only", "bus") == 0
     shown = capsys.readouterr().out
     assert "a CPU, 2 cores" in shown and "0.512" in shown and "not measured" in shown
-    kept = json.loads((tmp_path / "bench.json").read_text())
-    assert kept == {
+    stored = json.loads((tmp_path / "bench.json").read_text())
+    assert stored == {
         "machine": {"cpu": "a CPU", "cores": "2 cores"},
         "results": {"bus": {"ratio": 0.512, "spread": [0.4, 0.6]}},
     }

@@ -31,7 +31,7 @@ def test_the_accounts_of_a_run_are_right():
 )
 def test_a_wrong_account_is_a_violation(step, change, violation):
     records = [record | (change if place == step else {}) for place, record in enumerate(RECORDS)]
-    assert any(violation in found for found in soak.check_accounts(records, SUMMARY))
+    assert any(violation in findings for findings in soak.check_accounts(records, SUMMARY))
 
 
 def test_only_growth_is_a_violation():

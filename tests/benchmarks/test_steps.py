@@ -17,7 +17,7 @@ def test_a_training_step_takes_the_memory_that_areal_plan_says(tmp_path):
         timeout=240,
     )
     results = json.loads((tmp_path / "results.json").read_text())
-    steps = {name: found["bytes"] / found["planned"] for name, found in results.items() if "planned" in found}
+    steps = {name: figures["bytes"] / figures["planned"] for name, figures in results.items() if "planned" in figures}
     assert len(steps) == 3 and all(0.85 < ratio < 1.15 for ratio in steps.values()), steps
     assert results.keys() - steps.keys() == {"tiny, areal.training.head", "tiny, whole logits"}
 

@@ -33,20 +33,20 @@ def options(file, rounds, synchronous_rounds=9):
 @pytest.fixture
 def measured(monkeypatch):
     """(mode, seed) of every run that is made; the runs themselves are made up."""
-    made = []
+    instances = []
     monkeypatch.setattr(
-        vs_trl, "measure", lambda mode, seed, *_: made.append((mode, seed)) or {"mode": mode} | a_run(mode, seed)
+        vs_trl, "measure", lambda mode, seed, *_: instances.append((mode, seed)) or {"mode": mode} | a_run(mode, seed)
     )
-    return made
+    return instances
 
 
 def test_ours_is_compared_with_the_fastest_of_each_kind_in_the_rounds_that_both_have_run():
     runs = [{"mode": mode, "seed": seed} | a_run(mode, seed) for seed in range(3) for mode in SPEEDS]
-    found = vs_trl.summary(runs[:-1])
-    assert (found["ratio"], found["best"]) == (3, "colocate")
-    assert (found["ratio_async"], found["ratio_async_unbiased"]) == (1.5, 2)
-    assert found["spread_async_unbiased"] == [2, 2]
-    assert (found["rows"]["async"]["rounds"], found["rows"]["async-unbiased"]["rounds"]) == (3, 2)
+    results = vs_trl.summary(runs[:-1])
+    assert (results["ratio"], results["best"]) == (3, "colocate")
+    assert (results["ratio_async"], results["ratio_async_unbiased"]) == (1.5, 2)
+    assert results["spread_async_unbiased"] == [2, 2]
+    assert (results["rows"]["async"]["rounds"], results["rows"]["async-unbiased"]["rounds"]) == (3, 2)
     assert vs_trl.summary(runs[:5]) == {}
 
 
@@ -65,7 +65,7 @@ def test_the_synchronous_modes_may_have_fewer_rounds(measured, tmp_path):
 
 def test_results_of_another_setting_are_not_mixed_in(measured, tmp_path):
     vs_trl.runs(options(tmp_path / "results.json", rounds=1))
-    other = options(tmp_path / "results.json", rounds=1)
-    other.steps = 4
+    second = options(tmp_path / "results.json", rounds=1)
+    second.steps = 4
     with pytest.raises(SystemExit, match="another setting"):
-        vs_trl.runs(other)
+        vs_trl.runs(second)

@@ -83,7 +83,11 @@ def main() -> None:
     show(
         f"held-out accuracy over {options.eval_size} rows, and seconds until it is reached (one per seed)",
         ["", "samples/s", "GB", f"after {options.steps} steps", *(f"seconds to {a}" for a in options.accuracies)],
-        [row(name, own) for name in (*OURS, *TRL) if (own := [one for one in runs if one["contestant"] == name])],
+        [
+            row(name, runs_of_contestant)
+            for name in (*OURS, *TRL)
+            if (runs_of_contestant := [item for item in runs if item["contestant"] == name])
+        ],
         [],
     )
 
@@ -126,9 +130,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     engine = await GenerationEngine.start(model, config.generator, version=0)
     solved = Heldout(engine, config)
     start = await solved.share()
-    known = {(one["contestant"], one["seed"]) for one in runs}
+    measured = {(item["contestant"], item["seed"]) for item in runs}
     names = [name for name in options.only if name in OURS or importlib.util.find_spec("trl")]
-    for seed, name in ((s, n) for s in range(options.rounds) for n in names if (n, s) not in known):
+    for seed, name in ((s, n) for s in range(options.rounds) for n in names if (n, s) not in measured):
         train = ours if name in OURS else trls
         measures, checkpoints = await asyncio.to_thread(train, name, seed, options, folder)
         curve = [(0.0, start)]
@@ -136,11 +140,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, A
             await engine.load(checkpoint, version)
             curve.append((seconds, await solved.share()))
         shutil.rmtree(folder / "run")
-        reached = [seconds_to(wanted, curve) for wanted in options.accuracies]
-        one = {"contestant": name, "seed": seed} | measures | {"curve": curve, "seconds": reached}
-        runs.append(one)
+        reached = [seconds_to(expected, curve) for expected in options.accuracies]
+        item = {"contestant": name, "seed": seed} | measures | {"curve": curve, "seconds": reached}
+        runs.append(item)
         write({"setting": what, **headlines(runs), "runs": runs}, options.json)
-        print(one, flush=True)
+        print(item, flush=True)
     await engine.close()
     return runs
 
@@ -149,10 +153,10 @@ def ours(name: str, seed: int, options: argparse.Namespace, folder: Path) -> tup
     """Trains. Returns samples per second and memory, and the checkpoints, which are in `folder`/run."""
     words = [str(options.config), f"seed={seed}", f"steps={options.steps}", "data.eval_size=0", *OURS[name]]
     words += [f"trainer.checkpoint_every={options.checkpoint_every}", f"trainer.checkpoints_kept={options.steps}"]
-    done = run(options.model, folder, "run", words, keep=True)
-    began = done.steps[0]["time"]
-    return {"samples_per_second": done.samples_per_second, "memory": done.memory}, {
-        version: (done.steps[version - 1]["time"] - began, checkpoint_of(folder / "run", version))
+    outcome = run(options.model, folder, "run", words, keep=True)
+    began = outcome.steps[0]["time"]
+    return {"samples_per_second": outcome.samples_per_second, "memory": outcome.memory}, {
+        version: (outcome.steps[version - 1]["time"] - began, checkpoint_of(folder / "run", version))
         for version in versions(options)
     }
 
@@ -192,10 +196,12 @@ class Heldout:
     def __init__(self, engine: GenerationEngine, config: Config) -> None:
         self._engine = engine
         self._tokenizer = load_tokenizer(config.model)
-        source, own = open_source(config.data, config.seed), config.evaluator
+        source, evaluator = open_source(config.data, config.seed), config.evaluator
         self._rows = [source.heldout(i) for i in range(config.data.eval_size)]
         self._reward = reward_of(config)
-        self._sampling = config.sampling.model_copy(update={"temperature": own.temperature, "top_p": own.top_p})
+        self._sampling = config.sampling.model_copy(
+            update={"temperature": evaluator.temperature, "top_p": evaluator.top_p}
+        )
 
     async def share(self) -> float:
         """The share of the rows that the policy solves."""
@@ -211,16 +217,16 @@ class Heldout:
 
 def seconds_to(wanted: float, curve: Curve) -> float | None:
     """When the curve first reaches an accuracy; None: not in this run."""
-    for (before, low), (after, high) in pairwise(curve):
+    for (earlier, low), (later, high) in pairwise(curve):
         if high >= wanted > low:
-            return before + (after - before) * (wanted - low) / (high - low)
+            return earlier + (later - earlier) * (wanted - low) / (high - low)
     return None
 
 
 def headlines(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ratios over the seeds of which both runs are there and get so far."""
-    seconds = {(one["contestant"], one["seed"]): one["seconds"][0] for one in runs}
-    found: dict[str, Any] = {}
+    seconds = {(item["contestant"], item["seed"]): item["seconds"][0] for item in runs}
+    results: dict[str, Any] = {}
     for suffix, slower, faster in (
         ("", "max_staleness 0", "max_staleness 4"),
         ("_trl", TRL_ASYNC, "max_staleness 4"),
@@ -228,8 +234,8 @@ def headlines(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ):
         pairs = [(seconds.get((slower, s)), seconds.get((faster, s))) for s in {s for _, s in seconds}]
         if pairs := [(above, below) for above, below in pairs if above and below]:
-            found[f"ratio{suffix}"], found[f"spread{suffix}"] = ratio(*zip(*pairs, strict=True))
-    return found
+            results[f"ratio{suffix}"], results[f"spread{suffix}"] = ratio(*zip(*pairs, strict=True))
+    return results
 
 
 def row(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -238,10 +244,10 @@ def row(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
 
     return [
         name,
-        listed([one["samples_per_second"] for one in runs], 1),
-        listed([one["memory"] for one in runs], 1),
-        listed([one["curve"][-1][1] for one in runs], 3),
-        *(listed([one["seconds"][i] for one in runs], 0) for i in range(len(runs[0]["seconds"]))),
+        listed([item["samples_per_second"] for item in runs], 1),
+        listed([item["memory"] for item in runs], 1),
+        listed([item["curve"][-1][1] for item in runs], 3),
+        *(listed([item["seconds"][i] for item in runs], 0) for i in range(len(runs[0]["seconds"]))),
     ]
 
 

@@ -32,12 +32,12 @@ from areal.trajectory import Group
 def packed_rows(model: Path, batches: Sequence[list[Group]]) -> list[list[PackedRow]]:
     """The rows of each batch, as the engine makes them."""
     engine = TrainingEngine(model, settings(), seed=0)
-    found: list[list[PackedRow]] = []
+    results: list[list[PackedRow]] = []
     train = engine._train_minibatch
-    engine._train_minibatch = lambda rows, *args, **kwargs: (found.append(rows), train(rows, *args, **kwargs))
+    engine._train_minibatch = lambda rows, *args, **kwargs: (results.append(rows), train(rows, *args, **kwargs))
     for batch in batches:
         engine.step(batch, version=VERSION, temperature=1.0)
-    return found
+    return results
 
 
 def bare_trainer(model: Path, batches: list[list[PackedRow]]) -> Callable[[], None]:
@@ -88,7 +88,7 @@ def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]
         },
     }
     seconds = interleaved(contestants, options.rounds)
-    a_step = {name: median(found) / len(batches) for name, found in seconds.items()}
+    a_step = {name: median(figures) / len(batches) for name, figures in seconds.items()}
     share, spread = ratio(seconds["bare loop"], seconds["engine"])
     recompute, interpolate = (seconds[name] for name in contestants if "minibatches" in name)
     proximal, proximal_spread = ratio(recompute, interpolate)
@@ -110,7 +110,7 @@ def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]
     show(
         f"{len(batches)} steps of {tokens:,} tokens in all, {options.rounds} rounds, one core",
         ["", "CPU s a step (median)", "tokens / CPU s", "against the bare loop"],
-        [[name, a_step[name], tokens / median(found), of_bare(found)[0]] for name, found in seconds.items()],
+        [[name, a_step[name], tokens / median(figures), of_bare(figures)[0]] for name, figures in seconds.items()],
         [
             f"engine / bare loop {share:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
             f"a step with {minibatches} minibatches takes {proximal:.2f} ({proximal_spread[0]:.2f} to "

@@ -192,8 +192,8 @@ async_rollout_worker.parse_response = lambda tokenizer, ids, **_: {
 def tree_attention(module, query, key, value, attention_mask, *, tree_kv_index, scaling=None, **lengths: Any):
     """In place of a kernel for GPUs that attends from every segment of a prefix tree to its path: our own, which does
     the same."""
-    added, whole, mask = segments(lengths["tree_cu_seqlens_q"], lengths["tree_cu_seqlens_k"])
-    row = SimpleNamespace(added=added, lengths=whole, paths=tree_kv_index)
+    added, complete, mask = segments(lengths["tree_cu_seqlens_q"], lengths["tree_cu_seqlens_k"])
+    row = SimpleNamespace(added=added, lengths=complete, paths=tree_kv_index)
     return packed_sdpa(module, query, key, value, None, row=row, mask=mask, scaling=scaling)
 
 
@@ -351,10 +351,10 @@ def accuracy(folder: Path, config: Config, count: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = tokenizer([row.prompt for row in rows], return_tensors="pt", padding=True, return_token_type_ids=False)
-    made = model.generate(
+    output = model.generate(
         **prompts, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=config.sampling.max_new_tokens
     )
-    texts = tokenizer.batch_decode(made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
     name = reward_of(config)
     return sum(score(name, r.fields, r.prompt, text) for r, text in zip(rows, texts, strict=True)) / count
 
@@ -387,8 +387,8 @@ def main() -> None:
             server.wait(60)
     trainer.save_model(str(options.out / "model"))
     trainer.processing_class.save_pretrained(options.out / "model")
-    after = accuracy(options.out / "model", config, options.eval_size) if options.eval_size else None
-    (options.out / "result.json").write_text(json.dumps({"accuracy_after": after}))
+    accuracy_after = accuracy(options.out / "model", config, options.eval_size) if options.eval_size else None
+    (options.out / "result.json").write_text(json.dumps({"accuracy_after": accuracy_after}))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def start(mode: str, seed: int, out: Path, model: Path, *arguments: Any) -> floa
     """A run of TRL in a new folder `out`. Returns its memory, as `finish` does. One that fails ends the benchmark."""
     out.mkdir()
     script = Path(__file__).with_name("trl_runs.py")
-    own = [script, mode, "--seed", seed, "--port", find_free_port(), "--out", out, "--model", model.resolve()]
-    command = [sys.executable, *map(str, (*own, *arguments))]
+    own_command = [script, mode, "--seed", seed, "--port", find_free_port(), "--out", out, "--model", model.resolve()]
+    command = [sys.executable, *map(str, (*own_command, *arguments))]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     return finish(command, environment, RUN_SECONDS)
 
@@ -103,22 +103,22 @@ def records(file: Path) -> list[dict[str, Any]]:
 def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All that are asked for, each with its mode and seed; those that the file lacks are made."""
     setting = {"steps": options.steps, "eval_size": options.eval_size}
-    done = kept_runs(options.json, setting) if options.json else []
+    results = kept_runs(options.json, setting) if options.json else []
     with tempfile.TemporaryDirectory() as folder:
         options.model = options.model or quickstart.ensure(Path(folder) / "models")
         for seed in range(options.rounds):
             for mode in MODES if seed < options.synchronous_rounds else (OURS, *ASYNCHRONOUS):
-                if not any(one["mode"] == mode and one["seed"] == seed for one in done):
-                    done.append({"mode": mode, "seed": seed} | measure(mode, seed, options, Path(folder)))
-                    write({"setting": setting} | summary(done) | {"runs": done}, options.json)
-    return done
+                if not any(result["mode"] == mode and result["seed"] == seed for result in results):
+                    results.append({"mode": mode, "seed": seed} | measure(mode, seed, options, Path(folder)))
+                    write({"setting": setting} | summary(results) | {"runs": results}, options.json)
+    return results
 
 
 def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Each contestant beside ours of the same seeds; nothing before all have run once."""
     speeds: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
-    for one in done:
-        speeds[one["mode"]][one["seed"]] = one["samples_per_second"]
+    for result in done:
+        speeds[result["mode"]][result["seed"]] = result["samples_per_second"]
     pairs = {mode: sorted(speeds[mode].keys() & speeds[OURS].keys()) for mode in MODES}
     if not all(pairs.values()):
         return {}
@@ -134,7 +134,7 @@ def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {
         "rows": {
             mode: {"rounds": len(seeds)}
-            | {key: middle(one[key] for one in done if one["mode"] == mode) for key in COLUMNS}
+            | {key: middle(result[key] for result in done if result["mode"] == mode) for key in COLUMNS}
             | {"ours_is_faster_by": ratios[mode][0]}
             for mode, seeds in pairs.items()
         }
@@ -142,8 +142,8 @@ def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def middle(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    known_values = [value for value in values if value is not None]
+    return median(known_values) if known_values else None
 
 
 def arguments() -> argparse.Namespace:

@@ -148,7 +148,7 @@ class Trainer:
         the longest fetch."""
         self._model.step()
         self._version += 1
-        folder, sent = self._folder / f"v{self._version}", self._bytes_sent
+        folder, payload = self._folder / f"v{self._version}", self._bytes_sent
         started = time.perf_counter()
         manifest = await asyncio.to_thread(self._model.write, folder)
         published = time.perf_counter()
@@ -167,7 +167,7 @@ class Trainer:
             "publish_seconds": published - started,
             "fetch_seconds": max(answer["fetch_seconds"] for answer in answers),
             "pause_seconds": max(answer["pause_seconds"] for answer in answers),
-            "trainer_sent": (self._bytes_sent - sent) / manifest.size,
+            "trainer_sent": (self._bytes_sent - payload) / manifest.size,
         }
 
     @property
@@ -204,13 +204,13 @@ def _crash(error: BaseException) -> None:
 async def receive(setup: dict[str, Any]) -> None:
     """A receiver's life: a line in for each policy, a line out once it is in memory."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers go to the standard output
-    known: dict[str, Any] = {"members": []}
+    defaults: dict[str, Any] = {"members": []}
     bus, config = Bus(f"generator/{setup['index']}#x", network()), WeightsConfig(**setup["weights"])
 
     def members(role: str) -> list[Member]:
-        return [member for member in known["members"] if member.role == role]
+        return [member for member in defaults["members"] if member.role == role]
 
-    fetcher = WeightFetcher(bus, setup["index"], config, Path(setup["folder"]), members, lambda: known["policy"])
+    fetcher = WeightFetcher(bus, setup["index"], config, Path(setup["folder"]), members, lambda: defaults["policy"])
 
     def serve(request: Request) -> Any:
         return fetcher.serve(request)
@@ -224,10 +224,10 @@ async def receive(setup: dict[str, Any]) -> None:
             file = Path(setup["folder"], f"plain-{setup['index']}")
             print(json.dumps({"seconds": await asyncio.to_thread(_receive_plainly, order["tcp"], file)}), flush=True)
             continue
-        known["members"] = [Member.model_validate_json(member) for member in order["members"]]
-        policy = known["policy"] = Policy.model_validate_json(order["policy"])
+        defaults["members"] = [Member.model_validate_json(member) for member in order["members"]]
+        policy = defaults["policy"] = Policy.model_validate_json(order["policy"])
         if config.backend:
-            end = end or TransferEnd(bus, known["members"][0])
+            end = end or TransferEnd(bus, defaults["members"][0])
             paused = await end.receive(policy)
             print(json.dumps({"pause_seconds": paused, "fetch_seconds": paused}), flush=True)
             continue
@@ -265,11 +265,11 @@ def sent_shares() -> dict[str, dict[str, float]]:
     import torch
 
     torch.manual_seed(0)
-    before = torch.randn(4 * CHUNK_BYTES) * 0.02
-    move = torch.randn(len(before)).sign()
+    values_before = torch.randn(4 * CHUNK_BYTES) * 0.02
+    move = torch.randn(len(values_before)).sign()
 
     def share(dtype: Any, lr: float) -> float:
-        old, new = (w.to(dtype).view(torch.uint8).numpy().tobytes() for w in (before, before + lr * move))
+        old, new = (w.to(dtype).view(torch.uint8).numpy().tobytes() for w in (values_before, values_before + lr * move))
         parts = [slice(i, i + CHUNK_BYTES) for i in range(0, len(new), CHUNK_BYTES)]
         return sum(len(difference(new[part], old[part]) or new[part]) for part in parts) / len(new)
 
@@ -279,7 +279,7 @@ def sent_shares() -> dict[str, dict[str, float]]:
 
 async def measure(name: str, options: argparse.Namespace, disk: Path) -> list[dict[str, Any]]:
     """Every way to every number of receivers, for one size."""
-    model, found = Model(SIZES[name]), []
+    model, results = Model(SIZES[name]), []
     for count in options.receivers or RECEIVERS[name]:
         for way, config in WAYS.items():
             place = Path("/dev/shm") if way == "/dev/shm" else disk
@@ -292,20 +292,20 @@ async def measure(name: str, options: argparse.Namespace, disk: Path) -> list[di
                     copies = await asyncio.to_thread(plain_copies, model, disk / "copies")
                     copies["tcp"] = await trainer.plain_hop()
                     rounds.append(await trainer.hand_over() | {f"copy_{kind}": s for kind, s in copies.items()})
-            found.append({"size": name, "receivers": count, "way": way, "rounds": rounds})
+            results.append({"size": name, "receivers": count, "way": way, "rounds": rounds})
             seconds, pause = (median(r[key] for r in rounds) for key in ("seconds", "pause_seconds"))
             print(f"{name}, {count} receivers, {way}: {seconds:.3f} s, pause {pause:.3f} s", flush=True)
-    return found
+    return results
 
 
 def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as disk:
-        found = [case for name in options.sizes for case in uvloop.run(measure(name, options, Path(disk)))]
+        figures = [case for name in options.sizes for case in uvloop.run(measure(name, options, Path(disk)))]
     shares = sent_shares()
     columns = ["seconds", "publish_seconds", "fetch_seconds", "pause_seconds", "trainer_sent"]
     columns += ["copy_file", "copy_memory", "copy_tcp"]
-    medians = [{key: median(r[key] for r in case["rounds"]) for key in columns} for case in found]
-    judged = next(c for c in found if (c["size"], c["way"]) == (options.sizes[-1], "stream"))
+    medians = [{key: median(r[key] for r in case["rounds"]) for key in columns} for case in figures]
+    judged = next(c for c in figures if (c["size"], c["way"]) == (options.sizes[-1], "stream"))
     first = judged["receivers"]
     share, spread = ratio(*([r[key] for r in judged["rounds"]] for key in ("copy_file", "seconds")))
     of = f"{judged['size']}, {first} receiver(s)"
@@ -332,7 +332,7 @@ def compare(options: argparse.Namespace) -> None:
         ],
         [
             [f"{case['size']}, {case['way']}", case["receivers"], *numbers.values()]
-            for case, numbers in zip(found, medians, strict=True)
+            for case, numbers in zip(figures, medians, strict=True)
         ],
         [
             *(
@@ -346,7 +346,7 @@ def compare(options: argparse.Namespace) -> None:
         ],
     )
     results = {"ratio": share, "spread": spread, "ratio_is": what, "hops": hops, "difference_shares": shares}
-    results["cases"] = found
+    results["cases"] = figures
     write(results, options.json)
 
 

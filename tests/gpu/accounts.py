@@ -32,10 +32,12 @@ def check_accounts(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     assert set(range(max(trained) + 1)) <= set(accounted), "a prompt was lost"
     assert summary["samples_trained"] == len(trained) * config["group_size"], "samples are missing or there twice"
 
-    kept = []
+    stored = []
     for step, groups in batches(folder / "rollouts"):
-        kept.append((step, [group.prompt_index for group in groups]))
-        versions = [v for group in groups for each in group.trajectories for v in each.versions.tolist() if v >= 0]
+        stored.append((step, [group.prompt_index for group in groups]))
+        versions = [
+            v for group in groups for trajectory in group.trajectories for v in trajectory.versions.tolist() if v >= 0
+        ]
         assert step - 1 - bound <= min(versions) and max(versions) < step, f"a token of step {step} has another version"
-    assert kept == [(r["step"], r["prompts"]) for r in records], "the rollouts are not those of the steps"
+    assert stored == [(r["step"], r["prompts"]) for r in records], "the rollouts are not those of the steps"
     return records, summary

@@ -43,17 +43,17 @@ def main() -> int:
     add("--have", type=Path, metavar="FREEZE", help="what the other machine has already: its `pip freeze`")
     add("--piece", type=float, default=1000.0, metavar="MB", help="most bytes of a piece (default: 1000 MB)")
     add("--dry-run", action="store_true", help="say what would be downloaded")
-    options, others = parser.parse_known_args()
+    options, remainder = parser.parse_known_args()
     if options.collect is None:
-        return run(Path(__file__).resolve().parent, others)
-    if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    wanted = list(missing(resolve(options.python), options.have.read_text() if options.have else ""))
-    for file in wanted:
+        return run(Path(__file__).resolve().parent, remainder)
+    if remainder:
+        parser.error(f"unrecognized arguments: {' '.join(remainder)}")
+    expected = list(missing(resolve(options.python), options.have.read_text() if options.have else ""))
+    for file in expected:
         print(f"{file['size'] / 1e6:9.1f} MB  {file['name']}")
-    print(f"{sum(file['size'] for file in wanted) / 1e6:9.1f} MB  in {len(wanted)} files")
+    print(f"{sum(file['size'] for file in expected) / 1e6:9.1f} MB  in {len(expected)} files")
     if not options.dry_run:
-        collect(options.collect, wanted, int(options.piece * 1e6), options.python, bool(options.have))
+        collect(options.collect, expected, int(options.piece * 1e6), options.python, bool(options.have))
     return 0
 
 
@@ -71,9 +71,9 @@ def resolve(python: str) -> list[dict[str, Any]]:
             str(constraints), "--python-platform", PLATFORM, "--python-version", python, "--format", "pylock.toml",
             "--output-file", str(lock),
         ]  # fmt: skip
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise SystemExit(f"uv finds no set of packages: {done.stderr.strip()}")
+        process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if process.returncode:
+            raise SystemExit(f"uv finds no set of packages: {process.stderr.strip()}")
         packages: list[dict[str, Any]] = tomllib.loads(lock.read_text())["packages"]
     return packages
 
@@ -125,12 +125,12 @@ def copy(source: BinaryIO, target: BinaryIO, most: int) -> None:
 
 def digest(paths: Iterable[Path]) -> str:
     """SHA-256 of the files one after another, hexadecimal."""
-    found = hashlib.sha256()
+    hash_so_far = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
             while block := file.read(BLOCK):
-                found.update(block)
-    return found.hexdigest()
+                hash_so_far.update(block)
+    return hash_so_far.hexdigest()
 
 
 def run(folder: Path, arguments: list[str]) -> int:
@@ -139,8 +139,8 @@ def run(folder: Path, arguments: list[str]) -> int:
     if f"{sys.version_info.major}.{sys.version_info.minor}" != contents["python"]:
         raise SystemExit(f"These packages are for Python {contents['python']}: start this with it.")
     shutil.unpack_archive(folder / PROJECT, folder / "areal")  # each time: a newer one may have come
-    python, done = folder / "venv" / "bin" / "python", folder / "venv" / "installed"
-    if not done.exists():
+    python, marker = folder / "venv" / "bin" / "python", folder / "venv" / "installed"
+    if not marker.exists():
         files = [joined(folder, file) for file in contents["files"]]
         options = ["--system-site-packages"] if contents["has_some"] else []
         subprocess.run([sys.executable, "-m", "venv", "--clear", *options, folder / "venv"], check=True)
@@ -148,30 +148,30 @@ def run(folder: Path, arguments: list[str]) -> int:
         for what in ([file for file in files if file.suffix == ".whl"], [*sources, "--editable", folder / "areal"]):
             install = [python, "-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation"]
             subprocess.run([*install, *what], check=True, env=os.environ | {"PIP_CONFIG_FILE": os.devnull})
-        done.touch()
+        marker.touch()
     kit = folder / "areal" / "tests" / "gpu" / "kit.py"
     return subprocess.run([python, kit, "--folder", folder / "kit", *arguments]).returncode
 
 
 def joined(folder: Path, file: dict[str, Any]) -> Path:
     """The whole file, verified. Pieces are removed as soon as it is there."""
-    whole, pieces = folder / file["name"], [folder / name for name in file["pieces"]]
-    if not whole.exists():
+    joined_file, pieces = folder / file["name"], [folder / name for name in file["pieces"]]
+    if not joined_file.exists():
         for path in pieces:
             if not path.exists():
                 raise SystemExit(f"{path} is missing.")
-        with whole.with_suffix(".part").open("wb") as target:
+        with joined_file.with_suffix(".part").open("wb") as target:
             for path in pieces:
                 with path.open("rb") as source:
                     shutil.copyfileobj(source, target, BLOCK)
-        whole.with_suffix(".part").rename(whole)
-    if digest([whole]) != file["sha256"]:
-        whole.unlink()
-        raise SystemExit(f"{whole} is damaged: copy it, or its pieces, again.")
+        joined_file.with_suffix(".part").rename(joined_file)
+    if digest([joined_file]) != file["sha256"]:
+        joined_file.unlink()
+        raise SystemExit(f"{joined_file} is damaged: copy it, or its pieces, again.")
     for path in pieces:
-        if path != whole:
+        if path != joined_file:
             path.unlink(missing_ok=True)
-    return whole
+    return joined_file
 
 
 if __name__ == "__main__":

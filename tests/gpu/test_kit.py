@@ -16,34 +16,34 @@ def lines(folder):
 
 
 def test_a_stage_that_fails_stops_none_and_is_alone_made_again(tmp_path):
-    made = []
+    instances = []
 
     def fails(kit):
-        made.append("fails")
+        instances.append("fails")
         raise StageFailed("the reason")
 
-    stages = [Stage("fails", fails, 9), Stage("breaks", lambda kit: kit.nothing, 9), Stage("fine", made.append, 9)]
-    stages += [Stage("several", made.append, 9, gpus=2)]
+    stages = [Stage("fails", fails, 9), Stage("breaks", lambda kit: kit.nothing, 9), Stage("fine", instances.append, 9)]
+    stages += [Stage("several", instances.append, 9, gpus=2)]
     assert not Kit(tmp_path, GPU, 1.0).make(stages)
-    found = {line["stage"]: (line["result"], line["measured"]) for line in lines(tmp_path)}
-    assert found["fails"] == ("FAILED", "the reason")
-    assert found["breaks"][0] == "FAILED" and found["breaks"][1].startswith("AttributeError: ")
-    assert (found["fine"][0], found["several"]) == ("ok", ("skipped", "needs 2 GPUs"))
+    results = {line["stage"]: (line["result"], line["measured"]) for line in lines(tmp_path)}
+    assert results["fails"] == ("FAILED", "the reason")
+    assert results["breaks"][0] == "FAILED" and results["breaks"][1].startswith("AttributeError: ")
+    assert (results["fine"][0], results["several"]) == ("ok", ("skipped", "needs 2 GPUs"))
 
     again = Kit(tmp_path, GPU, 1.0)
     assert not again.make(stages)
-    assert [each for each in made if not isinstance(each, Kit)] == ["fails", "fails"]
+    assert [item for item in instances if not isinstance(item, Kit)] == ["fails", "fails"]
     assert again.make(stages[2:])  # what needs more GPUs than there are is no failure
-    assert sum(isinstance(each, Kit) for each in made) == 1
+    assert sum(isinstance(item, Kit) for item in instances) == 1
     Kit(tmp_path, Machine(1, "1 x A100", 80.0), 1.0).make(stages[2:3])
-    assert sum(isinstance(each, Kit) for each in made) == 2  # another machine
+    assert sum(isinstance(item, Kit) for item in instances) == 2  # another machine
 
 
 def test_without_a_gpu_stages_for_several_are_rehearsed_and_without_time_none_is(tmp_path):
-    made = []
-    stage = Stage("several", made.append, 9, gpus=2)
+    instances = []
+    stage = Stage("several", instances.append, 9, gpus=2)
     assert not Kit(tmp_path, Machine(0, "CPU", 0.0), 0.0).make([stage])
-    assert lines(tmp_path)[0]["result"] == "skipped" and not made
+    assert lines(tmp_path)[0]["result"] == "skipped" and not instances
     assert Kit(tmp_path, Machine(0, "CPU", 0.0), 1.0).make([stage])
 
 

@@ -42,11 +42,11 @@ def test_a_piece_that_is_damaged_or_missing_is_refused_and_can_come_again(tmp_pa
     piece.write_bytes(right)
     assert offline.joined(tmp_path, file).read_bytes() == DATA
 
-    other = file | {"name": "other.whl"}
-    other["pieces"] = offline.download(tmp_path, other, piece=1000)
-    (tmp_path / other["pieces"][2]).unlink()
+    second = file | {"name": "other.whl"}
+    second["pieces"] = offline.download(tmp_path, second, piece=1000)
+    (tmp_path / second["pieces"][2]).unlink()
     with pytest.raises(SystemExit, match=r"other.whl.002 is missing"):
-        offline.joined(tmp_path, other)
+        offline.joined(tmp_path, second)
 
 
 def test_a_damaged_download_is_refused(tmp_path, file):
@@ -62,5 +62,5 @@ def test_what_the_other_machine_has_in_this_version_does_not_travel():
     source = {"url": "https://x/zss-1.tar.gz", "size": 1, "hashes": {"sha256": "1"}}
     packages = [package("torch", "2.13.0"), package("typing-extensions", "4"), {"name": "zss", "version": "1"}]
     packages[2]["sdist"] = source
-    found = list(offline.missing(packages, "torch==2.12.0\ntyping_extensions==4\n"))
-    assert [file["name"] for file in found] == ["torch-2.13.0.whl", "zss-1.tar.gz"]
+    results = list(offline.missing(packages, "torch==2.12.0\ntyping_extensions==4\n"))
+    assert [file["name"] for file in results] == ["torch-2.13.0.whl", "zss-1.tar.gz"]

@@ -39,8 +39,8 @@ async def bus():
         return buses[-1]
 
     yield make
-    for one in buses:
-        await one.close()
+    for first in buses:
+        await first.close()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def serve(bus, folder):
 
         runs = []
         server = bus("master/0#a", keys)
-        return server._network, server.serve(address, handle, pytest.fail), runs
+        return server.network, server.serve(address, handle, pytest.fail), runs
 
     return start
 
@@ -110,10 +110,12 @@ async def test_one_without_the_keys_gets_nothing_and_reaches_nobody(bus, serve, 
 async def test_knowing_whom_to_expect_there_is_not_enough(bus, serve, folder, tmp_path):
     # One who has learned the server's public key, but not the secret of those who connect.
     network, address, runs = serve()
-    known = Keys(folder).generations[0]
+    known_values = Keys(folder).generations[0]
     stranger = tmp_path / "stranger"
     make_keys(stranger)
-    security._write(stranger / security.FILE_NAME, [KeyGeneration.make().model_copy(update={"server": known.server})])
+    security._write(
+        stranger / security.FILE_NAME, [KeyGeneration.make().model_copy(update={"server": known_values.server})]
+    )
     with pytest.raises(DeadlineError):
         await bus("reward/0#b", stranger).peer(address).ask(AskStatus(), A_WHILE)
     assert not runs
@@ -155,10 +157,10 @@ async def test_what_was_overheard_can_be_neither_read_nor_said_again(bus, serve,
     await asker.close()
     between.close()
     await asyncio.gather(*carrying)
-    said = b"".join(overheard)
-    assert b"particular" not in said and b"leave" not in said
+    words = b"".join(overheard)
+    assert b"particular" not in words and b"leave" not in words
     with raw(address) as peer:
-        peer.sendall(said)
+        peer.sendall(words)
         await hears_until_cut_off(peer)
     await until(lambda: server._refusals.counts["wrong handshake protocol"] == 1)
     assert len(runs) == 1
@@ -186,8 +188,8 @@ async def test_a_large_array_arrives_whole(bus, folder):
 
     address = bus("master/0#a", folder).serve(LOOPBACK, handle, pytest.fail)
     text = "x" * (4 * SHARED_BYTES)
-    one = Completion(job=0, function="f", prompt="p", completions=(text,), row=0)
-    message = Score(flow=0, rows=({},), completions=(one,))
+    first = Completion(job=0, function="f", prompt="p", completions=(text,), row=0)
+    message = Score(flow=0, rows=({},), completions=(first,))
     assert await bus("reward/0#b", folder).peer(address).ask(message, PATIENCE) == Status(values={"length": len(text)})
 
 
@@ -221,26 +223,26 @@ async def test_a_link_outlives_a_server_that_comes_back_with_new_keys(bus, serve
 
 
 async def test_a_retired_key_lets_nobody_in(bus, serve, folder, tmp_path):
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    security._write(kept / security.FILE_NAME, list(Keys(folder).generations))
+    stored = tmp_path / "kept"
+    stored.mkdir()
+    security._write(stored / security.FILE_NAME, list(Keys(folder).generations))
     server, address, runs = serve()
     rotate_keys(folder)
     retire_keys(folder)
     with pytest.raises(DeadlineError):
-        await bus("reward/0#b", kept).peer(address).ask(AskStatus(), A_WHILE)
+        await bus("reward/0#b", stored).peer(address).ask(AskStatus(), A_WHILE)
     assert not runs
     assert server._refusals.counts["unknown key"] >= 1
 
 
 def test_keys_that_cannot_be_read_any_more_stay_as_they_were(folder):
     keys = Keys(folder)
-    before = keys.generations
+    value_before = keys.generations
     file = folder / security.FILE_NAME
     file.write_text("half a f")
-    assert keys.generations == before
+    assert keys.generations == value_before
     file.unlink()
-    assert keys.generations == before
+    assert keys.generations == value_before
 
 
 # --- what never gets so far
@@ -282,14 +284,14 @@ def posted(frames):
     """An HTTP request, as a web page can have a browser send it to any port, that is a message of ZMTP 1.0. There a
     frame is its size (one byte), flags (one byte) and a body; lines of the request are frames by chance."""
     head = b"POST / HTTP/1.1\r\nHost: 127.0.0.1:5555\r\nOrigin: https://example.org\r\nContent-Length: %d\r\n\r\n"
-    told = b"".join(bytes([len(frame) + 1, i + 1 < len(frames)]) + frame for i, frame in enumerate(frames))
+    message = b"".join(bytes([len(frame) + 1, i + 1 < len(frames)]) + frame for i, frame in enumerate(frames))
     length = 1000  # any length of the same number of digits gives the same alignment
     head = head % length
     at = 0
     while at < len(head):
         at += 1 + head[at]
     # The rest of the last frame by chance; an empty last part ends the message of which it is one; then the forged one.
-    return head + bytes(at - len(head)) + b"\x01\x00" + told + bytes(64)
+    return head + bytes(at - len(head)) + b"\x01\x00" + message + bytes(64)
 
 
 ASKED = Header(AskStatus.kind, "monitor/0#web", id="1", remaining_ms=9000, token=b"t")
@@ -409,10 +411,10 @@ def test_what_is_not_keys_is_said_to_be_none(folder, text):
 def test_rotating_adds_and_retiring_leaves_the_newest(folder):
     first = Keys(folder).generations
     rotate_keys(folder)
-    both = Keys(folder).generations
-    assert both[1:] == first
+    pair = Keys(folder).generations
+    assert pair[1:] == first
     retire_keys(folder)
-    assert Keys(folder).generations == both[:1]
+    assert Keys(folder).generations == pair[:1]
 
 
 # --- addresses

@@ -39,8 +39,8 @@ def test_the_interpreter_takes_a_mask_of_a_block_and_a_number(tmp_path: Path) ->
     file = tmp_path / "masked.py"  # Triton reads the source
     file.write_text(MASKED)
     variables = {"PYTHONPATH": PATH, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, file], env=os.environ | variables, capture_output=True, text=True)
-    assert done.stdout == "[1.0, 1.0, 1.0, 0.0]\n", done.stderr[-2000:]
+    process = subprocess.run([sys.executable, file], env=os.environ | variables, capture_output=True, text=True)
+    assert process.stdout == "[1.0, 1.0, 1.0, 0.0]\n", process.stderr[-2000:]
 
 
 @pytest.mark.slow
@@ -65,12 +65,12 @@ def test_the_runner_of_gpus_passes_the_test_of_the_engine(name: str) -> None:
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout", "1200",
             f"tests/areal/generation/test_engine.py::test_{name}",
         ],
         cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-5000:]
-    assert "Using V2 Model Runner" in done.stdout
+    assert process.returncode == 0 and "1 passed" in process.stdout, process.stdout[-5000:]
+    assert "Using V2 Model Runner" in process.stdout

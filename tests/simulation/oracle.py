@@ -252,13 +252,14 @@ class Oracle:
         """The master hears of a member."""
         self._heard_at[member] = self.clock()
 
-    def removed(self, reason: str) -> None:
-        """The master has removed the member that left last. Only time in which the master itself ran counts as
-        silence."""
-        identity = next(body["identity"] for kind, body in reversed(self.events) if kind == "left")
+    def removed(self, reason: str) -> str:
+        """The master has removed the member that left last, which is returned. Only time in which the master itself ran
+        counts as silence."""
+        identity: str = next(body["identity"] for kind, body in reversed(self.events) if kind == "left")
         silence = self.clock() - self._heard_at.pop(identity, self._began)
         if reason.startswith("silent") and silence < self.config.master.lease_seconds - ROUNDING:
             self.fail(Violation(f"{identity} is fenced as {reason}, but was heard {silence:.2f} s ago", identity))
+        return identity
 
     def renewed(self, owner: str, groups: Collection[str]) -> None:
         """The master has renewed these leases, as far as the owner has them."""

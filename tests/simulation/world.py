@@ -601,12 +601,14 @@ class World:
 
     def _removed(self, name: str, reason: str) -> None:
         """The master has removed a member."""
-        self.oracle.removed(reason)
+        identity = self.oracle.removed(reason)
         if "no progress" in reason:
             self.oracle.remedied(f"{name} is fenced")
         one, model = self.processes[name.replace("/", "-")].running, self.model
         if reason.startswith("it hangs") and not (one and one.toil.hangs):
             self.fail(Violation(f"{name} is fenced, because {reason}, but nothing hangs in it", name))
+        if reason.startswith("nobody listens") and one and one.alive and one.bus.identity.name == identity:
+            self.fail(Violation(f"{name} is removed, because {reason}, but it lives", name))
         if reason.startswith("silent") and one is not None and one.alive and one.loop.state is RUNNING:
             heard = model.lease_seconds + 2 * model.heartbeat_seconds < self.scheduler.now - self.oracle.disturbed_until
             if heard and one.bus.identity.name in self.oracle.memory.members:

@@ -32,11 +32,11 @@ def receive(order, **arguments):
 
 def test_weights_are_streamed(tmp_path, monkeypatch):
     monkeypatch.setattr(links, "SLOWEST", 1.0)
-    found = links.check_streams(receive, tmp_path, 3 << 20)
-    assert [(each.name, each.result) for each in found] == [("stream", "ok")]
+    findings = links.check_streams(receive, tmp_path, 3 << 20)
+    assert [(finding.name, finding.result) for finding in findings] == [("stream", "ok")]
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(links, "SLOWEST", 1e15)
-    assert {each.result for each in links.check_streams(receive, tmp_path, 1 << 20)} == {"FAILED"}
+    assert {finding.result for finding in links.check_streams(receive, tmp_path, 1 << 20)} == {"FAILED"}
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def no_keys(monkeypatch):
 
 
 def results(found):
-    return {each.name: each.result for each in found}
+    return {finding.name: finding.result for finding in found}
 
 
 def test_the_way_to_a_master_is_measured_and_what_is_wrong_with_it_is_told(master, tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_the_way_to_a_master_is_measured_and_what_is_wrong_with_it_is_told(maste
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     now = time.time
     monkeypatch.setattr(links.time, "time", lambda: now() + 5)
-    late = {each.name: each for each in links.check_way_to(address)}
+    late = {item.name: item for item in links.check_way_to(address)}
     assert results(late.values()) == right | {"clock": "FAILED"}
     assert late["clock"].values["seconds"] == pytest.approx(-5, abs=0.5)
     (tmp_path / "runs" / "mine" / "address").rename(tmp_path / "elsewhere")

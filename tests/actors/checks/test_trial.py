@@ -139,5 +139,5 @@ def test_a_trial_that_is_stopped_leaves_no_process(folder, tiny_model, sign):
 )
 def test_a_mistake_gets_one_sentence_and_no_engine_starts(folder, tiny_model, capsys, arguments, sentence):
     assert tools.main(["agent", "try", "--model", str(tiny_model), "--row", "row.json", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert re.search(sentence, told) and len(told.splitlines()) == 1
+    error_text = capsys.readouterr().err
+    assert re.search(sentence, error_text) and len(error_text.splitlines()) == 1

@@ -22,26 +22,26 @@ class Fleet:
 
 def test_a_member_whose_work_stands_still_for_longer_than_the_limit_hangs():
     fleet = Fleet()
-    one, other = fleet.run.join("generator"), fleet.run.join("generator", "y")
-    fleet.beat(other, "load", 0.0, load=0.1)  # the history is that of all generators
-    fleet.beat(one, "load", 10.0)
+    first, second = fleet.run.join("generator"), fleet.run.join("generator", "y")
+    fleet.beat(second, "load", 0.0, load=0.1)  # the history is that of all generators
+    fleet.beat(first, "load", 10.0)
     assert fleet.hangs.find() == []
-    fleet.beat(one, "load", 11.0)
+    fleet.beat(first, "load", 11.0)
     why = "it hangs: loading version 9 has stood still for 11 s (limit 10 s, master.hang_seconds)"
-    assert fleet.hangs.find() == [(one.identity, why)]
+    assert fleet.hangs.find() == [(first.identity, why)]
 
 
 def test_an_alert_comes_at_half_of_the_limit_and_ends_when_the_work_moves():
     fleet = Fleet()
-    one = fleet.run.join("generator")
-    fleet.beat(one, "load", 0.0, load=0.1)
-    fleet.beat(one, "load", 6.0)
+    first = fleet.run.join("generator")
+    fleet.beat(first, "load", 0.0, load=0.1)
+    fleet.beat(first, "load", 6.0)
     for _ in range(2):
         assert fleet.hangs.find() == []
         assert list(fleet.hangs.alerts.values()) == [
             "generator/0 may hang: loading version 9 has stood still for 5 s; it is started again after 10 s"
         ]
-    fleet.beat(one, "load", 0.0)
+    fleet.beat(first, "load", 0.0)
     assert fleet.hangs.find() == [] and not fleet.hangs.alerts
 
 

@@ -238,13 +238,13 @@ def test_a_run_that_is_killed_meanwhile_finishes_when_it_is_resumed(config, monk
 
 
 def test_only_a_checkpoint_that_is_kept_is_gone_back_to_and_nothing_is_changed_otherwise(config):
-    before = json.dumps(state_of(config).dump())
+    state_before = json.dumps(state_of(config).dump())
     with pytest.raises(UserError, match=r"no checkpoint of step 3 to go back to: choose --from-step from 2, 4\.$"):
         check_record(config, from_step=3)
     shutil.rmtree(config.folder / "checkpoints")
     with pytest.raises(UserError, match=r"no checkpoint of step 4 to go back to: it has none with its state\.$"):
         check_record(config, from_step=4)
-    assert json.dumps(state_of(config).dump()) == before
+    assert json.dumps(state_of(config).dump()) == state_before
     assert not (config.folder / "abandoned").exists()
 
 
@@ -261,7 +261,7 @@ def forked(config: Config, step: int, *overrides: str) -> Config:
 
 
 def test_a_fork_begins_with_the_state_of_a_checkpoint_and_changes_nothing_of_the_other_run(config):
-    alive, before = alive_at(config, 4), json.dumps(state_of(config).dump())
+    alive, state_before = alive_at(config, 4), json.dumps(state_of(config).dump())
     new = forked(config, 4, "trainer.lr=1e-3", "batch_size=3")
     assert (new.name, new.trainer.lr, new.batch_size) == ("run-fork-4", 1e-3, 3)
     state, (origin,) = state_of(new), origins_of(new.folder)
@@ -271,12 +271,12 @@ def test_a_fork_begins_with_the_state_of_a_checkpoint_and_changes_nothing_of_the
         group_of(n).prompt_index for n in alive
     }
     assert state.journal.run != origin.run and (origin.name, origin.step) == ("run", 4)
-    own = checkpoint_of(new.folder, 4)
-    assert (record_of((own / "training" / "state.json").read_bytes()) or {})["run"] == state.journal.run
-    assert (own / "model.safetensors").samefile(checkpoint_of(config.folder, 4) / "model.safetensors")
+    checkpoint = checkpoint_of(new.folder, 4)
+    assert (record_of((checkpoint / "training" / "state.json").read_bytes()) or {})["run"] == state.journal.run
+    assert (checkpoint / "model.safetensors").samefile(checkpoint_of(config.folder, 4) / "model.safetensors")
     assert {record["run"] for record in read_records(new.folder / "metrics.jsonl")} == {state.journal.run}
     assert steps_in(new.folder) == ([1, 2, 3, 4], [])
-    assert json.dumps(state_of(config).dump()) == before
+    assert json.dumps(state_of(config).dump()) == state_before
     again = forked(new, 4, "name=again")
     assert [(origin.name, origin.step) for origin in origins_of(again.folder)] == [("run", 4), ("run-fork-4", 4)]
 

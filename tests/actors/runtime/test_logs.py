@@ -10,10 +10,10 @@ from actors.runtime import logs
 
 @pytest.fixture
 def log(tmp_path, monkeypatch):
-    before = structlog.get_config()
+    logging_before = structlog.get_config()
     monkeypatch.setattr(logs, "_file", None)
     yield tmp_path / "a.jsonl"
-    structlog.configure(**before)
+    structlog.configure(**logging_before)
     structlog.contextvars.clear_contextvars()
 
 
@@ -44,7 +44,7 @@ def test_a_log_file_is_bounded_and_keeps_the_newest_lines(tmp_path, monkeypatch)
     log = logs.log_file(file)
     for number in range(1000):
         log.append([f"{number:05d}" + "." * 95 + "\n"])
-    kept = [line for name in ("master-0.jsonl.1", "master-0.jsonl") for line in (file.parent / name).open()]
+    stored = [line for name in ("master-0.jsonl.1", "master-0.jsonl") for line in (file.parent / name).open()]
     assert sorted(path.name for path in file.parent.iterdir()) == ["master-0.jsonl", "master-0.jsonl.1"]
     assert sum(path.stat().st_size for path in file.parent.iterdir()) <= 2 * 4096
-    assert [int(line[:5]) for line in kept] == list(range(1000 - len(kept), 1000))
+    assert [int(line[:5]) for line in stored] == list(range(1000 - len(stored), 1000))

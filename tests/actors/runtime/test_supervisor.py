@@ -148,8 +148,8 @@ async def whole(stage, config, tmp_path, monkeypatch):
         return Status(values=json.loads((tmp_path / "status").read_text()))
 
     def make(master: str = "", **scripts: str) -> Stage:
-        others = dict.fromkeys(("trainer", "generator", "reward", "rollout_manager"), "stay()")
-        return stage(master=master + MASTER.replace("RUN", repr(str(config.folder))), **(others | scripts))
+        remainder = dict.fromkeys(("trainer", "generator", "reward", "rollout_manager"), "stay()")
+        return stage(master=master + MASTER.replace("RUN", repr(str(config.folder))), **(remainder | scripts))
 
     bus.serve(config.master.address, answer, print)
     yield make

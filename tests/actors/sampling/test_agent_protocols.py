@@ -99,24 +99,29 @@ async def test_a_response_is_what_the_policy_sampled(responses):
     session, _, client = await responses("4")
     with pytest.raises(clients.openai.BadRequestError, match=r"temperature: 0.3 is not possible"):
         await client.create(model="m", input="2+2?", temperature=0.3)
-    done = await client.create(model="m", input="2+2?", instructions="Be brief.", temperature=1.0, store=False)
+    response = await client.create(model="m", input="2+2?", instructions="Be brief.", temperature=1.0, store=False)
     assert session.prompts == ["system Be brief.user 2+2?assistant "]
-    assert (done.output_text, done.status, done.model, done.instructions) == ("4", "completed", "m", "Be brief.")
-    assert (done.usage.output_tokens, done.usage.total_tokens) == (2, done.usage.input_tokens + 2)
+    assert (response.output_text, response.status, response.model, response.instructions) == (
+        "4",
+        "completed",
+        "m",
+        "Be brief.",
+    )
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (2, response.usage.input_tokens + 2)
 
 
 async def test_the_calls_and_results_of_functions_are_turns_of_one_conversation(responses):
     session, api, client = await responses("fair: " + CALL + CALL, "Sunny.")
-    given = [{"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]}, user("Weather?")]
-    done = await client.create(model="m", input=given, tools=[FUNCTION])
-    said, call, _ = done.output
-    assert (said.content[0].text, call.name, json.loads(call.arguments)) == ("fair:", "weather", {"city": "Köln"})
+    inputs = [{"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]}, user("Weather?")]
+    response = await client.create(model="m", input=inputs, tools=[FUNCTION])
+    words, call, _ = response.output
+    assert (words.content[0].text, call.name, json.loads(call.arguments)) == ("fair:", "weather", {"city": "Köln"})
     results = [
         {"type": "function_call_output", "call_id": call.call_id, "output": [{"type": "input_text", "text": "clear"}]}
-        for call in done.output[1:]
+        for call in response.output[1:]
     ]
-    done = await client.create(model="m", input=[*given, *done.output, *results], tools=[FUNCTION])
-    assert done.output_text == "Sunny."
+    response = await client.create(model="m", input=[*inputs, *response.output, *results], tools=[FUNCTION])
+    assert response.output_text == "Sunny."
     assert len(session.calls) == 2 and not session.trajectory(1.0).branches
     assert session.prompts[1].startswith(session.prompts[0])
 
@@ -138,16 +143,20 @@ async def test_a_streamed_response_has_the_same_parts(responses):
     session, _, client = await responses("fair: " + CALL, "4")
     async with client.stream(model="m", input="Weather?", tools=[FUNCTION]) as stream:
         events = await collected(stream)
-        done = await stream.get_final_response()
+        response = await stream.get_final_response()
     assert [event.sequence_number for event in events if event.type != "response.completed"] == [*range(11)]
-    said, call = done.output
-    assert ([said.content[0].text], call.arguments) == (
+    words, call = response.output
+    assert ([words.content[0].text], call.arguments) == (
         [event.text for event in events if event.type == "response.output_text.done"],
         "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta"),
     )
-    assert (said.content[0].text, call.name, done.usage.input_tokens) == ("fair:", "weather", prompt_tokens(session))
+    assert (words.content[0].text, call.name, response.usage.input_tokens) == (
+        "fair:",
+        "weather",
+        prompt_tokens(session),
+    )
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "clear sky"}
-    how = {"model": "m", "tools": [FUNCTION], "previous_response_id": done.id}
+    how = {"model": "m", "tools": [FUNCTION], "previous_response_id": response.id}
     assert (await client.create(input=[result], **how)).output_text == "4"
 
 
@@ -191,34 +200,38 @@ async def test_a_message_is_what_the_policy_sampled(messages):
     how = {"model": "m", "max_tokens": 9, "messages": [user("2+2?")]}
     with pytest.raises(clients.anthropic.BadRequestError, match=r"top_k: 5 is not possible"):
         await client.create(**how, extra_body={"top_k": 5})
-    done = await client.create(system=system, **how, extra_body={"temperature": 1})
+    response = await client.create(system=system, **how, extra_body={"temperature": 1})
     assert session.prompts == ["system Be brief.user 2+2?assistant "]
-    assert ([block.to_dict() for block in done.content], done.model) == ([{"type": "text", "text": "4"}], "m")
-    assert (done.stop_reason, done.stop_sequence, done.role) == ("end_turn", None, "assistant")
-    assert (done.usage.input_tokens, done.usage.output_tokens) == (prompt_tokens(session), 2)
+    assert ([block.to_dict() for block in response.content], response.model) == ([{"type": "text", "text": "4"}], "m")
+    assert (response.stop_reason, response.stop_sequence, response.role) == ("end_turn", None, "assistant")
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (prompt_tokens(session), 2)
 
 
 async def test_the_uses_and_results_of_tools_are_turns_of_one_conversation(messages):
     session, _, client = await messages("fair: " + CALL + CALL, "Sunny.", "Yes.")
     how = {"model": "m", "max_tokens": 9, "tools": [TOOL], "tool_choice": {"type": "any"}}
-    given = [user([{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}])]
-    done = await client.create(messages=given, **how)
-    said, use, other = done.content
-    assert (done.stop_reason, said.text, use.name, use.input) == ("tool_use", "fair:", "weather", {"city": "Köln"})
+    inputs = [user([{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}])]
+    response = await client.create(messages=inputs, **how)
+    words, use, second = response.content
+    assert (response.stop_reason, words.text, use.name, use.input) == ("tool_use", "fair:", "weather", {"city": "Köln"})
     results = [
         {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "clear sky"}]},
-        {"type": "tool_result", "tool_use_id": other.id, "content": "no such city", "is_error": True},
+        {"type": "tool_result", "tool_use_id": second.id, "content": "no such city", "is_error": True},
     ]
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
-    given += [{"role": "assistant", "content": [thought, *done.content]}]
-    given += [user([*results, {"type": "text", "text": "So?"}])]
-    done = await client.create(messages=given, **how)
-    assert done.content[0].text == "Sunny."
-    given += [{"role": "assistant", "content": done.content}, {"role": "system", "content": "Be kind."}, user("Sure?")]
-    assert (await client.create(messages=given, **how)).content[0].text == "Yes."
-    said = session.tokenizer.decode(session.trajectory(1.0).tokens, skip_special_tokens=True)
+    inputs += [{"role": "assistant", "content": [thought, *response.content]}]
+    inputs += [user([*results, {"type": "text", "text": "So?"}])]
+    response = await client.create(messages=inputs, **how)
+    assert response.content[0].text == "Sunny."
+    inputs += [
+        {"role": "assistant", "content": response.content},
+        {"role": "system", "content": "Be kind."},
+        user("Sure?"),
+    ]
+    assert (await client.create(messages=inputs, **how)).content[0].text == "Yes."
+    words = session.tokenizer.decode(session.trajectory(1.0).tokens, skip_special_tokens=True)
     results = "tool clear skytool no such cityuser So?"
-    assert said.endswith(f"{results}assistant Sunny.system Be kind.user Sure?assistant Yes.")
+    assert words.endswith(f"{results}assistant Sunny.system Be kind.user Sure?assistant Yes.")
     assert len(session.calls) == 3
 
 
@@ -226,14 +239,14 @@ async def test_a_streamed_message_has_the_same_parts(messages):
     session, _, client = await messages("fair: " + CALL, "4")
     how = {"model": "m", "max_tokens": 9, "tools": [TOOL]}
     async with client.stream(messages=[user("Weather?")], **how) as stream:
-        done = await stream.get_final_message()
-    said, use = done.content
-    assert (said.text, use.name, use.input, done.stop_reason) == ("fair:", "weather", {"city": "Köln"}, "tool_use")
+        response = await stream.get_final_message()
+    words, use = response.content
+    assert (words.text, use.name, use.input, response.stop_reason) == ("fair:", "weather", {"city": "Köln"}, "tool_use")
     sampled = len(("fair: " + CALL).encode()) + 1
-    assert (done.usage.input_tokens, done.usage.output_tokens) == (prompt_tokens(session), sampled)
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (prompt_tokens(session), sampled)
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "clear sky"}
-    given = [user("Weather?"), {"role": "assistant", "content": done.content}, user([result])]
-    events = await collected(await client.create(messages=given, stream=True, **how))
+    inputs = [user("Weather?"), {"role": "assistant", "content": response.content}, user([result])]
+    events = await collected(await client.create(messages=inputs, stream=True, **how))
     assert [event.type for event in events] == [
         "message_start",
         "content_block_start",
@@ -255,8 +268,10 @@ async def test_the_tool_runner_of_anthropic_s_client_goes_on_in_one_conversation
         model="m", max_tokens=9, system="Be brief.", tools=[weather], messages=[user("Weather?")]
     )
     assert (await runner.until_done()).content[0].text == "Sunny."
-    said = session.tokenizer.decode(session.trajectory(1.0).tokens, skip_special_tokens=True)
-    assert said == f"tools weathersystem Be brief.user Weather?assistant {CALL}tool clear sky over Kölnassistant Sunny."
+    words = session.tokenizer.decode(session.trajectory(1.0).tokens, skip_special_tokens=True)
+    assert (
+        words == f"tools weathersystem Be brief.user Weather?assistant {CALL}tool clear sky over Kölnassistant Sunny."
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -265,8 +280,8 @@ async def test_a_thread_has_the_messages_the_system_prompt_and_the_tools_that_ca
     how = {"model": "m", "max_tokens": 9, "betas": ["message-threads-2026-08-12"], "stream": stream}
 
     async def say(text: str, thread: dict, **more) -> str:
-        done = await client.beta.messages.create(messages=[user(text)], thread=thread, **how, **more)
-        return (await collected(done))[0].message.id if stream else done.id
+        response = await client.beta.messages.create(messages=[user(text)], thread=thread, **how, **more)
+        return (await collected(response))[0].message.id if stream else response.id
 
     first = await say("2+2?", {"type": "create"}, system="Be brief.", tools=[TOOL])
     for text in ("Sure?", "No?"):
@@ -291,18 +306,18 @@ async def test_a_message_says_why_it_ended(messages, stream, says, text, reason,
     how = {"model": "m", "max_tokens": 99, "messages": [user("?")], "stop_sequences": ["never", "; ", "# "]}
     if stream:
         async with client.stream(**how) as events:
-            done = await events.get_final_message()
+            response = await events.get_final_message()
     else:
-        done = await client.create(**how)
-    assert (done.content[0].text, done.stop_reason, done.stop_sequence) == (text, reason, sequence)
+        response = await client.create(**how)
+    assert (response.content[0].text, response.stop_reason, response.stop_sequence) == (text, reason, sequence)
 
 
 async def test_tokens_are_counted_without_a_turn(messages):
     session, _, client = await messages("4")
     how = {"model": "m", "system": "Be brief.", "messages": [user("2+2?")], "tools": [TOOL]}
     counted = await client.count_tokens(**how)
-    done = await client.create(max_tokens=9, **how)
-    assert (counted.input_tokens, len(session.prompts)) == (done.usage.input_tokens, 1)
+    response = await client.create(max_tokens=9, **how)
+    assert (counted.input_tokens, len(session.prompts)) == (response.usage.input_tokens, 1)
 
 
 @pytest.mark.parametrize(
@@ -344,15 +359,15 @@ async def test_the_key_may_come_in_either_header(serve):
 async def test_a_sample_may_be_asked_in_every_protocol(serve):
     session = Session("4", "yes", "9")
     api = await serve(session)
-    given = [user("2+2?")]
+    inputs = [user("2+2?")]
     async with clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0) as client:
-        done = await client.chat.completions.create(model="m", messages=given)
-        given += [{"role": "assistant", "content": done.choices[0].message.content}, user("Sure?")]
-        done = await client.responses.create(model="m", input=given)
-        given += [{"role": "assistant", "content": done.output_text}, user("3*3?")]
+        response = await client.chat.completions.create(model="m", messages=inputs)
+        inputs += [{"role": "assistant", "content": response.choices[0].message.content}, user("Sure?")]
+        response = await client.responses.create(model="m", input=inputs)
+        inputs += [{"role": "assistant", "content": response.output_text}, user("3*3?")]
     async with claude(api) as client:
-        done = await client.messages.create(model="m", max_tokens=9, messages=given)
-    assert done.content[0].text == "9"
+        response = await client.messages.create(model="m", max_tokens=9, messages=inputs)
+    assert response.content[0].text == "9"
     assert len(session.calls) == 3 and not session.trajectory(1.0).branches
 
 
@@ -377,16 +392,16 @@ def answer(**message) -> Answer:
 
 def texts(events: list) -> list[str]:
     """The pieces of text in the events of any protocol."""
-    found = []
+    results = []
     for event in events:
         match event:
             case {"choices": [{"delta": {"content": text}}]}:
-                found.append(text)
+                results.append(text)
             case {"type": "response.output_text.delta", "delta": text}:
-                found.append(text)
+                results.append(text)
             case {"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}}:
-                found.append(text)
-    return [text for text in found if text]
+                results.append(text)
+    return [text for text in results if text]
 
 
 @pytest.mark.parametrize("kind", replies())
@@ -394,8 +409,8 @@ def texts(events: list) -> list[str]:
 def test_the_end_of_a_stream_tells_what_was_not_told_before(kind, told):
     reply = replies()[kind]
     events = [*reply.start(), *(event for piece in told for event in reply.text(piece)), *reply.finish(answer())]
-    rest = "four".removeprefix("".join(told))
-    assert texts(events) == [*told, *([rest] if rest else [])]
+    remainder = "four".removeprefix("".join(told))
+    assert texts(events) == [*told, *([remainder] if remainder else [])]
 
 
 @pytest.mark.parametrize(
@@ -409,8 +424,8 @@ def test_the_end_of_a_stream_tells_what_was_not_told_before(kind, told):
 def test_reasoning_comes_before_the_text(kind, where):
     assert where(replies()[kind].body(answer(reasoning="2+2"))) == "2+2"
     reply = replies()[kind]
-    told = json.dumps([*reply.start(), *reply.finish(answer(reasoning="2+2"))])
-    assert 0 < told.index('"2+2"') < told.index('"four"')
+    report = json.dumps([*reply.start(), *reply.finish(answer(reasoning="2+2"))])
+    assert 0 < report.index('"2+2"') < report.index('"four"')
 
 
 class Halting(ChatSession):
@@ -434,18 +449,18 @@ async def halting(serve, monkeypatch):
 
         async def start(kind):
             api = await serve(Session())
-            ours = clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
-            theirs = claude(api)
-            await stack.enter_async_context(ours)
-            await stack.enter_async_context(theirs)
+            openai_client = clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
+            claude_client = claude(api)
+            await stack.enter_async_context(openai_client)
+            await stack.enter_async_context(claude_client)
             match kind:
                 case "chat":
-                    stream = await ours.chat.completions.create(model="m", messages=[user("?")], stream=True)
+                    stream = await openai_client.chat.completions.create(model="m", messages=[user("?")], stream=True)
                 case "response":
-                    stream = await ours.responses.create(model="m", input="?", stream=True)
+                    stream = await openai_client.responses.create(model="m", input="?", stream=True)
                 case _:
                     how = {"model": "m", "max_tokens": 9, "stream": True}
-                    stream = await theirs.messages.create(messages=[user("?")], **how)
+                    stream = await claude_client.messages.create(messages=[user("?")], **how)
             return api.chat, stream
 
         yield start
@@ -500,5 +515,5 @@ async def test_a_program_s_client_finds_the_endpoint_by_itself(serve, tmp_path):
     api = await serve(session)
     (tmp_path / "program.py").write_text(PROGRAM)
     row = Row(0, "?", "", None, {"prompt": "?"})
-    done = await agent(session, row, command=f"{sys.executable} {tmp_path / 'program.py'}", agent_reward=True)
-    assert done.reward == 0.5
+    outcome = await agent(session, row, command=f"{sys.executable} {tmp_path / 'program.py'}", agent_reward=True)
+    assert outcome.reward == 0.5

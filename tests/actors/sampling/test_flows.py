@@ -61,15 +61,15 @@ class Server:
         return CompletionsScored(scored=tuple(scored), failed=tuple(failed))
 
     async def answer(self, request):
-        asked = request.message
-        if isinstance(asked, EndJobs):
+        requests = request.message
+        if isinstance(requests, EndJobs):
             self.flows.cancel(request)
             return Done()
-        self.requests.append(len(asked.completions))
-        if any(one.completions[0] == "refuse all" for one in asked.completions):
+        self.requests.append(len(requests.completions))
+        if any(item.completions[0] == "refuse all" for item in requests.completions):
             raise RefusedError("not these")
-        jobs = {one.job: functools.partial(self.work, one) for one in asked.completions}
-        self.flows.begin(request, asked.flow, jobs)
+        jobs = {item.job: functools.partial(self.work, item) for item in requests.completions}
+        self.flows.begin(request, requests.flow, jobs)
         return Done()
 
     async def work(self, one, add):
@@ -142,10 +142,10 @@ async def test_results_that_come_quickly_gather(pair, monkeypatch):
 
 
 async def test_a_failure_arrives_as_the_error_it_was_and_harms_no_other_job(pair):
-    harm, other = pair.run_job("harm"), pair.run_job("abc")
+    harm, second = pair.run_job("harm"), pair.run_job("abc")
     with pytest.raises(HarmfulError, match="it does harm"):
         await harm
-    assert await other == 3
+    assert await second == 3
 
 
 async def test_another_of_the_same_name_cannot_end_the_jobs_or_add_to_them(pair):
@@ -185,12 +185,12 @@ async def test_jobs_too_large_for_one_request_go_in_several(pair):
 
 
 async def test_a_job_that_is_cancelled_ends_at_the_server(pair):
-    waits, other = pair.run_job("wait"), pair.run_job("wait too")
+    waits, second = pair.run_job("wait"), pair.run_job("wait too")
     await pair.until(lambda: len(pair.server.running) == 2)
     waits.cancel()
     await pair.until(lambda: pair.server.running == {"wait too"})
     pair.server.goes_on.set()
-    assert await other == 8
+    assert await second == 8
 
 
 async def test_a_job_that_is_cancelled_at_once_never_begins(pair):

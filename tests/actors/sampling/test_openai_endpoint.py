@@ -95,11 +95,11 @@ class Policy(Recorded):
         cut = next((n for i in range(len(sampled)) if keep and (n := keep(np.array(sampled[: i + 1])))), None)
         n = min(cut or len(sampled), max_new_tokens or len(sampled))
         finish = "stop" if says and (cut or n == len(sampled)) else "length"
-        said = Generation(
+        part = Generation(
             np.array(sampled[:n], np.int32), np.full(n, -0.5, np.float32), np.full(n, 3, np.int32), finish
         )
-        self.forest.add(np.array(tokens, np.int32), said)
-        return said
+        self.forest.add(np.array(tokens, np.int32), part)
+        return part
 
     async def score(self, completion: str, tokens=None) -> float:
         self.scored.append(completion)
@@ -131,12 +131,16 @@ async def opened(tokenizer):
 
 async def test_an_answer_is_what_the_policy_sampled_after_the_template_s_prompt(opened):
     policy, _, chat = await opened("4")
-    done = await chat.create(model="my-model", messages=[user("2+2?")], logprobs=True, top_logprobs=5)
+    response = await chat.create(model="my-model", messages=[user("2+2?")], logprobs=True, top_logprobs=5)
     assert policy.prompts == ["<start>user 2+2?<end><start>assistant "]
-    assert (done.model, done.object, done.choices[0].finish_reason) == ("my-model", "chat.completion", "stop")
-    assert (done.choices[0].message.role, done.choices[0].message.content) == ("assistant", "4")
-    assert (done.usage.completion_tokens, done.usage.total_tokens) == (2, done.usage.prompt_tokens + 2)
-    first, last = done.choices[0].logprobs.content
+    assert (response.model, response.object, response.choices[0].finish_reason) == (
+        "my-model",
+        "chat.completion",
+        "stop",
+    )
+    assert (response.choices[0].message.role, response.choices[0].message.content) == ("assistant", "4")
+    assert (response.usage.completion_tokens, response.usage.total_tokens) == (2, response.usage.prompt_tokens + 2)
+    first, last = response.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes, last.token) == ("4", -0.5, [ord("4")], END)
     assert [top.token for top in first.top_logprobs] == ["4"]
 
@@ -186,9 +190,9 @@ async def test_tool_calls_are_read_out_of_the_text_and_all_turns_are_one_traject
     assert turn.message.content == "Sunny."
     beginning = "<start>tools weather<end><start>system Be brief.<end><start>user Weather?<end><start>assistant "
     assert policy.prompts[1] == f"{beginning}{CALL}<end><start>tool clear sky<end><start>assistant "
-    done = policy.trajectory(1.0)
-    assert tokenizer.decode(done.tokens) == policy.prompts[1] + "Sunny.<end>"
-    assert tokenizer.decode(done.tokens[done.sampled]) == f"{CALL}<end>Sunny.<end>"
+    trajectory = policy.trajectory(1.0)
+    assert tokenizer.decode(trajectory.tokens) == policy.prompts[1] + "Sunny.<end>"
+    assert tokenizer.decode(trajectory.tokens[trajectory.sampled]) == f"{CALL}<end>Sunny.<end>"
 
 
 async def test_without_tools_and_where_it_is_malformed_a_tool_call_is_text(opened):
@@ -207,16 +211,19 @@ async def test_thinking_is_a_field_of_its_own_and_need_not_be_sent_back(opened, 
     policy, api, chat = await opened("hm</think>It is" + CALL, "hm again</think>Sunny.", parsers=parsers)
     messages = [user("Weather?")]
     turn = (await chat.create(model="m", messages=messages, tools=[WEATHER])).choices[0]
-    told = turn.message.model_dump()
-    assert (told["content"], told["reasoning"], told["reasoning_content"]) == ("It is", "hm", "hm")
+    message = turn.message.model_dump()
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("It is", "hm", "hm")
     assert turn.message.tool_calls[0].function.name == "weather"
-    back = {key: told[key] for key in ("role", "content", "tool_calls", *returned)}
-    messages += [back, {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "clear"}]
+    back = {key: message[key] for key in ("role", "content", "tool_calls", *returned)}
+    messages += [back, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "clear"}]
     parts = [part async for part in await chat.create(model="m", messages=messages, tools=[WEATHER], stream=True)]
     assert (parts[1].choices[0].delta.reasoning, parts[2].choices[0].delta.content) == ("hm again", "Sunny.")
     assert api.chat.last_text == "Sunny."
-    done = policy.trajectory(1.0)
-    assert tokenizer.decode(done.tokens[done.sampled]) == f"hm</think>It is{CALL}<end>hm again</think>Sunny.<end>"
+    trajectory = policy.trajectory(1.0)
+    assert (
+        tokenizer.decode(trajectory.tokens[trajectory.sampled])
+        == f"hm</think>It is{CALL}<end>hm again</think>Sunny.<end>"
+    )
 
 
 async def test_tools_that_are_not_in_openai_s_form_are_refused(opened):
@@ -241,13 +248,16 @@ async def test_a_call_that_does_not_go_on_from_an_answer_begins_a_branch(opened,
     await chat.create(model="m", messages=messages[:1])
     await chat.create(model="m", messages=change(messages), tools=tools or clients.openai.omit)
     await chat.create(model="m", messages=messages)
-    done = policy.trajectory(1.0)
+    trajectory = policy.trajectory(1.0)
     beginning = "<start>user 2+2?<end><start>assistant "
-    paths = [tokenizer.decode(one.tokens) for one in done.sequences()]
+    paths = [tokenizer.decode(sequence.tokens) for sequence in trajectory.sequences()]
     assert f"{beginning}4<end><start>user Sure?<end><start>assistant yes<end>" in paths
     assert f"{policy.prompts[1]}other<end>" in paths
-    assert [tokenizer.decode(one.tokens[one.sampled]) for one in done.sequences()] == ["4<end>yes<end>", "other<end>"]
-    assert tokenizer.decode(list(done.sequences())[1].tokens[: done.branches[1].shared]) == shared
+    assert [tokenizer.decode(sequence.tokens[sequence.sampled]) for sequence in trajectory.sequences()] == [
+        "4<end>yes<end>",
+        "other<end>",
+    ]
+    assert tokenizer.decode(list(trajectory.sequences())[1].tokens[: trajectory.branches[1].shared]) == shared
 
 
 async def test_a_stop_string_ends_the_turn_and_what_was_sampled_up_to_its_end_is_trained(opened, tokenizer):
@@ -256,8 +266,8 @@ async def test_a_stop_string_ends_the_turn_and_what_was_sampled_up_to_its_end_is
     turn = (await chat.create(model="m", messages=messages, stop=["Observation:", "never"])).choices[0]
     assert (turn.message.content, turn.finish_reason) == ("run()\n", "stop")
     await chat.create(model="m", messages=[*messages, turn.message, user("8")], stop="Observation:")
-    done = policy.trajectory(1.0)
-    assert tokenizer.decode(done.tokens[done.sampled]) == "run()\nObservation:7<end>"
+    trajectory = policy.trajectory(1.0)
+    assert tokenizer.decode(trajectory.tokens[trajectory.sampled]) == "run()\nObservation:7<end>"
     assert policy.prompts[1].endswith("run()\nObservation:<end><start>user 8<end><start>assistant ")
 
 
@@ -275,8 +285,8 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
         turn = (await chat.create(model="m", messages=messages)).choices[0]
         assert (turn.message.content, turn.finish_reason) == (content, finish)
         messages += [turn.message, user("Sure?")]
-    done = policy.trajectory(1.0)
-    assert (tokenizer.decode(done.tokens[done.sampled]), done.sampled[-1]) == ("4<end>", True)
+    trajectory = policy.trajectory(1.0)
+    assert (tokenizer.decode(trajectory.tokens[trajectory.sampled]), trajectory.sampled[-1]) == ("4<end>", True)
 
 
 @pytest.mark.parametrize(
@@ -297,14 +307,14 @@ async def test_what_cannot_be_done_is_said(opened, asked, reason):
     with pytest.raises(clients.openai.BadRequestError, match=reason):
         await chat.create(**({"model": "m", "messages": [user("?")]} | asked))
     assert not policy.prompts
-    (told,) = policy.refused
-    assert told.startswith("POST /v1/chat/completions: 400, ") and reason in told
+    (message,) = policy.refused
+    assert message.startswith("POST /v1/chat/completions: 400, ") and reason in message
 
 
 async def test_a_key_is_good_for_its_sample_alone_and_while_it_lasts(tokenizer):
     policy = Policy(tokenizer, "4")
-    async with policy.endpoint() as api, policy.endpoint() as other:
-        assert api.api_key != other.api_key
+    async with policy.endpoint() as api, policy.endpoint() as second:
+        assert api.api_key != second.api_key
         async with clients.openai.AsyncOpenAI(base_url=api.base_url, api_key="sample-0", max_retries=0) as client:
             with pytest.raises(clients.openai.AuthenticationError):
                 await client.chat.completions.create(model="m", messages=[user("?")])
@@ -385,10 +395,10 @@ async def test_a_call_may_have_a_reward_of_its_own_for_which_the_sample_s_reward
         ]:
             async with http.post(f"{api.base_url}/reward", json=body) as answer:
                 assert answer.status == status
-    done = policy.trajectory()
-    assert (done.reward, done.returns) == (0.75, None)
-    own = policy.forest.trajectory(None, "call", 1.0)
-    assert own.returns[own.sampled].tolist() == [0.5, 0.5, *[0.25] * 4]
+    trajectory = policy.trajectory()
+    assert (trajectory.reward, trajectory.returns) == (0.75, None)
+    item = policy.forest.trajectory(None, "call", 1.0)
+    assert item.returns[item.sampled].tolist() == [0.5, 0.5, *[0.25] * 4]
 
 
 async def test_the_end_of_a_sample_stops_its_calls(tokenizer):
@@ -418,8 +428,8 @@ async def hasty(base_url, row):
 
 async def asks(base_url, api_key, row):
     async with ask(base_url, api_key) as client:
-        done = await client.chat.completions.create(model="m", messages=[user(row["prompt"])])
-        return float(done.choices[0].message.content == row["answer"])
+        response = await client.chat.completions.create(model="m", messages=[user(row["prompt"])])
+        return float(response.choices[0].message.content == row["answer"])
 
 
 async def asks_only(*access):
@@ -451,8 +461,8 @@ async def returns_a_list(*access):
 async def rewards_calls_with_too_much(base_url, api_key, row, reward_key):
     async with ask(base_url, api_key) as client:
         for _ in range(2):
-            done = await client.chat.completions.create(model="m", messages=[user("?")])
-            await client.post("/reward", body={"reward": 0.6, "call": done.id, "key": reward_key}, cast_to=object)
+            response = await client.chat.completions.create(model="m", messages=[user("?")])
+            await client.post("/reward", body={"reward": 0.6, "call": response.id, "key": reward_key}, cast_to=object)
 
 
 async def blocks_all_threads(base_url, api_key, row):
@@ -462,8 +472,8 @@ async def blocks_all_threads(base_url, api_key, row):
 
     def ask() -> bool:
         with clients.openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
-            done = client.chat.completions.create(model="m", messages=[user(row["prompt"])], tools=[WEATHER])
-            return done.choices[0].finish_reason == "tool_calls"
+            response = client.chat.completions.create(model="m", messages=[user(row["prompt"])], tools=[WEATHER])
+            return response.choices[0].finish_reason == "tool_calls"
 
     return float(await asyncio.to_thread(ask))
 
@@ -508,14 +518,14 @@ async def sample(tokenizer, monkeypatch, *says, **options):
     ("name", "reward", "scored"), [("asks", 1.0, []), ("reports", 0.5, []), ("asks_only", 0.25, ["4"])]
 )
 async def test_the_agent_gives_the_reward_or_the_row_s_functions_do(tokenizer, monkeypatch, name, reward, scored):
-    policy, done = await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}", agent_reward=True)
-    assert (done.reward, policy.scored) == (reward, scored)
-    assert tokenizer.decode(done.tokens[done.sampled]) == "4<end>"
+    policy, trajectory = await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}", agent_reward=True)
+    assert (trajectory.reward, policy.scored) == (reward, scored)
+    assert tokenizer.decode(trajectory.tokens[trajectory.sampled]) == "4<end>"
 
 
 async def test_without_agent_reward_the_row_s_functions_score_and_no_reward_is_taken(tokenizer, monkeypatch):
-    policy, done = await sample(tokenizer, monkeypatch, "4", agent="its_agents:asks_only")
-    assert (done.reward, policy.scored) == (0.25, ["4"])
+    policy, trajectory = await sample(tokenizer, monkeypatch, "4", agent="its_agents:asks_only")
+    assert (trajectory.reward, policy.scored) == (0.25, ["4"])
     with pytest.raises(AgentFailed, match="returned the reward 1.0, but .* set rollout_manager.*agent_reward=true"):
         await sample(tokenizer, monkeypatch, "4", agent="its_agents:asks")
     with pytest.raises(clients.openai.PermissionDeniedError, match="agent_reward"):
@@ -540,13 +550,13 @@ async def test_a_reward_that_is_no_number_or_out_of_range_fails_the_sample(token
 
 async def test_the_range_of_rewards_may_be_set(tokenizer, monkeypatch):
     how = {"agent": "its_agents:returns_too_little", "agent_reward": True, "reward_range": [-1.0, 1.0]}
-    _, done = await sample(tokenizer, monkeypatch, "4", **how)
-    assert done.reward == -0.5
+    _, trajectory = await sample(tokenizer, monkeypatch, "4", **how)
+    assert trajectory.reward == -0.5
 
 
 async def test_agents_that_block_all_threads_of_asyncio_get_their_tool_calls(tokenizer, monkeypatch):
-    _, done = await sample(tokenizer, monkeypatch, CALL, agent="its_agents:blocks_all_threads", agent_reward=True)
-    assert done.reward == 1
+    _, trajectory = await sample(tokenizer, monkeypatch, CALL, agent="its_agents:blocks_all_threads", agent_reward=True)
+    assert trajectory.reward == 1
 
 
 @pytest.mark.parametrize(
@@ -594,9 +604,9 @@ def program(folder: Path, last: str) -> str:
     ("last", "reward"), [("give(0.5)", 0.5), ("print(json.dumps({'reward': 0.75}))", 0.25)], ids=["given", "none"]
 )
 async def test_a_program_may_be_the_agent(tokenizer, monkeypatch, tmp_path, last, reward):
-    _, done = await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, last), agent_reward=True)
-    assert done.reward == reward
-    assert tokenizer.decode(done.tokens) == "<start>user 2+2=<end><start>assistant 4<end>"
+    _, trajectory = await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, last), agent_reward=True)
+    assert trajectory.reward == reward
+    assert tokenizer.decode(trajectory.tokens) == "<start>user 2+2=<end><start>assistant 4<end>"
 
 
 async def test_a_program_gets_the_variables_that_its_user_names_and_no_secret_of_the_manager(
@@ -607,8 +617,8 @@ async def test_a_program_gets_the_variables_that_its_user_names_and_no_secret_of
     last = """give(0.25 * all(name in os.environ for name in ("PATH", "TASK_1"))
      + 0.5 * any(name in os.environ for name in ("HF_TOKEN", "AREAL_KEYS")))"""
     command = program(tmp_path, last)
-    _, done = await sample(tokenizer, monkeypatch, "4", command=command, agent_reward=True, pass_env=["TASK_*"])
-    assert done.reward == 0.25
+    _, trajectory = await sample(tokenizer, monkeypatch, "4", command=command, agent_reward=True, pass_env=["TASK_*"])
+    assert trajectory.reward == 0.25
 
 
 # What a policy with a shell can do as the agent's user, short of debugging the agent. It looks at no process but those
@@ -654,14 +664,14 @@ RUNS_THE_ANSWER = {
 async def test_a_policy_with_a_shell_gives_itself_no_reward(tokenizer, monkeypatch, tmp_path, how, agent_reward):
     (tmp_path / "attack.py").write_text(ATTACK)
     gives, success = "give(0.125)" if agent_reward else "", tmp_path / "success"
-    policy, done = await sample(
+    policy, trajectory = await sample(
         tokenizer,
         monkeypatch,
         f"{sys.executable} {tmp_path / 'attack.py'} {success}",
         command=program(tmp_path, f"{gives}\n{RUNS_THE_ANSWER[how]}"),
         agent_reward=agent_reward,
     )
-    assert done.reward == (0.125 if agent_reward else 0.25)
+    assert trajectory.reward == (0.125 if agent_reward else 0.25)
     assert not success.exists()
     statuses = [line.removeprefix("POST /v1/reward: ")[:3] for line in policy.refused]
     assert Counter(statuses) == {"403": 9, "401": 3}  # the last with no key to the endpoint at all
@@ -669,8 +679,8 @@ async def test_a_policy_with_a_shell_gives_itself_no_reward(tokenizer, monkeypat
 
 async def test_what_a_program_starts_does_not_get_the_row_with_its_answer(tokenizer, monkeypatch, tmp_path):
     looks = "subprocess.run('cat - /proc/self/fd/0 /proc/$PPID/fd/0', shell=True, stdout=subprocess.PIPE).stdout"
-    _, done = await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, f"assert {looks} == b''"))
-    assert done.reward == 0.25
+    _, trajectory = await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, f"assert {looks} == b''"))
+    assert trajectory.reward == 0.25
 
 
 async def test_a_program_need_not_read_its_row(tokenizer):
@@ -732,22 +742,22 @@ def test_a_mistake_in_the_options_is_told_before_anything_starts(monkeypatch, op
 async def test_an_agent_of_a_library_needs_another_base_url_only(opened, protocol, stream):
     library = pytest.importorskip("agents")
     library.set_tracing_disabled(True)
-    asked = []
+    requests = []
 
     @library.function_tool
     def weather(city: str) -> str:
-        asked.append(city)
+        requests.append(city)
         return "clear sky"
 
     policy, api, chat = await opened(CALL, "Sunny.")
     model = getattr(library, protocol)(model="m", openai_client=chat._client)
     guide = library.Agent("guide", instructions="Be brief.", tools=[weather], model=model)
     if stream:
-        done = library.Runner.run_streamed(guide, "Weather?")
-        [event async for event in done.stream_events()]
+        outcome = library.Runner.run_streamed(guide, "Weather?")
+        [event async for event in outcome.stream_events()]
     else:
-        done = await library.Runner.run(guide, "Weather?")
-    assert (done.final_output, asked) == ("Sunny.", ["Köln"])
+        outcome = await library.Runner.run(guide, "Weather?")
+    assert (outcome.final_output, requests) == ("Sunny.", ["Köln"])
     assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
 
 
@@ -762,8 +772,8 @@ async def test_a_graph_of_langgraph_goes_on_in_one_conversation(opened):
     policy, api, _ = await opened("fair: " + CALL, "Sunny.")
     model = chat_model(model="m", base_url=api.base_url, api_key=api.api_key, max_retries=0)
     graph = prebuilt.create_react_agent(model, [weather], prompt="Be brief.")
-    done = await graph.ainvoke({"messages": [("user", "Weather?")]})
-    assert [message.content for message in done["messages"]][2:] == ["clear sky over Köln", "Sunny."]
+    response = await graph.ainvoke({"messages": [("user", "Weather?")]})
+    assert [message.content for message in response["messages"]][2:] == ["clear sky over Köln", "Sunny."]
     assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
 
 
@@ -784,8 +794,8 @@ async def test_mini_swe_agent_goes_on_in_one_conversation(opened, tmp_path, monk
     coder = default.DefaultAgent(
         model, local.LocalEnvironment(cwd=str(tmp_path)), system_template="Fix it.", instance_template="{{task}}"
     )
-    done = await asyncio.to_thread(coder.run, "Fix code.")
-    assert (done["exit_status"], (tmp_path / "code").read_text()) == ("Submitted", "fixed\n")
+    outcome = await asyncio.to_thread(coder.run, "Fix code.")
+    assert (outcome["exit_status"], (tmp_path / "code").read_text()) == ("Submitted", "fixed\n")
     assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
 
 
@@ -837,10 +847,10 @@ def priced(monkeypatch, tmp_path):
 async def test_a_task_of_verifiers_is_done_with_its_tools_and_scored_by_its_reward(tokenizer, priced):
     row, call = priced
     policy = Policy(tokenizer, call, "7")
-    done = await resolve_workflow("verifiers", {})(policy, row)
+    outcome = await resolve_workflow("verifiers", {})(policy, row)
     assert "tools price_tools_price<end><start>user How much is a fig?" in policy.prompts[0]
     assert policy.prompts[1].endswith("<start>tool 7<end><start>assistant ")
-    assert (done.reward, int(done.sampled.sum())) == (1.0, len(call) + len("7") + 2)
+    assert (outcome.reward, int(outcome.sampled.sum())) == (1.0, len(call) + len("7") + 2)
 
 
 async def test_a_task_of_verifiers_that_fails_is_no_score(tokenizer, priced):

@@ -30,7 +30,15 @@ from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import Conversation
 from areal.workflows.parsers import Parsers
-from protocols.errors import BusyError, FencedError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
+from protocols.errors import (
+    BusyError,
+    ConnectionLostError,
+    FencedError,
+    HarmfulError,
+    MalformedError,
+    RefusedError,
+    StreamBrokenError,
+)
 from protocols.messages import Member, Policy
 
 
@@ -51,7 +59,9 @@ class Cluster:
     def __init__(self, *members: Member) -> None:
         self.directory = Directory(Policy(lineage=0, version=0, folder=""), members)
         self.failures = []
-        self.router = Router(self.directory, "rollout_manager", 0, self.config.generator.max_concurrent_rollouts)
+        most = self.config.generator.max_concurrent_rollouts
+        self.lost = []
+        self.router = Router(self.directory, "rollout_manager", 0, most, self.lost.append)
         self.services = Services(
             self.config,
             Characters(),
@@ -161,6 +171,15 @@ async def test_a_generator_that_answers_again_is_trusted(monkeypatch, unhurried,
         await router.avoid(generator(0), StreamBrokenError("gone again"))
         assert not router.trusts(generator(0))
         assert len(logs) == 2
+
+
+async def test_of_a_generator_whose_connection_is_lost_the_master_hears_once(monkeypatch, unhurried):
+    Clock(monkeypatch)
+    cluster = Cluster(generator(0), generator(1))
+    await cluster.router.avoid(generator(1), StreamBrokenError("silent"))
+    for _ in range(72):  # all sequences of a flow fail with it
+        await cluster.router.avoid(generator(0), ConnectionLostError("refused"))
+    assert cluster.lost == [generator(0)]
 
 
 async def test_a_generator_that_the_directory_shows_anew_is_tried_at_once(monkeypatch, unhurried):
@@ -588,10 +607,11 @@ class Running:
     """In the place of a sandbox: programs run until they are told to end."""
 
     def __init__(self):
-        self.running, self.ended = set(), asyncio.Event()
+        self.running, self.begun, self.ended = set(), asyncio.Queue(), asyncio.Event()
 
     async def run(self, code):
         self.running.add(code)
+        self.begun.put_nowait(code)
         try:
             await self.ended.wait()
         finally:
@@ -605,14 +625,12 @@ async def test_only_so_many_programs_run_at_once_and_a_sample_that_is_cancelled_
     cluster.services.programs = Programs(cluster.config.sandbox, lambda config: programs)
     tasks = {name: asyncio.create_task(session_at(cluster, generator(0))[1].run_python(name)) for name in "abcde"}
 
-    async def running():
-        await asyncio.sleep(0.01)
-        return programs.running
-
-    assert await running() == {"a", "b"}
-    tasks["c"].cancel()
-    tasks["a"].cancel()
-    assert await running() == {"b", "d"}
+    async with asyncio.timeout(60):
+        assert {await programs.begun.get(), await programs.begun.get()} == programs.running == {"a", "b"}
+        tasks["c"].cancel()
+        tasks["a"].cancel()
+        assert await programs.begun.get() == "d"
+    assert programs.running == {"b", "d"}
     programs.ended.set()
     assert await asyncio.gather(*(tasks[name] for name in "bde")) == ["b", "d", "e"]
 

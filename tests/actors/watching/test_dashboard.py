@@ -46,10 +46,10 @@ async def test_the_page_stands_alone_and_asks_for_what_is_new(folder):
 
 
 async def test_a_browser_can_read_whatever_is_recorded(folder):
-    said = {"time": 1.0, "actor": "trainer/0", "state": "healthy", "activity": "", "stats": {"lr": math.nan}}
+    report = {"time": 1.0, "actor": "trainer/0", "state": "healthy", "activity": "", "stats": {"lr": math.nan}}
     add(folder, "metrics.jsonl", {"step": 1, "reward_parts": {"format": -math.inf}})
     add(folder, "evaluations.jsonl", {"version": 1, "accuracy": math.nan})
-    add(folder, "events.jsonl", said)
+    add(folder, "events.jsonl", report)
     json.dumps(RunView(folder).since(0), allow_nan=False)
 
 
@@ -70,18 +70,18 @@ async def test_actors_are_shown_as_they_last_were_until_they_are_gone(folder):
 
 @pytest.mark.parametrize(("ok", "state"), [(True, "finished"), (False, "ended early")])
 def test_the_actors_of_a_run_that_is_over_are_no_longer_healthy(folder, ok, state):
-    said = {
+    report = {
         "time": 1.0,
         "actor": "generator/0",
         "state": "healthy",
         "activity": "generating",
         "stats": {"running": 2.0},
     }
-    add(folder, "events.jsonl", said)
+    add(folder, "events.jsonl", report)
     add(folder, "summary.json", {"ok": ok, "reason": "the run reached its end"})
     data = RunView(folder).since(0)
     assert (data["ended"], data["silent"]) == (f"{state}: the run reached its end", None)
-    assert data["actors"] == [said | {"state": state, "activity": ""}]
+    assert data["actors"] == [report | {"state": state, "activity": ""}]
 
 
 def test_a_run_that_was_killed_is_said_to_be_silent(folder):
@@ -168,10 +168,10 @@ def test_elsewhere_than_on_this_machine_there_is_a_token(folder, host, secret, m
 
 async def test_several_runs_are_one_page_that_asks_for_what_is_new_of_each(tmp_path):
     folders = [tmp_path / name for name in ("slow", "fast")]
-    for lr, own in enumerate(folders):
-        own.mkdir()
-        (own / "config.yaml").write_text(f"name: {own.name}\nseed: {lr}\ntrainer: {{lr: {lr}}}\n")
-        add(own, "metrics.jsonl", *({"step": step, "reward_mean": 0.5, "staleness_max": lr} for step in (1, 2)))
+    for lr, run_folder in enumerate(folders):
+        run_folder.mkdir()
+        (run_folder / "config.yaml").write_text(f"name: {run_folder.name}\nseed: {lr}\ntrainer: {{lr: {lr}}}\n")
+        add(run_folder, "metrics.jsonl", *({"step": step, "reward_mean": 0.5, "staleness_max": lr} for step in (1, 2)))
     add(folders[1], "evaluations.jsonl", {"version": 0, "accuracy": 0.25})
     async with TestClient(TestServer(application(RunsView(folders), None))) as page:
         text = await (await page.get("/")).text()
@@ -183,7 +183,7 @@ async def test_several_runs_are_one_page_that_asks_for_what_is_new_of_each(tmp_p
         ]
         cells = [dict(zip(data["columns"], run["cells"], strict=True)) for run in data["runs"]]
         names = ("trainer.lr", "reward, last 10 steps", "staleness, max", "held-out accuracy")
-        assert [[own[name] for name in names] for own in cells] == [
+        assert [[run_folder[name] for name in names] for run_folder in cells] == [
             ["0", "0.500", "0.0", "–"],
             ["1", "0.500", "1.0", "0.250"],
         ]

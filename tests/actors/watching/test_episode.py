@@ -42,8 +42,8 @@ def printed(
     turns = [
         Turn(n + 1, forest.calls[n], reads[n] if reads else None, tools, forest.rewards.get(n)) for n in forest.places()
     ]
-    done = forest.trajectory(0.0, credit, 1.0)
-    episode = Episode("mine", done, turns, done.reward, scores, {"start": 9.0, "episode": 1.0}, more)
+    trajectory = forest.trajectory(0.0, credit, 1.0)
+    episode = Episode("mine", trajectory, turns, trajectory.reward, scores, {"start": 9.0, "episode": 1.0}, more)
     show(episode, decode, "hermes", Console(file=(out := io.StringIO()), width=200))
     return out.getvalue()
 
@@ -51,7 +51,7 @@ def printed(
 def test_a_conversation_is_shown_turn_by_turn_with_versions_and_parsed_calls():
     read = Parsed("Let me add", "hm", [CALL], stopped=False)
     out = printed(("<user>2+2", said("<call>", version=3)), ("<user>2+2<call>=4", said("4.")), reads=[read, NOTHING])
-    wanted = [
+    expected = [
         "conversation: 19 tokens",
         "not sampled: 9 tokens",
         "<user>2+2",
@@ -67,7 +67,7 @@ def test_a_conversation_is_shown_turn_by_turn_with_versions_and_parsed_calls():
         "calls 2, branches 1, tokens 19, of which 8 sampled",
         "start 9.0 s, episode 1.0 s",
     ]
-    places = [out.index(text) for text in wanted]
+    places = [out.index(text) for text in expected]
     assert places == sorted(places) and "!" not in out
 
 

@@ -51,12 +51,12 @@ def printed(folder, **benchmarks: dict[str, Any]) -> str:
 
 def test_the_benchmarks_of_a_model_are_a_table(tmp_path):
     unscored = SCORES | {"accuracy": None, "standard_error": None, "pass_at": {}, "scored": 0, "cut_share": None}
-    told = printed(tmp_path, v0={"aime24": SCORES, "none": unscored})
-    (line,) = (line for line in told.splitlines() if "aime24" in line)
+    lines = printed(tmp_path, v0={"aime24": SCORES, "none": unscored})
+    (line,) = (line for line in lines.splitlines() if "aime24" in line)
     assert line.split() == ["aime24", "30", "×", "16", "25.0", "±", "5.0", "pass@16", "50.0%", "12.5%", "10"]
-    (line,) = (line for line in told.splitlines() if "none" in line)
+    (line,) = (line for line in lines.splitlines() if "none" in line)
     assert line.split() == ["none", "30", "×", "16", "–", "±", "–", "–", "–", "480"]
-    assert "before" not in told and "Summary" not in told
+    assert "before" not in lines and "Summary" not in lines
 
 
 def test_alerts_are_named_when_a_run_has_ended(tmp_path):
@@ -67,8 +67,8 @@ def test_alerts_are_named_when_a_run_has_ended(tmp_path):
 
 def test_benchmarks_of_a_run_are_shown_at_their_first_and_their_last_version(tmp_path):
     last = SCORES | {"accuracy": 0.75}
-    told = printed(tmp_path, v10={"aime24": last}, v0={"aime24": SCORES}, v5={"aime24": SCORES | {"accuracy": 0.5}})
-    (line,) = (line for line in told.splitlines() if "aime24" in line)
+    lines = printed(tmp_path, v10={"aime24": last}, v0={"aime24": SCORES}, v5={"aime24": SCORES | {"accuracy": 0.5}})
+    (line,) = (line for line in lines.splitlines() if "aime24" in line)
     assert line.split()[4:10] == ["25.0", "±", "5.0", "75.0", "±", "5.0"]
 
 
@@ -94,11 +94,11 @@ async def test_what_actors_report_cannot_steer_the_terminal():
 
 
 async def test_an_evaluation_alone_prints_what_its_evaluator_does_when_that_changes(monkeypatch):
-    done = iter(["sums 3 of 9", "sums 3 of 9", "", "sums 9 of 9"])
+    progress = iter(["sums 3 of 9", "sums 3 of 9", "", "sums 9 of 9"])
 
     class Evaluating(FakeMaster):
         async def ask(self, message, seconds):
-            activity = next(done, None)
+            activity = next(progress, None)
             if activity is None:
                 raise asyncio.CancelledError
             if not activity:

@@ -39,10 +39,10 @@ async def test_the_page_stands_alone_and_sets_no_html(run):
 
 async def test_the_list_has_the_rows_that_the_filters_of_the_address_leave(run):
     async with client(run) as page:
-        found = await asked(page, "list", reward_min="0.5", fate="trained", sort="reward", order="asc", text="say")
-        assert (found["fates"], found["steps"], found["start"]) == ({"trained": 8}, 2, 0)
-        assert [row["reward"] for row in found["rows"]] == [0.5] * 4 + [0.75] * 4
-        assert not {"tokens", "logprobs", "row"} & set(found["rows"][0])
+        results = await asked(page, "list", reward_min="0.5", fate="trained", sort="reward", order="asc", text="say")
+        assert (results["fates"], results["steps"], results["start"]) == ({"trained": 8}, 2, 0)
+        assert [row["reward"] for row in results["rows"]] == [0.5] * 4 + [0.75] * 4
+        assert not {"tokens", "logprobs", "row"} & set(results["rows"][0])
         assert await asked(page, "list", page="7") == {
             "fates": {"trained": 13, "filtered": 2},
             "steps": 3,
@@ -68,7 +68,7 @@ async def test_one_row_has_its_turns_and_the_text_and_numbers_of_each_token(run)
 async def test_the_group_and_the_prompt_of_a_row_are_beside_it(run):
     async with client(run) as page:
         group = await asked(page, "group", group="g1.0")
-        assert [(one["sample"], one["branch"], one["completion"]) for one in group] == [
+        assert [(item["sample"], item["branch"], item["completion"]) for item in group] == [
             (0, 0, "one"),
             (0, 1, "other"),
             (1, 0, "say 1"),

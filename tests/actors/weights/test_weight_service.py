@@ -83,16 +83,16 @@ class Cluster:
 async def cluster(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_service, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(weight_files, "CHUNK_BYTES", CHUNK_BYTES)
-    made = []
+    clusters = []
 
     def make(generators, **config):
-        made.append(Cluster(tmp_path, generators, **config))
-        return made[-1]
+        clusters.append(Cluster(tmp_path, generators, **config))
+        return clusters[-1]
 
     yield make
-    for node in itertools.chain.from_iterable(one.nodes for one in made):
+    for node in itertools.chain.from_iterable(small_cluster.nodes for small_cluster in clusters):
         await node.bus.close()
-    assert not any(one.crashes for one in made)
+    assert not any(small_cluster.crashes for small_cluster in clusters)
 
 
 def random_bytes(seed=0, size=CHUNKS * CHUNK_BYTES - 5):
@@ -124,15 +124,17 @@ async def test_the_trainer_sends_a_version_once_and_the_generators_pass_it_on(cl
 
 async def test_weights_that_find_no_room_arrive_once_there_is_some(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "RETRY_SECONDS", 0.05)
-    one = cluster(1)
-    one.publish(data := random_bytes())
-    receiver, disk_retry = one.generators[0].weights, disk.DiskRetry(tmp_path, "the generator")
+    one_cluster = cluster(1)
+    one_cluster.publish(data := random_bytes())
+    receiver, disk_retry = one_cluster.generators[0].weights, disk.DiskRetry(tmp_path, "the generator")
     small = receiver._folder
     small.mkdir()
     with mounted_small_disk(small, inodes=100):
         hog = fill_disk(small)
         async with asyncio.timeout(PATIENCE):
-            fetching = asyncio.create_task(disk_retry.write(lambda: receiver.fetch(one.policy), "weights", small))
+            fetching = asyncio.create_task(
+                disk_retry.write(lambda: receiver.fetch(one_cluster.policy), "weights", small)
+            )
             while not (disk_retry.shortage or fetching.done()):  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
             assert disk_retry.shortage.folder == str(small) and not fetching.done()
@@ -223,37 +225,37 @@ async def test_only_what_changed_is_sent_to_one_that_has_the_version_before_also
 
 @pytest.mark.parametrize("delta", [True, False])
 async def test_without_a_common_version_or_with_delta_off_all_is_sent(cluster, delta):
-    one = cluster(1, delta=delta)
+    small = cluster(1, delta=delta)
     data = random_bytes()
-    one.publish(data)
-    await one.fetch_all()
+    small.publish(data)
+    await small.fetch_all()
     if delta:
-        one.trainer.weights._drop((0, 1))
-    one.publish(slightly_changed(data))
-    assert read((await one.fetch_all())[0]) == slightly_changed(data)
-    assert one.trainer.weights.bytes_sent == 2 * len(data)
+        small.trainer.weights._drop((0, 1))
+    small.publish(slightly_changed(data))
+    assert read((await small.fetch_all())[0]) == slightly_changed(data)
+    assert small.trainer.weights.bytes_sent == 2 * len(data)
 
 
 async def test_a_version_that_was_torn_on_this_machine_is_no_base_twice(cluster):
-    one = cluster(1)
+    small = cluster(1)
     data = random_bytes(size=2 * CHUNK_BYTES)
-    one.publish(data)
-    (folder,) = await one.fetch_all()
+    small.publish(data)
+    (folder,) = await small.fetch_all()
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(bytes(100))
-    one.publish(slightly_changed(data))
-    assert read((await one.fetch_all())[0]) == slightly_changed(data)
+    small.publish(slightly_changed(data))
+    assert read((await small.fetch_all())[0]) == slightly_changed(data)
 
 
 async def test_old_versions_are_removed_and_one_that_was_skipped_is_not_missed(cluster):
-    one = cluster(1)
+    small = cluster(1)
     for version in (1, 2, 5, 6):
-        one.publish(random_bytes(version, 100), version)
-        await one.fetch_all()
-    kept = {path.name for path in one.generators[0].weights._folder.iterdir()}
-    assert kept == {"l0-v000005", "l0-v000006"}
-    one.generators[0].weights.close()
-    assert not one.generators[0].weights._folder.exists()
+        small.publish(random_bytes(version, 100), version)
+        await small.fetch_all()
+    stored = {path.name for path in small.generators[0].weights._folder.iterdir()}
+    assert stored == {"l0-v000005", "l0-v000006"}
+    small.generators[0].weights.close()
+    assert not small.generators[0].weights._folder.exists()
 
 
 async def test_in_place_of_a_direct_transfer_the_folder_is_read_or_if_it_is_not_shared_streamed_by_the_trainer(cluster):
@@ -268,41 +270,41 @@ async def test_in_place_of_a_direct_transfer_the_folder_is_read_or_if_it_is_not_
 
 
 async def test_one_that_asks_for_a_version_that_is_gone_takes_the_newest_one(cluster):
-    one = cluster(1)
-    first = one.publish(random_bytes(1, 100))
+    small = cluster(1)
+    first = small.publish(random_bytes(1, 100))
     for version in range(2, 7):
-        one.publish(random_bytes(version, 100), version)
+        small.publish(random_bytes(version, 100), version)
     with pytest.raises(TornWeights, match="there is a newer one"):
-        await one.generators[0].weights.fetch(first)
+        await small.generators[0].weights.fetch(first)
     ask = FetchWeights(lineage=0, version=1, first=0, base=None)
     with pytest.raises(RefusedError):
-        await anext(one.generators[0].bus.peer(one.trainer.member.address).stream(ask, PATIENCE))
-    assert read((await one.fetch_all())[0]) == random_bytes(6, 100)
+        await anext(small.generators[0].bus.peer(small.trainer.member.address).stream(ask, PATIENCE))
+    assert read((await small.fetch_all())[0]) == random_bytes(6, 100)
 
 
 async def test_a_trainer_that_is_away_is_waited_for(cluster):
-    one = cluster(1)
-    trainer = one.nodes.pop(0)
-    one.publish(random_bytes(1, 100))
-    fetching = asyncio.create_task(one.fetch_all())
+    small = cluster(1)
+    trainer = small.nodes.pop(0)
+    small.publish(random_bytes(1, 100))
+    fetching = asyncio.create_task(small.fetch_all())
     await asyncio.sleep(0.05)
     assert not fetching.done()
-    one.nodes.append(trainer)
+    small.nodes.append(trainer)
     assert read((await fetching)[0]) == random_bytes(1, 100)
 
 
 async def test_a_shared_folder_is_read_in_place_and_a_stale_or_torn_copy_in_it_is_told(tmp_path):
-    made = Cluster(tmp_path, 0)
-    policy = made.publish(random_bytes(1, 1000))
-    made.config = WeightsConfig()
-    fetcher = made.join("generator", 0).weights
+    shared_cluster = Cluster(tmp_path, 0)
+    policy = shared_cluster.publish(random_bytes(1, 1000))
+    shared_cluster.config = WeightsConfig()
+    fetcher = shared_cluster.join("generator", 0).weights
     assert str(await fetcher.fetch(policy)) == policy.folder
     (tmp_path / "l0-v000001" / "model.safetensors").write_bytes(random_bytes(1, 1000)[:-1] + b"?")
     with pytest.raises(TornWeights, match="are not the published ones, or not all of them are written yet"):
         await fetcher.fetch(policy)
     with pytest.raises(TornWeights, match="cannot be read"):
         await fetcher.fetch(policy.model_copy(update={"folder": str(tmp_path / "nowhere")}))
-    for node in made.nodes:
+    for node in shared_cluster.nodes:
         await node.bus.close()
 
 

@@ -53,12 +53,12 @@ def test_the_first_engine_of_a_process_is_forked(tmp_path, words, server):
     write_tiny_model(tmp_path / "model", "float32")
     (tmp_path / "start.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "start.py"), str(tmp_path / "model"), *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300)
-    assert done.returncode == (-signal.SIGKILL if "killed" in words else 0)
-    facts, title = done.stdout.splitlines()[-2:]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300)
+    assert process.returncode == (-signal.SIGKILL if "killed" in words else 0)
+    facts, title = process.stdout.splitlines()[-2:]
     assert server in title
-    left = [psutil.Process(int(pid)) for pid in facts.split()[:2] if psutil.pid_exists(int(pid))]
-    assert not psutil.wait_procs(left, timeout=60)[1]
+    remaining = [psutil.Process(int(pid)) for pid in facts.split()[:2] if psutil.pid_exists(int(pid))]
+    assert not psutil.wait_procs(remaining, timeout=60)[1]
 
 
 def write_facts(file: str) -> None:
@@ -116,5 +116,7 @@ if __name__ == "__main__":
 
 def test_an_engine_of_several_devices_spawns_its_workers(tmp_path):
     (tmp_path / "start.py").write_text(SPAWNING)
-    done = subprocess.run([sys.executable, str(tmp_path / "start.py")], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "spawned\n")
+    process = subprocess.run(
+        [sys.executable, str(tmp_path / "start.py")], stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    assert (process.returncode, process.stdout) == (0, "spawned\n")

@@ -19,8 +19,8 @@ print(ctypes.CDLL(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").mkl_s
 
 @pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="this processor has no AVX-512")
 def test_matrix_products_use_avx512_whoever_made_the_processor() -> None:
-    told = subprocess.run([sys.executable, "-c", DETECT], capture_output=True, text=True, check=True)
-    assert int(told.stdout) >= 7
+    message = subprocess.run([sys.executable, "-c", DETECT], capture_output=True, text=True, check=True)
+    assert int(message.stdout) >= 7
 
 
 @pytest.mark.skipif("amx_bf16" not in Path("/proc/cpuinfo").read_text(), reason="this processor announces no AMX")

@@ -102,11 +102,11 @@ def test_every_benchmark_is_tried_here():
 def test_a_benchmark_takes_the_rows_of_its_set_in_their_order(name, tmp_path):
     raw, expected, _ = ROWS[name]
     rows = [raw | {"contest_date": "2024-10-05T00:00:00", "id": n} for n in range(3)]
-    found = open_benchmark(name, benchmark_of(tmp_path / name, *rows), seed=0)
-    assert [(row.index, row.fields["id"]) for row in found] == [(0, 0), (1, 1), (2, 2)]
-    assert [message["role"] for message in found[0].prompt] == ["user"]
-    assert expected in prompt_text(found[0].prompt)
-    assert found[0].reward == ({"code": 1.0} if name in ("humaneval", "livecodebench") else {"math": 1.0})
+    benchmark = open_benchmark(name, benchmark_of(tmp_path / name, *rows), seed=0)
+    assert [(row.index, row.fields["id"]) for row in benchmark] == [(0, 0), (1, 1), (2, 2)]
+    assert [message["role"] for message in benchmark[0].prompt] == ["user"]
+    assert expected in prompt_text(benchmark[0].prompt)
+    assert benchmark[0].reward == ({"code": 1.0} if name in ("humaneval", "livecodebench") else {"math": 1.0})
 
 
 def test_a_benchmark_may_be_the_rows_of_some_days(tmp_path):
@@ -140,14 +140,14 @@ def test_every_file_has_a_row_here():
 def test_a_row_of_the_set_becomes_a_prompt_with_an_answer_that_its_reward_reads(name, tmp_path):
     raw, expected, right = ROWS[name]
     (tmp_path / "rows.jsonl").write_text(json.dumps(raw) + "\n")
-    given = {
+    inputs = {
         "base": str(FOLDER / f"{name}.yaml"),
         "source": str(tmp_path / "rows.jsonl"),
         "eval_source": None,
         "eval_size": 0,
     }
     # Options and splits belong to the set on the hub.
-    config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in given.items()], RowsConfig)
+    config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in inputs.items()], RowsConfig)
     row = open_source(config.model_copy(update={"options": {}}), seed=0).row(0)
     text = prompt_text(row.prompt)
     assert expected in text

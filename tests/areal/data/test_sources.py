@@ -42,11 +42,11 @@ def test_each_epoch_is_a_different_order_of_the_same_rows(tmp_path):
 
 def test_a_row_depends_on_configuration_seed_and_index_only(tmp_path):
     config = DataConfig(source=jsonl(tmp_path, problems(50)), eval_size=10)
-    one, two = open_source(config, seed=1), open_source(config, seed=1)
-    backwards = [one.row(i) for i in reversed(range(200))]
+    first, two = open_source(config, seed=1), open_source(config, seed=1)
+    backwards = [first.row(i) for i in reversed(range(200))]
     assert backwards[::-1] == [two.row(i) for i in range(200)]
-    assert [one.row(i) for i in range(40)] != [open_source(config, seed=2).row(i) for i in range(40)]
-    assert one.row(123).index == 123
+    assert [first.row(i) for i in range(40)] != [open_source(config, seed=2).row(i) for i in range(40)]
+    assert first.row(123).index == 123
 
 
 def test_held_out_rows_are_never_trained_not_even_their_duplicates(tmp_path):
@@ -83,9 +83,9 @@ def test_a_row_keeps_its_fields_and_names_its_own_rewards(tmp_path):
     row = {"question": "2+2?", "solution": 4, "reward": "math", "level": [1, 2]}
     path = jsonl(tmp_path, [row])
     source = open_source(DataConfig(source=path, prompt_key="question", answer_key="solution", eval_size=0), seed=0)
-    found = source.row(0)
-    assert (found.prompt, found.answer, found.reward) == ("2+2?", "4", {"math": 1.0})
-    assert found.fields == row | {"prompt": "2+2?", "answer": 4}
+    result = source.row(0)
+    assert (result.prompt, result.answer, result.reward) == ("2+2?", "4", {"math": 1.0})
+    assert result.fields == row | {"prompt": "2+2?", "answer": 4}
 
 
 def test_a_system_prompt_makes_chat_messages(tmp_path):
@@ -186,11 +186,11 @@ def test_a_file_has_neither_splits_nor_options_but_those_of_its_base_do_not_coun
     refused("is a file, which has no data.split: remove it", path, split="test")
     refused("takes no data.options: remove name", path, options={"name": "main"})
     base = ["data.base=configs/data/gsm8k.yaml", f"data.source={path}", "data.eval_size=3"]
-    more = ["model=m", "steps=1", "batch_size=4", "group_size=2", "sampling.max_new_tokens=8"]
-    data = load_config(None, [*base, *more]).data
+    overrides = ["model=m", "steps=1", "batch_size=4", "group_size=2", "sampling.max_new_tokens=8"]
+    data = load_config(None, [*base, *overrides]).data
     assert data.answer_key == "answer" and data.options == {} and data.eval_source is None
     assert len(open_source(data, seed=0)) == 6
-    again = load_config(None, [*base, *more, "data.eval_source=hf:other"]).data
+    again = load_config(None, [*base, *overrides, "data.eval_source=hf:other"]).data
     assert again.eval_source == "hf:other"
 
 
@@ -358,11 +358,11 @@ def test_a_row_is_read_from_its_place_in_a_file_or_from_a_file_of_its_own(tmp_pa
     assert [read_row(Path(file), config, i).prompt for i in range(3)] == ["0", "1", "2"]
     with pytest.raises(UserError, match="has no row 3, counted from 0"):
         read_row(Path(file), config, 3)
-    (one := tmp_path / "one.json").write_text(json.dumps({"question": "?", "answer": 1}, indent=2))
-    assert read_row(one, config).fields == {"prompt": "?", "question": "?", "answer": 1}
-    one.write_text("[]")
+    (first := tmp_path / "one.json").write_text(json.dumps({"question": "?", "answer": 1}, indent=2))
+    assert read_row(first, config).fields == {"prompt": "?", "question": "?", "answer": 1}
+    first.write_text("[]")
     with pytest.raises(UserError, match="one.json is of type list, not an object: correct it"):
-        read_row(one, config)
+        read_row(first, config)
 
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]

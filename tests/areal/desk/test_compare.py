@@ -98,8 +98,8 @@ def test_single_runs_have_no_interval_and_a_run_that_goes_on_has_what_is_known(r
 def test_runs_are_compared_at_equal_generated_tokens_and_by_what_they_cost(run_of, tmp_path, capsys):
     for name, tokens, mixed, last in (("a", 100, 0.5, 0.8), ("b", 200, 1.0, 0.6)):
         folder = tmp_path / run_of(name, data={"sampler": name})
-        more = {"tokens_generated": tokens, "mixed_groups": mixed, "groups_trained": 4, "coverage": mixed}
-        records = [record | more for record in read_records(folder / "metrics.jsonl")]
+        extra = {"tokens_generated": tokens, "mixed_groups": mixed, "groups_trained": 4, "coverage": mixed}
+        records = [record | extra for record in read_records(folder / "metrics.jsonl")]
         (folder / "metrics.jsonl").write_text("".join(map(line_of, records)))
         evaluations = [{"version": version, "accuracy": value} for version, value in ((0, 0.2), (20, last))]
         (folder / "evaluations.jsonl").write_text("".join(map(line_of, evaluations)))

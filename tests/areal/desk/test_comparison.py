@@ -56,8 +56,8 @@ def test_runs_are_points_by_setting_with_a_line_for_each_other_setting(run_of, c
             max_staleness=eta,
             trainer={"objective": objective, "w": objective[:1]},
         )
-        for (eta, objective), found in accuracies.items()
-        for seed, accuracy in enumerate(found)
+        for (eta, objective), results in accuracies.items()
+        for seed, accuracy in enumerate(results)
     ]
     rows, texts = shown(capsys, tmp_path, *runs)
     # Two standard errors of a mean of two, with the standard deviation over all pairs.

@@ -34,9 +34,11 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", additional_special_tokens=["<start>"])
-    made.chat_template = template
-    return made
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<end>", additional_special_tokens=["<start>"]
+    )
+    fast_tokenizer.chat_template = template
+    return fast_tokenizer
 
 
 class Run:
@@ -62,9 +64,11 @@ class Run:
         return Trajectory(tokens, zeros, versions.astype(np.int32), reward, finish, branches)
 
     def write(self) -> None:
-        own = RolloutWriter(self.folder / "rollouts", "all", 1 << 30, lambda s: [self.of.decode(t) for t in s])
-        own.add_trained(1, self.groups, None)
-        own.write()
+        rollout_writer = RolloutWriter(
+            self.folder / "rollouts", "all", 1 << 30, lambda s: [self.of.decode(t) for t in s]
+        )
+        rollout_writer.add_trained(1, self.groups, None)
+        rollout_writer.write()
 
 
 @pytest.fixture
@@ -120,15 +124,15 @@ def test_the_rows_of_branches_begin_with_what_was_shared(tmp_path):
 def test_answers_to_chat_messages_are_messages_that_render_as_they_were_sampled(tmp_path, load_dataset):
     of = tokenizer(CHAT)
     run = Run(tmp_path / "run", of, "data.system_prompt=short")
-    asked = [{"role": "system", "content": "short"}, {"role": "user", "content": "1+1="}]
-    prompt = of.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    requests = [{"role": "system", "content": "short"}, {"role": "user", "content": "1+1="}]
+    prompt = of.apply_chat_template(requests, add_generation_prompt=True, tokenize=False)
     run.add({"prompt": "1+1="}, ([prompt, "so</think>2<end>"], 1, "stop"), ([prompt, "</think>3<end>"], 0, "stop"))
     run.add({"prompt": "other"}, ([prompt, "</think>2<end>"], 1, "stop"))
     run.write()
     (row,) = load_dataset(
         "json", data_files=str(export(run, tmp_path / "rows.jsonl")), split="train", cache_dir=str(tmp_path)
     )
-    assert row["prompt"] == asked
+    assert row["prompt"] == requests
     rendered = of.apply_chat_template([*row["prompt"], *row["completion"]], tokenize=False)
     assert rendered == prompt + "so</think>2<end>"
     (row,) = read_jsonl(export(run, tmp_path / "pairs.jsonl", "--format", "preference"))
@@ -138,13 +142,13 @@ def test_answers_to_chat_messages_are_messages_that_render_as_they_were_sampled(
 @pytest.mark.parametrize("kind", ["sft", "preference"])
 def test_a_folder_is_a_data_set_of_the_hub_with_a_card(plain, tmp_path, kind, load_dataset):
     folder = export(plain, tmp_path / "set", "--format", kind)
-    found = load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache")).to_list()
-    assert found == read_jsonl(export(plain, tmp_path / "rows.jsonl", "--format", kind))
+    results = load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache")).to_list()
+    assert results == read_jsonl(export(plain, tmp_path / "rows.jsonl", "--format", kind))
     file = export(plain, tmp_path / "rows.parquet", "--format", kind)
-    assert load_dataset("parquet", data_files=str(file), split="train", cache_dir=str(tmp_path)).to_list() == found
+    assert load_dataset("parquet", data_files=str(file), split="train", cache_dir=str(tmp_path)).to_list() == results
     card = DatasetCard.load(folder / "README.md")
     assert card.data.size_categories == "n<1K"
-    assert f"| {len(found)}, of 8 samples in 4 groups |" in card.text
+    assert f"| {len(results)}, of 8 samples in 4 groups |" in card.text
     assert str(tmp_path) not in card.content
 
 

@@ -65,39 +65,41 @@ def test_the_rows_of_runs_stand_beside_those_of_the_paper(run_of, capsys):
         run_of("table2", "max_staleness=4", "seed=2", accuracy=0.5, throughput=6000.0),
         run_of("table2", "max_staleness=4", "trainer.objective=ppo", accuracy=0.2),
     ]
-    cells, rest = shown(capsys, "--against", "paper:table2", *runs)
+    cells, remainder = shown(capsys, "--against", "paper:table2", *runs)
     assert cells[1] == ["0", "decoupled_ppo", "1", "42.0", "40.0", "128.7", "2.0", "1.00", "1.00"]
     assert cells[6] == ["4", "ppo", "1", "23.3", "20.0", "356.6", "1.0", "2.77", "–"]
     assert cells[7] == ["4", "decoupled_ppo", "2", "42.2", "45.0 ± 5.0", "356.6", "6.0 ± 0.0", "2.77", "3.00"]
     assert cells[8] == ["8", "ppo", "0", "35.7", "–", "371.7", "–", "2.89", "–"]
     assert len(cells) == 14  # nothing differs
-    assert "Scores can be compared with the paper's." in rest
-    assert "Speeds can be compared with the paper's on the same devices." in rest
-    assert "16 nodes of 8 H800" in rest
+    assert "Scores can be compared with the paper's." in remainder
+    assert "Speeds can be compared with the paper's on the same devices." in remainder
+    assert "16 nodes of 8 H800" in remainder
 
 
 def test_what_differs_from_the_paper_is_told_and_what_cannot_be_compared_therefore(run_of, capsys):
     run = run_of("figure6a", "steps=3", "trainer.ranks=4", "trainer.microbatches=null", layers=2)
-    cells, rest = shown(capsys, "--against", "paper:figure6a", run)
+    cells, remainder = shown(capsys, "--against", "paper:figure6a", run)
     assert cells[1] == ["DeepSeek-R1-Distill-Qwen-1.5B", "null", "1", "427.0", "6.0", "1.06", "–"]
     assert [row for row in cells if row[0] in ("steps", "trainer.ranks")] == [
         ["steps", "10", "3"],
         ["trainer.ranks", "1", "4"],
     ]
     assert cells[6][:2] == ["parameters of the model", "1.78e+09"]
-    assert "Scores cannot be compared with the paper's, since these differ: parameters of the model, steps." in rest
+    assert (
+        "Scores cannot be compared with the paper's, since these differ: parameters of the model, steps." in remainder
+    )
     assert (
         "Speeds cannot be compared with the paper's, since these differ: parameters of the model, trainer.ranks."
-        in rest
+        in remainder
     )
 
 
 def test_a_run_that_is_in_no_row_is_told(run_of, capsys):
     run = run_of("table7", "max_staleness=3")
-    cells, rest = shown(capsys, "--against", "table7", run)
+    cells, remainder = shown(capsys, "--against", "table7", run)
     assert [row[1] for row in cells] == ["0"] * 6
-    assert "is in no row: it has the model DeepSeek-R1-Distill-Qwen-1.5B, max_staleness=3." in rest
-    assert "compared" not in rest
+    assert "is in no row: it has the model DeepSeek-R1-Distill-Qwen-1.5B, max_staleness=3." in remainder
+    assert "compared" not in remainder
 
 
 def test_an_unknown_table_is_told(capsys, tmp_path):

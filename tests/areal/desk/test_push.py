@@ -90,8 +90,8 @@ def test_the_card_says_what_was_trained_and_how_well_it_did(run):
     assert main(["push", str(run), "--output", str(run / "model")]) == 0
     card = ModelCard.load(run / "model" / "README.md")
     assert (card.data.base_model, card.data.datasets) == ("me/base", ["me/sums"])
-    found = {(result.dataset_type, result.metric_type): result.metric_value for result in card.data.eval_results}
-    assert found == {("me/sums", "accuracy"): 0.75, ("me/sums", "pass@4"): 0.875}
+    results = {(result.dataset_type, result.metric_type): result.metric_value for result in card.data.eval_results}
+    assert results == {("me/sums", "accuracy"): 0.75, ("me/sums", "pass@4"): 0.875}
     assert "| held-out rows | 64 | 25.0 ± 5.0, pass@4 50.0 | 75.0 ± 5.0, pass@4 87.5 |" in card.text
     assert "| staleness | at most 3 versions, under a bound of 4 |" in card.text
     assert "| rewards | own.py:right |" in card.text
@@ -116,8 +116,8 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked.append((self.path, body))
-        asked = json.loads(body) if self.path.endswith("/preupload/main") else {"files": []}
-        files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked["files"]]
+        requests = json.loads(body) if self.path.endswith("/preupload/main") else {"files": []}
+        files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in requests["files"]]
         address = f"http://127.0.0.1:{self.server.server_port}/me/adder"
         commit = {"commitUrl": f"{address}/commit/c", "commitOid": "c"}
         self.answer({"url": address, "id": "me/adder", "files": files, **commit})
@@ -152,25 +152,25 @@ def test_the_folder_is_uploaded_into_a_private_repository(run):
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.asked = []
         threading.Thread(target=server.serve_forever).start()
-        done = push(run, f"http://127.0.0.1:{server.server_port}")
+        outcome = push(run, f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"http://127.0.0.1:{server.server_port}/me/adder\n"
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout == f"http://127.0.0.1:{server.server_port}/me/adder\n"
     created = [json.loads(body) for path, body in server.asked if path == "/api/repos/create"]
-    assert [(one["name"], one["organization"]) for one in created] == [("adder", "me")]
+    assert [(item["name"], item["organization"]) for item in created] == [("adder", "me")]
     assert created[0].get("private") or created[0].get("visibility") == "private"
     (commit,) = (body for path, body in server.asked if path == "/api/models/me/adder/commit/main")
-    sent = [json.loads(line) for line in commit.splitlines()]
-    files = {line["value"]["path"]: line["value"]["content"] for line in sent if line["key"] == "file"}
+    payload = [json.loads(line) for line in commit.splitlines()]
+    files = {line["value"]["path"]: line["value"]["content"] for line in payload if line["key"] == "file"}
     assert len(files) == 12
     assert base64.b64decode(files["README.md"]) == (run / "hub" / "README.md").read_bytes()
 
 
 def test_a_folder_that_cannot_be_uploaded_is_there_with_a_sentence_that_says_how(run, free_port):
-    done = push(run, f"http://127.0.0.1:{free_port}", "--public")
-    assert done.returncode == 2
+    outcome = push(run, f"http://127.0.0.1:{free_port}", "--public")
+    assert outcome.returncode == 2
     assert (run / "hub" / "README.md").is_file()
-    (line,) = done.stderr.splitlines()
+    (line,) = outcome.stderr.splitlines()
     assert line.startswith(f"{run / 'hub'} is ready, but it was not uploaded (")
     assert line.endswith(f"run hf auth login and hf upload me/adder {run / 'hub'}.")
 

@@ -92,8 +92,8 @@ def summary_of(folder: Path) -> dict:
 def test_a_replay_ends_with_the_same_weights(run, capsys):
     assert main(["replay", str(run)]) == 0
     assert "unchanged: the same weights, bit by bit" in capsys.readouterr().out
-    again, before = (read_jsonl(folder / "metrics.jsonl") for folder in (run / "replays" / "unchanged", run))
-    assert [m["loss"] for m in again] == [m["loss"] for m in before]
+    again, metrics_before = (read_jsonl(folder / "metrics.jsonl") for folder in (run / "replays" / "unchanged", run))
+    assert [m["loss"] for m in again] == [m["loss"] for m in metrics_before]
     assert not summary_of(run / "replays" / "unchanged")["off_policy"]
 
 
@@ -101,8 +101,8 @@ def test_a_critic_goes_on_from_its_checkpoint_in_a_replay(tmp_path, capsys):
     run = record(tmp_path, critic={"warmup_steps": 6, "coef": 1.0})
     assert main(["replay", str(run), "--steps", "2:"]) == 0
     assert "the same weights, bit by bit" in capsys.readouterr().out
-    again, before = (read_jsonl(folder / "metrics.jsonl") for folder in (run / "replays" / "steps-2-5", run))
-    assert [m["value_loss"] for m in again] == [m["value_loss"] for m in before[2:]]
+    again, metrics_before = (read_jsonl(folder / "metrics.jsonl") for folder in (run / "replays" / "steps-2-5", run))
+    assert [m["value_loss"] for m in again] == [m["value_loss"] for m in metrics_before[2:]]
 
 
 def test_a_replay_may_begin_and_end_at_a_checkpoint(run, capsys):
@@ -118,12 +118,12 @@ def test_groups_are_left_out_and_a_replay_ends_once_a_condition_holds(run, capsy
     assert "Off-policy" in capsys.readouterr().out
     (folder,) = (run / "replays").iterdir()
     assert folder.name.startswith("without-7-groups-")
-    without, before = (read_jsonl(place / "metrics.jsonl") for place in (folder, run))
+    without, metrics_before = (read_jsonl(place / "metrics.jsonl") for place in (folder, run))
     assert [m["step"] for m in without] == [1, 2, 3, 5]  # of step 4 no group remains
-    assert without[0]["loss"] == before[0]["loss"] and without[1]["loss"] != before[1]["loss"]
+    assert without[0]["loss"] == metrics_before[0]["loss"] and without[1]["loss"] != metrics_before[1]["loss"]
     assert summary_of(folder)["same_weights"] is None
-    limit = (before[0]["loss"] + before[1]["loss"]) / 2
-    comparison = "<=" if before[1]["loss"] < limit else ">="
+    limit = (metrics_before[0]["loss"] + metrics_before[1]["loss"]) / 2
+    comparison = "<=" if metrics_before[1]["loss"] < limit else ">="
     assert main(["replay", str(run), "--until", f"loss{comparison}{limit:.9f}"]) == 0
     assert "first at step 2; the same weights, bit by bit" in capsys.readouterr().out
     assert main(["replay", str(run), "--until", "entropy<-1"]) == 0
@@ -133,7 +133,7 @@ def test_groups_are_left_out_and_a_replay_ends_once_a_condition_holds(run, capsy
 def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_each_step(run, tmp_path, capsys):
     resumed = load_config(run / "config.yaml", ["trainer.lr=2e-3", "steps=9"])
     changes = [("trainer.lr", 1e-3, 2e-3), ("steps", STEPS, 9), ("max_staleness", 1, 2), ("generator.count", 1, 7)]
-    lines = [line_of({"step": 3, "key": key, "before": before, "now": now}) for key, before, now in changes]
+    lines = [line_of({"step": 3, "key": key, "before": value_before, "now": now}) for key, value_before, now in changes]
     (run / "changes.jsonl").write_text("".join(lines))
     resumed = resumed.model_copy(update={"max_staleness": 2})
     (run / "config.yaml").write_text(dump_config(resumed))
@@ -180,9 +180,9 @@ def test_a_variant_that_computes_no_numbers_any_more_is_given_up(run, capsys):
 
 def test_a_sweep_compares_objectives_with_their_own_settings_and_leaves_their_models(run, tmp_path):
     objectives = "decoupled_ppo,ppo,gspo,reinforce_pp"
-    given = ["--sweep", f"trainer.objective={objectives}", "--output", str(tmp_path / "models")]
-    done = subprocess.run(  # it forks, which a process with threads may not
-        [sys.executable, "-m", "areal", "replay", str(run), *given],
+    inputs = ["--sweep", f"trainer.objective={objectives}", "--output", str(tmp_path / "models")]
+    process = subprocess.run(  # it forks, which a process with threads may not
+        [sys.executable, "-m", "areal", "replay", str(run), *inputs],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -190,14 +190,14 @@ def test_a_sweep_compares_objectives_with_their_own_settings_and_leaves_their_mo
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert process.returncode == 0, process.stdout + process.stderr[-3000:]
     names = [f"trainer.objective-{objective}" for objective in objectives.split(",")]
-    assert f"{names[0]}: the same weights, bit by bit" in done.stdout
-    assert all(name in done.stdout for name in names)
+    assert f"{names[0]}: the same weights, bit by bit" in process.stdout
+    assert all(name in process.stdout for name in names)
     trained = [path.name for path in sorted((tmp_path / "models").iterdir())]
     assert trained == sorted(names[:3])  # without a KL penalty, reinforce_pp is decoupled_ppo
     weights = [weights_of(tmp_path / "models" / name) for name in names[:3]]
-    assert all(any(not one[name].equal(weights[0][name]) for name in one) for one in weights[1:])
+    assert all(any(not item[name].equal(weights[0][name]) for name in item) for item in weights[1:])
     gspo = load_config(run / "replays" / names[2] / "config.yaml").trainer
     assert (gspo.eps_clip, gspo.loss_mean) == (3e-4, "sequence")
     assert (gspo.advantage_mean, gspo.advantage_std) == ("group", "group")  # the run's own, and the objective's

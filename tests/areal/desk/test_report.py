@@ -267,7 +267,7 @@ WITHOUT_A_PANEL = {"step", "advantage_max", "optimizer_steps"}
 def test_a_metric_that_is_missing_everywhere_breaks_nothing(tmp_path, key, value):
     whole = panels(Record(make_folder(tmp_path / "whole", [record(1)], SUMMARY)))
     holed = panels(Record(make_folder(tmp_path / "holed", [record(1, **{key: value})], SUMMARY)))
-    changed = [panel for panel, before in zip(holed, whole, strict=True) if panel != before]
+    changed = [panel for panel, panel_before in zip(holed, whole, strict=True) if panel != panel_before]
     assert changed
     for panel in changed:
         ElementTree.fromstring(draw(panel))
@@ -308,7 +308,9 @@ def test_a_gap_of_zero_has_a_place_on_its_axis(folder, gaps):
 
 def test_the_first_step_does_not_flatten_the_others(folder):
     seconds = [60.0] + [2.0] * 19
-    run = Record(folder([record(step, step_seconds=own) for step, own in enumerate(seconds, 1)]))
+    run = Record(
+        folder([record(step, step_seconds=seconds_of_step) for step, seconds_of_step in enumerate(seconds, 1)])
+    )
     (panel,) = (panel for panel in panels(run) if panel.title == "Step time")
     axes = drawn(panel)
     assert axes.get_ylim() == (0, pytest.approx(2.4))
@@ -372,8 +374,8 @@ def test_each_benchmark_is_a_line_and_a_headline(folder):
     (panel,) = [panel for panel in panels(run) if panel.title == "Benchmarks, mean score"]
     assert [(name, x) for name, x, _ in panel.lines] == [("aime24", [0, 5]), ("gsm8k", [0, 3, 5])]
     assert panel.lines[0][2] == [0.25, 0.5]
-    told = dict(headlines(run.summary))
-    assert (told["aime24"], told["gsm8k"]) == ("25.0% → 50.0%", "50.0% → 75.0%")
+    figures = dict(headlines(run.summary))
+    assert (figures["aime24"], figures["gsm8k"]) == ("25.0% → 50.0%", "50.0% → 75.0%")
 
 
 def test_with_one_sample_a_row_there_is_one_line_of_accuracy(folder):
@@ -425,11 +427,11 @@ def test_importing_the_report_loads_no_plotting():
 
 
 def test_the_last_minute_shows_who_did_what(folder):
-    said = {"actor": "generator/0", "state": "healthy", "stats": {}}
+    report = {"actor": "generator/0", "state": "healthy", "stats": {}}
     events = [
-        said | {"time": 900.0, "activity": "generating at version 3"},
+        report | {"time": 900.0, "activity": "generating at version 3"},
         {"time": 995.0, "actor": "generator/0", "span": "load", "seconds": 0.5},
-        said | {"time": 1000.0, "activity": "loading version 4"},
+        report | {"time": 1000.0, "activity": "loading version 4"},
         {"time": 999.0, "actor": "master/0", "state": "healthy", "activity": "nobody waits", "stats": {}},
     ]
     phases = {"train_seconds": 2.0, "trainer_wait_seconds": 1.0, "publish_wait_seconds": 0.0}
@@ -445,16 +447,17 @@ def test_the_last_minute_shows_who_did_what(folder):
     assert "Timeline: the last minute of training, by actor" in write_report(run).read_text()
 
 
-@pytest.mark.parametrize("activity", ["$\\frac{$", "a $ b", "$x$ and $", "\x1b[31m", "_", "", "$" * 99, "\\$"])
-def test_an_activity_may_have_any_text(folder, activity):
-    said = {"actor": f"generator/{activity}", "state": "healthy", "stats": {}}
-    events = [said | {"time": at, "activity": activity} for at in (990.0, 995.0)]
+def test_an_activity_may_have_any_text(folder):
+    activities = ["$\\frac{$", "a $ b", "$x$ and $", "\x1b[31m", "_", "", "$" * 99, "\\$"]
+    events = [
+        {"actor": f"generator/{activity}", "state": "healthy", "stats": {}, "time": at, "activity": activity}
+        for activity in activities
+        for at in (990.0, 995.0)
+    ]
     run = folder([BRIEF | {"time": 1000.0}])
     (run / "events.jsonl").write_text("".join(map(line_of, events)))
     page = write_report(run).read_text()
-    assert "Timeline: the last minute" in page and "\x1b" not in page
-    if activity == "a $ b":
-        assert activity in page
+    assert "Timeline: the last minute" in page and "a $ b" in page and "\x1b" not in page
 
 
 def test_without_steps_and_events_there_is_no_timeline(folder):

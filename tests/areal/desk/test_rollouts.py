@@ -42,19 +42,21 @@ def rows(run, where: Where, sort: str | None = "step", descending: bool = False,
 
 
 def test_a_page_counts_all_and_has_the_rows_of_its_place(written):
-    found = rows(written, Where(), limit=3, offset=1)
-    assert (found.fates, found.steps) == ({"trained": 13, "filtered": 2}, 3)
-    assert ids(found) == [("g0.0", 1, 0), ("g1.0", 0, 0), ("g1.0", 0, 1)]
-    assert found.rows[0]["completion"] == "say 1" and "tokens" not in found.rows[0]
+    results = rows(written, Where(), limit=3, offset=1)
+    assert (results.fates, results.steps) == ({"trained": 13, "filtered": 2}, 3)
+    assert ids(results) == [("g0.0", 1, 0), ("g1.0", 0, 0), ("g1.0", 0, 1)]
+    assert results.rows[0]["completion"] == "say 1" and "tokens" not in results.rows[0]
     assert rows(written, Where(), limit=3, offset=100).rows == []
 
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_every_shown_column_sorts_and_null_comes_last(written, descending):
     for column in rollouts.SORTED_BY:
-        found = [row[column] for row in rows(written, Where(), column, descending).rows]
-        known = [value for value in found if value is not None]
-        assert known == sorted(known, reverse=descending) and found[len(known) :] == [None] * (15 - len(known))
+        results = [row[column] for row in rows(written, Where(), column, descending).rows]
+        known_values = [value for value in results if value is not None]
+        assert known_values == sorted(known_values, reverse=descending) and results[len(known_values) :] == [None] * (
+            15 - len(known_values)
+        )
     with pytest.raises(UserError, match="cannot be sorted by 'tokens'"):
         rows(written, Where(), "tokens")
 
@@ -118,16 +120,16 @@ def test_sql_of_the_user_may_use_all_columns(written):
 )
 def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(written, tmp_path, where, told):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
-    before = sorted(written.rglob("*"))
+    files_before = sorted(written.rglob("*"))
     filled = where.format(other=tmp_path / "other.parquet", run=str(written).replace("'", "''"))
     with pytest.raises(UserError) as caught:
         rows(written, sql_condition(filled))
     assert told in str(caught.value) and "prompt_index" in str(caught.value)
-    assert sorted(written.rglob("*")) == before
+    assert sorted(written.rglob("*")) == files_before
 
 
 def test_nothing_can_be_set_or_written_on_the_connection(written, tmp_path):
-    own = Rollouts(Record(written))._connection
+    connection = Rollouts(Record(written))._connection
     for sql in (
         "SET threads = 9",
         "SET enable_external_access = true",
@@ -136,7 +138,7 @@ def test_nothing_can_be_set_or_written_on_the_connection(written, tmp_path):
         f"ATTACH '{tmp_path}/x.db'",
     ):
         with pytest.raises(Exception, match="configuration"):
-            own.execute(sql)
+            connection.execute(sql)
 
 
 def test_a_query_that_takes_too_long_is_stopped(written, monkeypatch):
@@ -158,8 +160,8 @@ def test_a_command_ends_also_where_a_function_of_sql_does_not(written, where, st
         raise SystemExit(main({words!r}))
     """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    told = "The query took longer than 1 s and was stopped: ask for less, for example for fewer steps.\n"
-    assert (ran.returncode, ran.stderr) == (status, told if status else "")
+    message = "The query took longer than 1 s and was stopped: ask for less, for example for fewer steps.\n"
+    assert (ran.returncode, ran.stderr) == (status, message if status else "")
 
 
 def test_a_file_that_is_removed_meanwhile_does_not_matter(run, monkeypatch):
@@ -183,14 +185,18 @@ def test_a_run_without_rollouts_and_a_broken_file_are_told(run, tmp_path_factory
 
 
 def test_one_row_has_everything_and_its_group_is_beside_it(written):
-    own = Rollouts(Record(written))
-    row = own.row("g1.0", 0, 1)
+    rollouts_of_run = Rollouts(Record(written))
+    row = rollouts_of_run.row("g1.0", 0, 1)
     assert list(row) == SCHEMA.names
     assert (row["completion"], row["shared"], row["versions"].count(-1)) == ("other", 10, 10)
-    group = own.group("g1.0")
-    assert [(one["sample"], one["branch"], one["reward"]) for one in group] == [(0, 0, 0.5), (0, 1, 0.5), (1, 0, 0.25)]
+    group = rollouts_of_run.group("g1.0")
+    assert [(item["sample"], item["branch"], item["reward"]) for item in group] == [
+        (0, 0, 0.5),
+        (0, 1, 0.5),
+        (1, 0, 0.25),
+    ]
     with pytest.raises(UserError, match="no sample 7"):
-        own.row("g1.0", 7, 0)
+        rollouts_of_run.row("g1.0", 7, 0)
 
 
 def test_a_prompt_is_followed_through_the_run_by_its_row_of_the_data(written):
@@ -209,33 +215,33 @@ def test_a_prompt_is_followed_through_the_run_by_its_row_of_the_data(written):
 
 
 def test_pieces_are_the_turns():
-    made = sample([("ab", False), ("c", True), ("d", False), ("ef", True)])
-    assert pieces(made.versions) == [(False, 0, 2), (True, 2, 3), (False, 3, 4), (True, 4, 6)]
+    result = sample([("ab", False), ("c", True), ("d", False), ("ef", True)])
+    assert pieces(result.versions) == [(False, 0, 2), (True, 2, 3), (False, 3, 4), (True, 4, 6)]
 
 
 def test_rollouts_are_printed_with_their_turns_and_cannot_steer_the_terminal(written, capsys):
     assert (
         main(["rollouts", str(written), "--where", "\"group\" = 'g0.0'", "--sort", "reward desc", "--show", "1"]) == 0
     )
-    told = capsys.readouterr().out
-    assert told.startswith("2 rollouts of 1 steps: trained 100.0%\n")
-    assert "step 1 · group g0.0 · prompt 0 · sample 0" in told and "reward 1 (exact 1)" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 rollouts of 1 steps: trained 100.0%\n")
+    assert "step 1 · group g0.0 · prompt 0 · sample 0" in printed and "reward 1 (exact 1)" in printed
     for turn in ("prompt, 10 tokens\nuser: 2+2", "sampled, 5 tokens\ncall", "given, 9 tokens\ntool: é"):
-        assert turn in told
-    assert "4 <b>[red]\\x1b[2J\n" in told and "\x1b" not in told
+        assert turn in printed
+    assert "4 <b>[red]\\x1b[2J\n" in printed and "\x1b" not in printed
 
 
 def test_without_the_tokenizer_whole_texts_are_printed(run, capsys):
     assert main(["rollouts", str(run), "--random", "--show", "99"]) == 0
-    told = capsys.readouterr().out
-    assert "completion, 2 turns, which only the model's tokenizer can separate\ncall\ntool: é" in told
+    printed = capsys.readouterr().out
+    assert "completion, 2 turns, which only the model's tokenizer can separate\ncall\ntool: é" in printed
 
 
 def test_a_mistake_in_the_command_is_one_line(run, capsys):
     for wrong in (["--where", "rewrd < 1"], ["--sort", "reward down"], ["--show", "-1"]):
         assert main(["rollouts", str(run), *wrong]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and "reward" in told
+        error_text = capsys.readouterr().err
+        assert error_text.count("\n") == 1 and "reward" in error_text
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def pretend(run, ok: bool | None) -> None:
 
 def test_each_combination_is_a_run_with_a_folder_and_a_file_of_its_own(tmp_path):
     runs = read_sweep(written(tmp_path, steps=7), ["batch_size=8"])
-    found = [(run.config.max_staleness, run.config.trainer.objective) for run in runs]
-    assert found == [(0, "ppo"), (0, "decoupled_ppo"), (4, "ppo"), (4, "decoupled_ppo")]
+    results = [(run.config.max_staleness, run.config.trainer.objective) for run in runs]
+    assert results == [(0, "ppo"), (0, "decoupled_ppo"), (4, "ppo"), (4, "decoupled_ppo")]
     assert {(run.config.steps, run.config.batch_size, run.config.seed) for run in runs} == {(7, 8, 0)}
     assert runs[2].config.trainer.proximal == "interpolate"  # which belongs to ppo
     assert runs[0].config.folder == tmp_path / "runs" / "eta" / "max_staleness-0_trainer.objective-ppo"
@@ -142,12 +142,12 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, capfd, monkeypa
     monkeypatch.chdir(tmp_path)
     runs = read_sweep(written(tmp_path, {"data.source": ["one.jsonl", "two.jsonl", "three.jsonl"]}))
     pretend(runs[1], ok=True)
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    handlers_before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     try:
         assert Sweep(runs).run() == 1
     finally:
-        signal.signal(signal.SIGINT, before[0])
-        signal.signal(signal.SIGTERM, before[1])
+        signal.signal(signal.SIGINT, handlers_before[0])
+        signal.signal(signal.SIGTERM, handlers_before[1])
     out, error = capfd.readouterr()
     assert "[2/3] data.source-two.jsonl is finished" in out
     assert "1 of 3 runs are finished; failed: data.source-one.jsonl, data.source-three.jsonl" in out

@@ -32,26 +32,26 @@ def trace(records=(), events=(), evaluations=()) -> list[dict]:
 def spans_of(events: list[dict]) -> dict[str, list[tuple[str, float, float]]]:
     """By actor: name, begin and seconds of each."""
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    found = defaultdict(list)
+    results = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            found[names[event["pid"]]].append((event["name"], event["ts"] / 1e6, event["dur"] / 1e6))
-    return found
+            results[names[event["pid"]]].append((event["name"], event["ts"] / 1e6, event["dur"] / 1e6))
+    return results
 
 
 def test_a_step_lies_between_the_commit_before_it_and_its_own():
-    found = spans_of(trace([step(1, 102.0), step(2, 104.0)]))
-    assert found["run"] == [("step 1", 0.0, 2.0), ("step 2", 2.0, 2.0)]
+    spans = spans_of(trace([step(1, 102.0), step(2, 104.0)]))
+    assert spans["run"] == [("step 1", 0.0, 2.0), ("step 2", 2.0, 2.0)]
 
 
 def test_without_events_the_trainers_phases_come_from_the_steps():
-    found = spans_of(trace([step(1, 102.0)]))
-    assert found["trainer/0"] == [("trainer_wait", 0.0, 0.5), ("train", 0.5, 1.5)]
+    spans = spans_of(trace([step(1, 102.0)]))
+    assert spans["trainer/0"] == [("trainer_wait", 0.0, 0.5), ("train", 0.5, 1.5)]
 
 
 def test_what_the_trainer_measured_itself_is_shown_in_place_of_that():
-    found = spans_of(trace([step(1, 102.0)], [span("trainer/0", "train", 100.25, 1.0)]))
-    assert found["trainer/0"] == [("train", 0.25, 1.0)]
+    spans = spans_of(trace([step(1, 102.0)], [span("trainer/0", "train", 100.25, 1.0)]))
+    assert spans["trainer/0"] == [("train", 0.25, 1.0)]
 
 
 def test_a_run_of_old_whose_steps_have_no_time_is_laid_out_from_its_seconds():
@@ -73,9 +73,9 @@ def test_a_kind_of_span_keeps_its_row_which_has_its_name():
     events = [span("trainer/0", "train", begin, 2.0) for begin in (0.0, 2.0)]
     events += [span("trainer/0", "write", begin, 1.0) for begin in (1.5, 3.5)]
     events += [span("trainer/0", "save", 4.5, 1.0)]
-    found = trace(events=events)
-    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
-    assert [(e["name"], names[e["tid"]]) for e in found if e["ph"] == "X"] == [
+    spans = trace(events=events)
+    names = {e["tid"]: e["args"]["name"] for e in spans if e["name"] == "thread_name"}
+    assert [(e["name"], names[e["tid"]]) for e in spans if e["ph"] == "X"] == [
         ("train", "train, save"),
         ("train", "train, save"),
         ("save", "train, save"),

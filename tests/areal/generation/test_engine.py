@@ -229,10 +229,10 @@ async def stats_at_rest(engine: GenerationEngine) -> EngineStats:
     """The engine's, once it has sampled nothing for a while."""
     async with asyncio.timeout(SECONDS):
         while True:
-            before = engine.stats()
+            stats_before = engine.stats()
             await asyncio.sleep(0.2)
-            if engine.stats() == before:
-                return before
+            if engine.stats() == stats_before:
+                return stats_before
 
 
 async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weights_that_sampled_it(
@@ -319,9 +319,9 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
             config.scheduler_config.async_scheduling = True
 
         monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_schedule_ahead))
-        found = engine_args(*arguments)
-        found.worker_extension_cls = "reloading_worker.ReloadingWorker"
-        return found
+        result = engine_args(*arguments)
+        result.worker_extension_cls = "reloading_worker.ReloadingWorker"
+        return result
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM sets it, and the trainers of later tests read it
     engine_args = areal.generation.engine._engine_args
@@ -353,13 +353,13 @@ async def test_nothing_is_sampled_or_loaded_while_the_engine_sleeps(engine: Gene
     await engine.sleep()
     load = asyncio.create_task(engine.load(models[1], 1))
     tasks.append(asyncio.create_task(collect(engine.generate("late", PROMPT, SAMPLING))))
-    before = await stats_at_rest(engine)
+    stats_before = await stats_at_rest(engine)
     await asyncio.sleep(0.5)
-    assert (engine.stats(), engine.version, load.done()) == (before, 0, False)
+    assert (engine.stats(), engine.version, load.done()) == (stats_before, 0, False)
     await engine.wake()
     await load
     sequences = await asyncio.gather(*tasks)
-    assert engine.stats().preemptions == before.preemptions
+    assert engine.stats().preemptions == stats_before.preemptions
     assert any(set(sequence.versions) == {0, 1} for sequence in sequences)
     for i, sequence in enumerate(sequences):
         prompt = PROMPT if i == 4 else PROMPT[: 9 + 7 * i]
@@ -408,8 +408,12 @@ async def test_defaults_of_the_model_folder_do_not_change_what_is_sampled(
 async def test_the_end_of_sequence_of_the_tokenizer_stops_as_what_the_generation_config_lists_does(
     tiny_model: Path, models: Models, tmp_path: Path
 ) -> None:
-    own = load_tokenizer(str(tiny_model)).eos_token_id
-    assert [stop_tokens(tiny_model, listed) for listed in (None, own, [own + 1])] == [[own], [own], [own, own + 1]]
+    eos_token = load_tokenizer(str(tiny_model)).eos_token_id
+    assert [stop_tokens(tiny_model, listed) for listed in (None, eos_token, [eos_token + 1])] == [
+        [eos_token],
+        [eos_token],
+        [eos_token, eos_token + 1],
+    ]
     assert [stop_tokens(tmp_path, listed) for listed in (None, [7, 5])] == [[], [5, 7]]
     assert stop_tokens(models[1], [7]) == [7]  # it has no tokenizer, where transformers would make one up
 
@@ -448,8 +452,8 @@ async def test_the_samples_of_a_group_differ_and_each_is_right(engine: Generatio
 async def test_at_temperature_zero_every_token_is_the_likeliest_one(engine: GenerationEngine, models: Models) -> None:
     greedy = SamplingConfig(temperature=0.0, max_new_tokens=12)
     ways = [greedy, greedy, *(SamplingConfig(max_new_tokens=12, **only) for only in ({"top_k": 1}, {"min_p": 1.0}))]
-    first, *others = await asyncio.gather(*(collect(engine.generate("greedy", PROMPT, way)) for way in ways))
-    assert all(other.tokens.tolist() == first.tokens.tolist() for other in others)
+    first, *remainder = await asyncio.gather(*(collect(engine.generate("greedy", PROMPT, way)) for way in ways))
+    assert all(neighbour.tokens.tolist() == first.tokens.tolist() for neighbour in remainder)
     ids = torch.tensor([[*PROMPT, *first.tokens.tolist()]])
     with torch.no_grad():
         logits = Qwen3ForCausalLM.from_pretrained(models[0], dtype=torch.float32)(ids).logits[0, len(PROMPT) - 1 : -1]
@@ -458,19 +462,19 @@ async def test_at_temperature_zero_every_token_is_the_likeliest_one(engine: Gene
 
 async def test_the_engine_sends_tokens_together(engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of earlier steps and that of the last one, for each chunk."""
-    sent = 0
+    sent_count = 0
     deliver = engine._deliver
 
     def count(outputs: Any) -> None:
-        nonlocal sent
-        sent += len(outputs.outputs)
+        nonlocal sent_count
+        sent_count += len(outputs.outputs)
         deliver(outputs)
 
     monkeypatch.setattr(engine, "_deliver", count)
     streams = [engine.generate(f"r{i}", PROMPT, SamplingConfig(max_new_tokens=64, min_new_tokens=64)) for i in range(8)]
     sequences = await asyncio.gather(*map(collect, streams))
     assert sum(len(sequence.tokens) for sequence in sequences) == 8 * 64
-    assert sent <= 8 * 64 / CONFIG.stream_interval * 2
+    assert sent_count <= 8 * 64 / CONFIG.stream_interval * 2
 
 
 async def test_chunks_are_typed_and_about_as_long_as_the_stream_interval(engine: GenerationEngine) -> None:
@@ -510,17 +514,17 @@ async def test_a_reader_that_leaves_aborts_its_sequence_in_the_engine(engine: Ge
                     await asyncio.sleep(60)
                 return
 
-    before = engine.stats().tokens_generated
+    stats_before = engine.stats().tokens_generated
     readers = [asyncio.create_task(read_one()) for _ in range(8)]
     if way == "cancel":
-        await until(lambda: engine.stats().running == 8 and engine.stats().tokens_generated > before)
+        await until(lambda: engine.stats().running == 8 and engine.stats().tokens_generated > stats_before)
         assert engine.stats().kv_use > 0
         for reader in readers:
             reader.cancel()
     await asyncio.wait(readers)
-    after = await stats_at_rest(engine)
-    assert (after.running, after.waiting, after.kv_use) == (0, 0, 0.0)
-    assert 0 < after.tokens_generated - before < 8 * 600
+    stats_after = await stats_at_rest(engine)
+    assert (stats_after.running, stats_after.waiting, stats_after.kv_use) == (0, 0, 0.0)
+    assert 0 < stats_after.tokens_generated - stats_before < 8 * 600
 
 
 def write_adapter_of(model: Path, folder: Path, *, seed: int = 7, scale: float = 0.1) -> Path:
@@ -735,9 +739,9 @@ async def test_a_mistaken_model_folder_is_told_before_anything_starts(models: Mo
 async def test_settings_the_model_cannot_have_are_a_user_error(
     models: Models, changes: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(UserError, match=sentence) as told:
+    with pytest.raises(UserError, match=sentence) as raised:
         await GenerationEngine.start(models[0], CONFIG.model_copy(update=changes), version=0)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 async def test_the_engine_s_arguments_are_the_settings_with_the_options_on_top(
@@ -746,9 +750,9 @@ async def test_the_engine_s_arguments_are_the_settings_with_the_options_on_top(
     def arguments(cpu: bool = False, sleeps: bool = False, **changes: Any) -> Any:
         return areal.generation.engine._engine_args(models[0], GeneratorConfig(**changes), 7, None, sleeps, cpu)
 
-    found = arguments(engine_options={"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, tensor_parallel=2)
-    assert (found.kv_cache_dtype, found.enable_prefix_caching, found.tensor_parallel_size) == ("fp8", False, 2)
-    assert found.distributed_executor_backend.endswith("ManyProcessExecutor")
+    results = arguments(engine_options={"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, tensor_parallel=2)
+    assert (results.kv_cache_dtype, results.enable_prefix_caching, results.tensor_parallel_size) == ("fp8", False, 2)
+    assert results.distributed_executor_backend.endswith("ManyProcessExecutor")
     alone = arguments(engine_options={"data_parallel_size": 2})
     assert alone.distributed_executor_backend.endswith("OneProcessExecutor")
     assert (alone.gpu_memory_utilization, alone.kv_cache_memory_bytes, alone.seed) == (0.9, None, 7)
@@ -787,8 +791,8 @@ async def test_a_step_of_a_gpu_has_as_many_tokens_as_vllm_takes_for_throughput(
         arguments = areal.generation.engine._engine_args(models[0], config, 7, None, False, on_cpu)
         return areal.generation.engine._vllm_config(arguments, config, on_cpu).scheduler_config
 
-    found = scheduler(on_cpu=False)
-    assert (found.max_num_batched_tokens, found.max_num_seqs) == (tokens, 200)
+    settings = scheduler(on_cpu=False)
+    assert (settings.max_num_batched_tokens, settings.max_num_seqs) == (tokens, 200)
     assert scheduler(on_cpu=False, max_num_batched_tokens=4096).max_num_batched_tokens == 4096
     assert scheduler(on_cpu=True).max_num_batched_tokens == 2048  # as before on a CPU
 
@@ -808,8 +812,8 @@ async def test_a_missing_library_is_told_in_a_sentence(tmp_path: Path) -> None:
         env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
         stderr=asyncio.subprocess.PIPE,
     )
-    _, said = await process.communicate()
-    assert b"UserError: vLLM needs libnuma on the CPU" in said.splitlines()[-1]
+    _, words = await process.communicate()
+    assert b"UserError: vLLM needs libnuma on the CPU" in words.splitlines()[-1]
 
 
 async def queue_up(engine: GenerationEngine, count: int) -> list[asyncio.Task[Generation]]:
@@ -823,25 +827,25 @@ async def queue_up(engine: GenerationEngine, count: int) -> list[asyncio.Task[Ge
 async def test_updates_neither_lose_nor_repeat_a_request_or_a_token(
     engine: GenerationEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[str] = []
+    payload: list[str] = []
     add = engine._core.add_request_async
 
     async def add_and_note(request: Any) -> None:
-        sent.append(request.request_id)
+        payload.append(request.request_id)
         await add(request)
 
     monkeypatch.setattr(engine._core, "add_request_async", add_and_note)
-    before = engine.stats().tokens_generated
+    stats_before = engine.stats().tokens_generated
     tasks = await queue_up(engine, 24)
     times = [await engine.load(models[version], version) for version in (1, 2, 0)]
     sequences = await asyncio.gather(*tasks)
-    assert len(sent) == len(set(sent)) == 24
-    assert sum(len(sequence.tokens) for sequence in sequences) == engine.stats().tokens_generated - before
+    assert len(payload) == len(set(payload)) == 24
+    assert sum(len(sequence.tokens) for sequence in sequences) == engine.stats().tokens_generated - stats_before
     assert all(len(s.tokens) == SAMPLING.max_new_tokens or s.tokens[-1] == EOS for s in sequences)
     for cost in times:
         assert 0 < cost.sequences_interrupted <= CONFIG.max_concurrent_rollouts
-        most = len(PROMPT) + SAMPLING.max_new_tokens
-        assert len(PROMPT) < cost.tokens_recomputed / cost.sequences_interrupted < most
+        limit = len(PROMPT) + SAMPLING.max_new_tokens
+        assert len(PROMPT) < cost.tokens_recomputed / cost.sequences_interrupted < limit
 
 
 async def test_without_interruption_what_runs_is_finished_and_what_waits_begins_under_the_new_weights(
@@ -960,9 +964,9 @@ async def test_a_kept_kv_cache_serves_the_sequences_that_run_and_no_later_prompt
     for sequence in through_both:
         split = int((sequence.versions == 0).sum())
         old, new = (reference(models[v], PROMPT, sequence.tokens, SAMPLING.temperature) for v in (0, 1))
-        kept = reference_on_old_cache(models[0], models[1], PROMPT, sequence.tokens, split)
+        stored = reference_on_old_cache(models[0], models[1], PROMPT, sequence.tokens, split)
         assert np.abs(old - sequence.logprobs)[:split].max() < 1e-4
-        assert np.abs(kept - sequence.logprobs[split:]).max() < 1e-4
+        assert np.abs(stored - sequence.logprobs[split:]).max() < 1e-4
         assert np.abs(new - sequence.logprobs)[split:].mean() > 0.01
     for sequence in later:
         expected = reference(models[1], PROMPT, sequence.tokens, SAMPLING.temperature)
@@ -979,15 +983,15 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
 
     async def all_have(chunks: list[int]) -> None:
         """But for those that happen to sample the end."""
-        each = list(zip(readers, progress, chunks, strict=True))
-        await until(lambda: all(len(parts) >= n or reader.done() for reader, parts, n in each))
+        item = list(zip(readers, progress, chunks, strict=True))
+        await until(lambda: all(len(parts) >= n or reader.done() for reader, parts, n in item))
 
     await all_have([3] * 8)
     await engine.load(models[1], 1)
     await all_have([len(parts) + 2 for parts in progress])
     going_on = [(reader, parts) for reader, parts in zip(readers, progress, strict=True) if not reader.done()]
     progress = [parts for _, parts in going_on]
-    before = [b"".join(chunk.tokens.tobytes() for chunk in parts) for parts in progress]
+    value_before = [b"".join(chunk.tokens.tobytes() for chunk in parts) for parts in progress]
     undelivered = sum(len(sequence.rows) for sequence in engine._sequences.values())
     engine.hand_over()
     assert len(going_on) >= 2
@@ -995,9 +999,9 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
         with pytest.raises(EngineError, match="handed over"):
             await reader
 
-    delivered = sum(len(tokens) // 4 for tokens in before)
+    delivered = sum(len(tokens) // 4 for tokens in value_before)
     assert sum(len(chunk.tokens) for parts in progress for chunk in parts) >= delivered + undelivered
-    for parts, start in zip(progress, before, strict=True):
+    for parts, start in zip(progress, value_before, strict=True):
         tokens, logprobs, versions = (
             np.concatenate([getattr(chunk, name) for chunk in parts]) for name in ("tokens", "logprobs", "versions")
         )
@@ -1011,19 +1015,19 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
             assert np.abs(expected - logprobs)[part].max() < 1e-4
     with pytest.raises(EngineError, match="handed over"):
         await collect(engine.generate("r", PROMPT, SAMPLING))
-    after = await stats_at_rest(engine)
-    assert after.tokens_generated - begun.tokens_generated < 8 * (MAX_LEN - len(PROMPT))
-    assert after.preemptions == begun.preemptions  # what new weights stop is none
+    stats_after = await stats_at_rest(engine)
+    assert stats_after.tokens_generated - begun.tokens_generated < 8 * (MAX_LEN - len(PROMPT))
+    assert stats_after.preemptions == begun.preemptions  # what new weights stop is none
 
 
 async def test_prompt_tokens_are_counted_and_those_that_an_earlier_sequence_left(engine: GenerationEngine) -> None:
     prompt = PROMPT[: 2 * BLOCK_SIZE + 5]
-    before = engine.stats()
+    stats_before = engine.stats()
     for name in ("first", "second"):
         await collect(engine.generate(name, prompt, SAMPLING))
-    after = engine.stats()
-    assert after.prefix_cache_queries - before.prefix_cache_queries == 2 * len(prompt)
-    assert after.prefix_cache_hits - before.prefix_cache_hits == 2 * BLOCK_SIZE
+    stats_after = engine.stats()
+    assert stats_after.prefix_cache_queries - stats_before.prefix_cache_queries == 2 * len(prompt)
+    assert stats_after.prefix_cache_hits - stats_before.prefix_cache_hits == 2 * BLOCK_SIZE
 
 
 async def test_a_later_turn_reuses_the_kept_kv_cache_of_its_sample(keeping: GenerationEngine, models: Models) -> None:
@@ -1032,9 +1036,9 @@ async def test_a_later_turn_reuses_the_kept_kv_cache_of_its_sample(keeping: Gene
     await keeping.load(models[1], 1)
     hits = []
     for first_version in (None, 0, 0):
-        before = keeping.stats().prefix_cache_hits
+        stats_before = keeping.stats().prefix_cache_hits
         await collect(keeping.generate("second turn", [*prompt, *turn.tokens], SAMPLING, first_version=first_version))
-        hits.append(keeping.stats().prefix_cache_hits - before)
+        hits.append(keeping.stats().prefix_cache_hits - stats_before)
     # The key and value of the turn's last token were never computed.
     assert hits == [0, *[(len(prompt) + len(turn.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE] * 2]
 
@@ -1055,9 +1059,9 @@ async def test_one_sequence_can_be_handed_over_while_the_others_go_on(engine: Ge
     leaves, stays = asyncio.create_task(read("leaves")), asyncio.create_task(read("stays"))
     await until(lambda: begun == {"leaves", "stays"})
     engine.hand_over({"leaves"})
-    tokens, whole = await leaves
+    tokens, complete = await leaves
     assert tokens > 0
-    assert not whole
+    assert not complete
     assert (await stays)[1]
     assert engine.stats().preemptions == 0
 

@@ -159,9 +159,9 @@ def test_a_bf16_model_under_zero_3_has_the_weights_and_positions_that_transforme
     expected = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.bfloat16)
     read = dict(engine._module.named_buffers())
     for name, buffer in expected.named_buffers():
-        found = read["base_model.model." * bool(lora) + name]
-        assert found.dtype == torch.float32
-        assert torch.equal(found, buffer)
+        result = read["base_model.model." * bool(lora) + name]
+        assert result.dtype == torch.float32
+        assert torch.equal(result, buffer)
     weights = load_file(engine.export(tmp_path / "exported") / "model.safetensors")
     for name, tensor in load_file(folders / "model" / "model.safetensors").items():
         assert torch.equal(weights[name], tensor.bfloat16())

@@ -84,11 +84,11 @@ class Engine:
         self.used += len(self.running)
         share = (0.25 + len(self.running) / self.slots) / 1.25
         self.seconds += self.step_seconds * (share + prefilled * 0.002)
-        done = [request for request in self.running if request.sampled == request.length]
-        for request in done:
+        finished_requests = [request for request in self.running if request.sampled == request.length]
+        for request in finished_requests:
             self.running.remove(request)
             self.used -= PROMPT + request.sampled
-        return done
+        return finished_requests
 
     def take(self, request: Request) -> None:
         self.waiting.append(request)
@@ -103,8 +103,8 @@ def generate(kv: int, limit: Concurrency | int, seconds: float = 40.0) -> Engine
     """An engine that is kept as full as the limit allows, with a look at it each second."""
     engine, lengths, names, looks = Engine(kv, slots=64), random.Random(1), iter(range(10**6)), 0
     while engine.seconds < seconds:
-        most = limit if isinstance(limit, int) else limit.limit
-        while len(engine.running) + len(engine.waiting) < most:
+        maximum = limit if isinstance(limit, int) else limit.limit
+        while len(engine.running) + len(engine.waiting) < maximum:
             engine.take(Request(f"{next(names)}", 1 + min(999, int(lengths.expovariate(1 / 300)))))
         engine.step()
         if isinstance(limit, Concurrency) and engine.seconds > looks:
@@ -252,15 +252,15 @@ def run_to_the_end(lengths: dict[str, list[int]], moves: bool) -> tuple[float, i
     """Seconds until the last of these sequences is done on its generator or where it moved to, the moves, and the
     tokens sampled of each. Each generator has a clock of its own; the one that is behind goes on."""
     engines = {name: Engine(kv=10**6, slots=32, step_seconds=0.03) for name in lengths}
-    for name, several in lengths.items():
-        for i, length in enumerate(several):
+    for name, many in lengths.items():
+        for i, length in enumerate(many):
             engines[name].take(Request(f"{name}-{i}", length))
     count, sampled, looked = 0, {}, 0.0
     while any(engine.running or engine.waiting for engine in engines.values()):
         busy = [engine for engine in engines.values() if engine.running or engine.waiting]
         engine = min(busy, key=lambda engine: engine.seconds)
         sampled |= {request.name: request.sampled for request in engine.step()}
-        now = min(one.seconds for one in busy)
+        now = min(item.seconds for item in busy)
         if moves and now >= looked + 2.0:
             looked = now
             count += move(engines, now)

@@ -25,8 +25,8 @@ PLAIN = [name for name in SCHEMA.names if not str(SCHEMA.field(name).type).start
 def sample(random: np.random.Generator, reward: float, length: int = 40, finish: str = "stop", token: float = 0.0):
     """A sample of about `length` random tokens, of which a share `token` is number 7."""
     n = max(2, length + int(random.integers(-4, 5)))
-    own = np.where(random.random(n) < token, 7, random.integers(10, 1000, n))
-    tokens = np.concatenate([[1, 2], own]).astype(np.int32)
+    tokens_here = np.where(random.random(n) < token, 7, random.integers(10, 1000, n))
+    tokens = np.concatenate([[1, 2], tokens_here]).astype(np.int32)
     versions = np.array([-1, -1] + [0] * n, np.int32)
     return Trajectory(tokens, np.zeros(n + 2, np.float32), versions, reward, finish)
 
@@ -35,26 +35,30 @@ def write_run(folder: Path, broken=None, steps: int = STEPS) -> list[dict]:
     """Write the rollouts of a run, and return its metrics of them. broken: makes the group of a prompt in its place."""
     random = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    writer = RolloutWriter(folder / ROLLOUTS, "all", 1 << 30, lambda sequences: [str(list(own)) for own in sequences])
+    writer = RolloutWriter(
+        folder / ROLLOUTS, "all", 1 << 30, lambda sequences: [str(list(tokens)) for tokens in sequences]
+    )
     records = []
     for step in range(1, steps + 1):
-        found = []
+        results = []
         for place in range(GROUPS):
             sound = [sample(random, float(n % 2)) for n in range(SAMPLES)]
-            own = broken(random, place) if broken and step >= BREAKS else sound
+            tokens = broken(random, place) if broken and step >= BREAKS else sound
             prompt = GROUPS * step + place
-            found.append(Group(f"g{prompt}.0", prompt, tuple(own)))
-        writer.add_trained(step, found, None)
+            results.append(Group(f"g{prompt}.0", prompt, tuple(tokens)))
+        writer.add_trained(step, results, None)
         if step % 10 == 0 or step == steps:
             writer.write()
-        every = [one for group in found for one in group.trajectories]
+        every = [trajectory for group in results for trajectory in group.trajectories]
         records.append(
             {
                 "step": step,
-                "completion_tokens_mean": float(np.mean([one.sampled.sum() for one in every])),
-                "cut_share": float(np.mean([one.finish == "length" for one in every])),
-                "reward_mean": float(np.mean([one.reward for one in every])),
-                "mixed_groups": float(np.mean([len({one.reward for one in g.trajectories}) > 1 for g in found])),
+                "completion_tokens_mean": float(np.mean([trajectory.sampled.sum() for trajectory in every])),
+                "cut_share": float(np.mean([trajectory.finish == "length" for trajectory in every])),
+                "reward_mean": float(np.mean([trajectory.reward for trajectory in every])),
+                "mixed_groups": float(
+                    np.mean([len({trajectory.reward for trajectory in g.trajectories}) > 1 for g in results])
+                ),
                 "entropy": 0.5,
                 "effective_sample_size": 0.95,
                 "optimizer_steps": 4,
@@ -83,8 +87,8 @@ def found_in(folder: Path, records: list[dict], **others) -> list[Alert]:
 
 
 def copies(random, place):
-    one, *others = [sample(random, n % 2) for n in range(3)]
-    return [Trajectory(one.tokens, one.logprobs, one.versions, n % 2, "stop") for n in range(6)] + others
+    first, *remainder = [sample(random, n % 2) for n in range(3)]
+    return [Trajectory(first.tokens, first.logprobs, first.versions, n % 2, "stop") for n in range(6)] + remainder
 
 
 @pytest.mark.parametrize(
@@ -108,8 +112,8 @@ def test_what_rollouts_show_is_named_once_it_goes_wrong(tmp_path, name, broken, 
     (alert,) = found_in(tmp_path, records)
     assert alert.name == name and says in alert.sentence
     assert (alert.first, alert.last) == (BREAKS, STEPS)
-    found = shown_by(alert, tmp_path)
-    assert found and all(rows(row) and alert.first <= row["step"] <= STEPS for row in found)
+    results = shown_by(alert, tmp_path)
+    assert results and all(rows(row) and alert.first <= row["step"] <= STEPS for row in results)
 
 
 def test_a_run_with_a_teacher_is_judged_by_it_and_not_by_rewards(tmp_path):
@@ -203,8 +207,8 @@ def test_samples_that_are_rewarded_without_the_rows_answer_are_named(tmp_path, a
         writer.add_trained(step, [Group(f"g{step}.0", step, samples, row_text({"answer": answer}))], None)
     writer.write()
     records = [{"step": step} for step in range(1, 8)]
-    found = found_in(tmp_path, records, config={"reward": {"functions": functions}})
-    named = [one for one in found if one.name == "rewarded without the answer"]
+    results = found_in(tmp_path, records, config={"reward": {"functions": functions}})
+    named = [item for item in results if item.name == "rewarded without the answer"]
     assert bool(named) is is_alert
     if named:
         assert "100% of the rewarded samples" in named[0].sentence and named[0].first == 5
@@ -239,12 +243,12 @@ def test_a_file_is_read_once_and_a_broken_one_is_left_out(tmp_path):
 def test_of_many_tokens_a_part_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("areal.storage.rollouts.ROWS_AT_ONCE", 16)
     write_run(tmp_path)
-    (whole, *_) = (digests.digest(path) for path in files(tmp_path / ROLLOUTS))
+    (complete, *_) = (digests.digest(path) for path in files(tmp_path / ROLLOUTS))
     monkeypatch.setattr(digests, "TOKEN_BYTES", 16 << 10)
     (part, *_) = (digests.digest(path) for path in files(tmp_path / ROLLOUTS))
-    assert all(one.tokens and one.copies == 0 for one in whole)
-    read = [one for one in part if one.tokens]
-    assert 0 < len(read) < len(whole) and [one.flat for one in part] == [one.flat for one in whole]
+    assert all(item.tokens and item.copies == 0 for item in complete)
+    read = [item for item in part if item.tokens]
+    assert 0 < len(read) < len(complete) and [item.flat for item in part] == [item.flat for item in complete]
 
 
 def test_the_report_names_the_alerts_and_the_command_for_their_rollouts(tmp_path, capsys):

@@ -115,8 +115,10 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     write(tmp_path, 1, 2)
     Tracker(tmp_path, open_sinks(config, tmp_path)).look()
     (file,) = (tmp_path / "tensorboard").iterdir()
-    found = [(v.tag, e.step, v.tensor.float_val[0]) for e in EventFileLoader(str(file)).Load() for v in e.summary.value]
-    assert found == [("step/loss", 1, 0.5), ("step/loss", 2, 1.0)]
+    results = [
+        (v.tag, e.step, v.tensor.float_val[0]) for e in EventFileLoader(str(file)).Load() for v in e.summary.value
+    ]
+    assert results == [("step/loss", 1, 0.5), ("step/loss", 2, 1.0)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of its thread
@@ -130,17 +132,17 @@ def test_tensorboard_has_every_record_also_of_a_while_in_which_its_disk_was_full
         tracker = Tracker(tmp_path, {"tensorboard": tracking._tensorboard(None, board)})
         write(tmp_path, 1)
         tracker.look()
-        hog, before = fill_disk(board), disk.DiskRetry.refusals
+        hog, refusals_before = fill_disk(board), disk.DiskRetry.refusals
         write(tmp_path, *range(2, 200))  # more than the last block of its file takes
         looking = threading.Thread(target=tracker.look)
         looking.start()
-        while disk.DiskRetry.refusals == before and looking.is_alive():
+        while disk.DiskRetry.refusals == refusals_before and looking.is_alive():
             time.sleep(0.01)
         hog.unlink()
         looking.join()
         files = sorted((board / "tensorboard").iterdir())
-        found = {e.step for file in files for e in EventFileLoader(str(file)).Load() if e.summary.value}
-    assert len(files) == 2 and found == set(range(1, 200))
+        results = {e.step for file in files for e in EventFileLoader(str(file)).Load() if e.summary.value}
+    assert len(files) == 2 and results == set(range(1, 200))
 
 
 def test_a_sink_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch):
@@ -182,10 +184,10 @@ def test_a_full_disk_that_takes_not_even_the_log_of_the_process_does_not_end_it(
         monkeypatch.setattr(sys, "stderr", out)
         shutil.copy(ROOT / "configs" / "quickstart.yaml", folder / "config.yaml")
         write(folder, 1)
-        hog, before = fill_disk(folder), disk.DiskRetry.refusals
+        hog, refusals_before = fill_disk(folder), disk.DiskRetry.refusals
         following = threading.Thread(target=tracking.track, args=[SimpleNamespace(folder=folder)])
         following.start()
-        while disk.DiskRetry.refusals < before + 2 and following.is_alive():
+        while disk.DiskRetry.refusals < refusals_before + 2 and following.is_alive():
             time.sleep(0.01)
         hog.unlink()
         (folder / "summary.json").write_text("{}")

@@ -228,3 +228,4 @@ def test_own_solutions_are_found_where_sets_keep_them():
     assert solutions_of({"solutions": json.dumps([ANAGRAM, COUNT_AT_LEAST])}) == [ANAGRAM, COUNT_AT_LEAST]
     assert solutions_of(SETS["APPS"][0]) == solutions_of({"solutions": "", "code": None}) == []
     assert solutions_of(SETS["PrimeIntellect, JSON"][0]) == [f"```python\n{STDIN_SUM}\n```"]
+    assert solutions_of({"solutions": [str(number) for number in range(9)]}) == ["0", "1", "2", "3", "4"]

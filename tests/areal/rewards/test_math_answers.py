@@ -523,10 +523,10 @@ def test_the_sums_of_smollm2_said_again_score_zero_and_their_answers_one(here, f
     sums = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=50)
     reward = resolve("math").function
     for row in sums:
-        said = row["question"].rpartition(":")[2].strip(" =")
-        assert reward(row["question"], form.format(said), row) == 0.0
+        words = row["question"].rpartition(":")[2].strip(" =")
+        assert reward(row["question"], form.format(words), row) == 0.0
         assert reward(row["question"], row["question"], row) == 0.0
-        assert reward(row["question"], f"{said} = {row['answer']}", row) == 1.0
+        assert reward(row["question"], f"{words} = {row['answer']}", row) == 1.0
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -691,19 +691,21 @@ def test_a_number_that_is_compared_without_math_verify_gets_its_verdict(before, 
     opening, closing = formula or ("", "")
     middle = f"{opening}\\boxed{{{number}}}{closing}" if formula else f"#### {number}"
     given, gold = final_answer.extract(before + middle + after), other or number
-    found, wanted = math_answers._number(given or ""), math_answers._number(gold)
-    assume(found is not None and wanted is not None)
+    result, expected = math_answers._number(given or ""), math_answers._number(gold)
+    assume(result is not None and expected is not None)
     math_answers.warm()
-    assert math_answers._same(gold, math_answers._gold(gold), given) is (found == wanted)
+    assert math_answers._same(gold, math_answers._gold(gold), given) is (result == expected)
 
 
 @pytest.mark.parametrize(("form", "every"), [("#### {}", 1), ("so \\boxed{{{}}} dollars.", 1), ("{}", 10)])
 def test_gsm8k_is_scored_without_math_verify_and_without_a_mistake(score, no_child, form, every):
     assert len(GSM8K) == 1319
     golds = GSM8K[::every]
-    others = [str(int(gold.replace(",", "")) + 1) for gold in golds]
+    wrong_answers = [str(int(gold.replace(",", "")) + 1) for gold in golds]
     assert [gold for gold in golds if score(form.format(gold), f"#### {gold}") != 1.0] == []
-    assert [gold for gold, other in zip(golds, others, strict=True) if score(form.format(other), gold) != 0.0] == []
+    assert [
+        gold for gold, wrong in zip(golds, wrong_answers, strict=True) if score(form.format(wrong), gold) != 0.0
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -711,9 +713,11 @@ def test_gsm8k_is_scored_without_math_verify_and_without_a_mistake(score, no_chi
 )
 def test_gsm8k_is_scored_by_math_verify_without_a_mistake(score, here, form):
     golds = GSM8K[::60]
-    others = [str(int(gold.replace(",", "")) + 1) for gold in golds]
+    wrong_answers = [str(int(gold.replace(",", "")) + 1) for gold in golds]
     assert [gold for gold in golds if score(form.format(gold), f"#### {gold}") != 1.0] == []
-    assert [gold for gold, other in zip(golds, others, strict=True) if score(form.format(other), gold) != 0.0] == []
+    assert [
+        gold for gold, wrong in zip(golds, wrong_answers, strict=True) if score(form.format(wrong), gold) != 0.0
+    ] == []
 
 
 # --- limits
@@ -722,7 +726,7 @@ def test_gsm8k_is_scored_by_math_verify_without_a_mistake(score, here, form):
 def test_it_works_in_any_thread(score):
     scores = []
     thread = threading.Thread(
-        target=lambda: scores.extend(score(each, "x+1") for each in ("\\boxed{1+x}", "\\boxed{(x!)!^{10^{9}}}"))
+        target=lambda: scores.extend(score(item, "x+1") for item in ("\\boxed{1+x}", "\\boxed{(x!)!^{10^{9}}}"))
     )
     thread.start()
     thread.join(60)

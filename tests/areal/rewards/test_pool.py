@@ -215,12 +215,12 @@ async def test_an_async_call_that_misses_its_deadline_or_is_not_wanted_is_cancel
         late = asyncio.create_task(failure(pool, "own:sleeps", "100"))
         while not pool._concurrent._calls:  # noqa: ASYNC110 - until it has begun
             await asyncio.sleep(0.02)
-        others = [await score(pool, "own:sleeps", "", seconds, {}) for seconds in ("0.5", "0.6")]
+        remainder = [await score(pool, "own:sleeps", "", seconds, {}) for seconds in ("0.5", "0.6")]
         assert await late == ("timeout", "no score within 2 s")
         await written(tmp_path / "cancelled")
         (tmp_path / "cancelled").unlink()
         unwanted = asyncio.create_task(score(pool, "own:sleeps", "", "1.9", {}))
-        assert await score(pool, "own:sleeps", "", "0.1", {}) == others[0] == others[1]  # it is the same process
+        assert await score(pool, "own:sleeps", "", "0.1", {}) == remainder[0] == remainder[1]  # it is the same process
         unwanted.cancel()
         await written(tmp_path / "cancelled")
 
@@ -247,8 +247,10 @@ async def test_a_failure_is_told_by_kind_and_never_a_score(capfd):
         assert (await failure(pool, "own:text"))[0] == "not_finite"
         assert (await failure(pool, "own:other"))[0] == "unknown"
         assert await score(pool, "own:echo", "", "1", {}) == 1.0
-    told = capfd.readouterr().err
-    assert told.count("raise KeyError") == 1 and told.count('sys.exit("bye")') == 1  # one traceback from each place
+    error_text = capfd.readouterr().err
+    assert (
+        error_text.count("raise KeyError") == 1 and error_text.count('sys.exit("bye")') == 1
+    )  # one traceback from each place
 
 
 async def test_a_hung_worker_is_killed_with_its_children_and_replaced(tmp_path):
@@ -273,8 +275,8 @@ async def test_a_crashed_worker_is_replaced():
 
 async def test_a_class_is_made_once_a_worker_with_its_options_and_gets_the_tokens():
     async with pool_of("Counting", options={"own:Counting": {"step": 3}}) as pool:
-        asked = ("own:Counting", "", "x", {}, [1, 2])
-        assert [await pool.score(*asked), await pool.score(*asked)] == [(3, {"tokens": 3}), (6, {"tokens": 3})]
+        request = ("own:Counting", "", "x", {}, [1, 2])
+        assert [await pool.score(*request), await pool.score(*request)] == [(3, {"tokens": 3}), (6, {"tokens": 3})]
         assert "session.score(completion, tokens)" in (await failure(pool, "own:Counting"))[1]
 
 
@@ -297,11 +299,11 @@ async def test_without_a_cache_everything_is_scored(tmp_path):
 
 async def test_callers_who_ask_the_same_at_once_share_one_call_which_outlives_all_but_the_last(tmp_path):
     async with pool_of("listed", cache_size=0) as pool:
-        asked = ("own:listed", "", "a", {"sleep": 0.3})
-        first, *others = [asyncio.create_task(pool.score(*asked)) for _ in range(3)]
+        request = ("own:listed", "", "a", {"sleep": 0.3})
+        first, *remainder = [asyncio.create_task(pool.score(*request)) for _ in range(3)]
         await asyncio.sleep(0.05)
         first.cancel()
-        assert [result.score for result in await asyncio.gather(*others)] == [1, 1]
+        assert [result.score for result in await asyncio.gather(*remainder)] == [1, 1]
     assert (tmp_path / "calls").read_text().split() == ["a"]
 
 
@@ -459,20 +461,20 @@ def test_a_worker_imports_neither_torch_nor_a_library_it_does_not_need():
 
 
 async def test_a_reward_of_groups_scores_all_completions_in_one_call():
-    both = ["own:longer", "own:later_longer"]
-    async with pool(both, groups=both) as rewards:
-        for name in both:
+    pair = ["own:longer", "own:later_longer"]
+    async with pool(pair, groups=pair) as rewards:
+        for name in pair:
             scored = await rewards.score_all(name, "", ["a", "abc", "ab"], {"n": 3})
             assert scored == [(0.0, {"n": 3.0}), (2.0, {"n": 3.0}), (1.0, {"n": 3.0})]
             with pytest.raises(RewardFailed, match="returned 2 scores for 3 completions") as failed:
                 await rewards.score_all(name, "", ["a", "abc", "ab"], {"n": 2})
             assert failed.value.kind == "not_finite"
-        assert await rewards.score(both[0], "", "abc", {"n": 1}) == (0.0, {"n": 1.0})
+        assert await rewards.score(pair[0], "", "abc", {"n": 1}) == (0.0, {"n": 1.0})
 
 
 async def test_a_pool_that_does_not_start_leaves_no_worker():
-    before = {process.pid for process in descendants(os.getpid())}
+    processes_before = {process.pid for process in descendants(os.getpid())}
     with pytest.raises(UserError, match="scores all completions of a group at once, but the reward.groups of the run"):
         async with pool(["own:longer"], workers=2):
             pass
-    assert {process.pid for process in descendants(os.getpid())} <= before
+    assert {process.pid for process in descendants(os.getpid())} <= processes_before

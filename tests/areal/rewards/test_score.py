@@ -19,10 +19,10 @@ def score(tmp_path, capsys):
     def run(
         *rows: dict, reward: tuple[str, ...], overrides: tuple[str, ...] = (), flags: tuple[str, ...] = ()
     ) -> tuple[int, list[dict], str]:
-        given, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
-        given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        inputs, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+        inputs.write_text("".join(json.dumps(row) + "\n" for row in rows))
         named = [word for name in reward for word in ("--reward", name)]
-        arguments = [*named, "--input", str(given), "--output", str(output), *overrides, *flags]
+        arguments = [*named, "--input", str(inputs), "--output", str(output), *overrides, *flags]
         code = main(["score", *arguments])
         return code, read_jsonl(output) if output.exists() else [], capsys.readouterr().err
 
@@ -30,32 +30,32 @@ def score(tmp_path, capsys):
 
 
 def test_every_line_gets_a_score_or_the_reason_why_there_is_none(score):
-    asked = {"prompt": "1+1=", "answer": "2"}
-    code, scores, said = score(
-        asked | {"completion": "2"},
-        asked | {"completion": "3"},
+    request = {"prompt": "1+1=", "answer": "2"}
+    code, scores, printed = score(
+        request | {"completion": "2"},
+        request | {"completion": "3"},
         {"prompt": "?", "completion": "2"},
-        asked | {"completion": "2", "number": 1 << 64},
+        request | {"completion": "2", "number": 1 << 64},
         reward=("exact_match",),
         overrides=("reward.workers=2",),
     )
     assert code == 0
-    told = [(one["line"], one["score"], one["status"]) for one in scores]
-    assert told == [(1, 1.0, "ok"), (2, 0.0, "ok"), (3, None, "raised"), (4, None, "raised")]
+    message = [(item["line"], item["score"], item["status"]) for item in scores]
+    assert message == [(1, 1.0, "ok"), (2, 0.0, "ok"), (3, None, "raised"), (4, None, "raised")]
     assert scores[2]["reason"] == "the row has no answer to compare with"
-    assert all(one["seconds"] > 0 for one in scores)
+    assert all(item["seconds"] > 0 for item in scores)
     assert scores[3]["reason"].startswith("the row cannot be passed to a worker")
-    assert "2 of 4 completions scored" in said
-    assert "mean score 0.5000" in said
-    assert "raised: 2" in said
+    assert "2 of 4 completions scored" in printed
+    assert "mean score 0.5000" in printed
+    assert "raised: 2" in printed
 
 
 def test_a_reward_that_scores_nothing_leaves_the_reasons(score):
-    code, scores, said = score({"prompt": "?", "completion": "2"}, reward=("exact_match",))
+    code, scores, printed = score({"prompt": "?", "completion": "2"}, reward=("exact_match",))
     assert code == 1
     assert scores[0]["reason"] == "the row has no answer to compare with"
-    assert "0 of 1 completions scored" in said
-    assert "raised: 1" in said
+    assert "0 of 1 completions scored" in printed
+    assert "raised: 1" in printed
 
 
 def test_several_rewards_add_up_and_are_told_apart(score, tmp_path, monkeypatch):
@@ -97,13 +97,13 @@ def test_rows_with_programs_are_tested_in_the_ways_that_data_sets_write_them(sco
         stdin | {"completion": right},
         reward=("code",),
     )
-    assert [one["score"] for one in scores] == [1, 0, 1, 0, 1, 0, 1, 1, 0]
+    assert [item["score"] for item in scores] == [1, 0, 1, 0, 1, 0, 1, 1, 0]
     assert scores[3]["parts"] == {"code/passed": 0.5}
 
 
 def check_data(score, *rows, reward):
-    code, results, said = score(*rows, reward=(reward,), flags=("--check-data",))
-    return code, [(one["status"], one["solution"], one.get("reason")) for one in results], said
+    code, results, printed = score(*rows, reward=(reward,), flags=("--check-data",))
+    return code, [(item["status"], item["solution"], item.get("reason")) for item in results], printed
 
 
 GOOD = ("ok", "passed", None)
@@ -112,7 +112,7 @@ GOOD = ("ok", "passed", None)
 @needs_namespaces
 def test_the_data_are_checked_with_a_program_that_does_nothing_and_with_their_own_solutions(score):
     swallowed = "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass"
-    code, results, said = check_data(
+    code, results, printed = check_data(
         score,
         HUMANEVAL,
         {"tests": json.dumps([{"input": "1", "output": "1"}]), "solutions": ["print(2)", "print(input())"]},
@@ -134,14 +134,14 @@ def test_the_data_are_checked_with_a_program_that_does_nothing_and_with_their_ow
         ("bad", None, idle),
         ("bad", None, "the row's tests cannot fail: no code that runs in them checks something about the program"),
     ]
-    assert f"line 4: {idle}" in said
-    assert "4 of 6 rows are bad" in said
-    assert "3 passed, 1 failed" in said
+    assert f"line 4: {idle}" in printed
+    assert "4 of 6 rows are bad" in printed
+    assert "3 passed, 1 failed" in printed
 
 
 @needs_namespaces
 def test_the_check_counts_the_rows_that_are_judged_beside_the_program(score):
-    code, results, said = score(
+    code, results, printed = score(
         {"test_list": ["assert f(1) == 2"]},
         {"test_list": ["assert f(1).left == 2"]},
         reward=("code",),
@@ -149,7 +149,7 @@ def test_the_check_counts_the_rows_that_are_judged_beside_the_program(score):
         overrides=("sandbox.tests=inside_where_needed",),
     )
     assert (code, [result["inside"] for result in results]) == (0, [False, True])
-    assert "the tests of 1 of 2 rows run beside the program, which can forge their verdict" in said
+    assert "the tests of 1 of 2 rows run beside the program, which can forge their verdict" in printed
 
 
 @needs_namespaces
@@ -175,10 +175,11 @@ def test_data_with_answers_are_checked_with_these(score):
 def test_only_rewards_that_compare_with_the_row_check_it(score, tmp_path, monkeypatch):
     (tmp_path / "unchecked_lengths.py").write_text("def short(prompt, completion, row):\n    return 0.25\n")
     monkeypatch.chdir(tmp_path)
-    code, results, said = check_data(score, {"answer": "1"}, reward="unchecked_lengths.py:short")
+    code, results, printed = check_data(score, {"answer": "1"}, reward="unchecked_lengths.py:short")
     assert (code, results) == (2, [])
     assert (
-        "--check-data checks rows for one reward of code, addition, exact_match, math, reasoning_gym, not for" in said
+        "--check-data checks rows for one reward of code, addition, exact_match, math, reasoning_gym, not for"
+        in printed
     )
 
 
@@ -200,9 +201,9 @@ def test_only_rewards_that_compare_with_the_row_check_it(score, tmp_path, monkey
     ],
 )
 def test_a_mistake_is_one_sentence(score, row, reward, overrides, sentence):
-    code, scores, said = score(row, reward=(reward,), overrides=overrides)
-    assert (code, scores, len(said.splitlines())) == (2, [], 1)
-    assert sentence in said
+    code, scores, printed = score(row, reward=(reward,), overrides=overrides)
+    assert (code, scores, len(printed.splitlines())) == (2, [], 1)
+    assert sentence in printed
 
 
 def test_what_is_there_is_kept_if_nothing_can_be_written_in_its_place(tmp_path, capsys):

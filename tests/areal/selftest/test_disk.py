@@ -9,10 +9,10 @@ from areal.selftest.disk import check_folder
 
 def test_a_folder_is_written_checked_and_copied_and_left_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "SLOWEST", 1.0)
-    found = check_folder("folder", tmp_path, 0)
-    assert found.result == "ok"
-    assert found.values["bytes"] == disk.LEAST
-    assert found.values["write_bytes_per_second"] > 0
+    findings = check_folder("folder", tmp_path, 0)
+    assert findings.result == "ok"
+    assert findings.values["bytes"] == disk.LEAST
+    assert findings.values["write_bytes_per_second"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -25,10 +25,10 @@ def test_a_slow_disk_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(disk, "LEAST", 1 << 24)
     monkeypatch.setattr(os, "fsync", slowly)
-    found = check_folder("folder", tmp_path, 0)
-    assert found.result == "FAILED"
-    assert found.values["write_bytes_per_second"] < disk.SLOWEST
-    assert str(tmp_path) in found.advice and "weights.folder" in found.advice
+    findings = check_folder("folder", tmp_path, 0)
+    assert findings.result == "FAILED"
+    assert findings.values["write_bytes_per_second"] < disk.SLOWEST
+    assert str(tmp_path) in findings.advice and "weights.folder" in findings.advice
 
 
 def test_a_container_with_little_shared_memory_fails_if_there_are_gpus(tmp_path, monkeypatch):

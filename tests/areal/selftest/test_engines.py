@@ -76,25 +76,25 @@ def test_in_turns_one_engine_has_the_devices_and_the_other_has_left_them(run):
     orders = run(colocate=True)
     assert orders.rows.keys() >= {"turns", "kept cache", "checkpoint", "restart", "interruption", "busy load"}
     on_devices = set()
-    for given in orders.given:
-        part, order = given.split()
+    for given_order in orders.given:
+        part, order = given_order.split()
         if order in {"sleep", "offload", "close"}:
             on_devices.discard(part)
         elif order in {"start", "start_again", "wake", "reload"}:
             on_devices.add(part)
-            assert on_devices == {part}, given
+            assert on_devices == {part}, given_order
         elif order in {"save", "resume", "logprobs", "longest", "sample", "interrupt", "keep", "speed"}:
-            assert on_devices == {part}, given
+            assert on_devices == {part}, given_order
 
 
 def test_a_killed_trainer_is_replaced_before_its_weights_are_sent(run):
-    given = run(transport="gloo").given
+    orders_given = run(transport="gloo").given
     save, wait, start, resume, send = (
-        given.index(f"trainer {order}") for order in ("save", "wait_for_memory", "start", "resume", "send")
+        orders_given.index(f"trainer {order}") for order in ("save", "wait_for_memory", "start", "resume", "send")
     )
     assert start < save < wait < resume < send
-    assert given.index("trainer wait_for_memory") < given.index("trainer start_again") < resume
-    assert not {"generator sleep", "trainer offload"} & {*given}
+    assert orders_given.index("trainer wait_for_memory") < orders_given.index("trainer start_again") < resume
+    assert not {"generator sleep", "trainer offload"} & {*orders_given}
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_a_killed_trainer_is_replaced_before_its_weights_are_sent(run):
     ],
 )
 def test_one_check_alone_does_only_what_it_needs(run, only, orders):
-    found = [given.split()[1] for given in run(only).given]
-    assert sorted(found) == sorted(orders)
+    results = [order.split()[1] for order in run(only).given]
+    assert sorted(results) == sorted(orders)
     run(only, colocate=True)  # and ends
 
 

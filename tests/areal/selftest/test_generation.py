@@ -59,10 +59,10 @@ async def interrupted(generator, folder, name):
 
 
 async def test_an_engine_that_is_right_passes_and_tokens_of_the_wrong_version_fail(generator, folder):
-    engine, versions, kept = await interrupted(generator, folder, "right")
-    assert (engine.result, versions.result, kept.result) == ("ok", "ok", "ok")
+    engine, versions, stored = await interrupted(generator, folder, "right")
+    assert (engine.result, versions.result, stored.result) == ("ok", "ok", "ok")
     assert versions.values["crossing"] >= 2
-    assert kept.values["gap_to_recomputed"] > 10 * kept.values["gap"]
+    assert stored.values["gap_to_recomputed"] > 10 * stored.values["gap"]
 
     old = sequences.read(folder / "right.npz")
     config = generator._config
@@ -99,9 +99,9 @@ async def test_a_cache_that_is_recomputed_where_it_should_be_kept_fails(generato
     arguments = folder / "published", folder / "model", sampled, generator._config
     exact = reference_models.kept_logprobs(*arguments)
     recomputed = reference_models.reference_logprobs(folder / "model", sampled, generator._config)
-    found = verdicts.check_kept(sampled, exact, recomputed, "float32")
-    assert (found.name, found.result) == ("kept cache", "FAILED")
-    assert found.values["gap_to_recomputed"] < 1e-3
+    findings = verdicts.check_kept(sampled, exact, recomputed, "float32")
+    assert (findings.name, findings.result) == ("kept cache", "FAILED")
+    assert findings.values["gap_to_recomputed"] < 1e-3
 
 
 async def test_sequences_that_an_engine_sleeps_in_go_on_right(generator, folder):
@@ -180,16 +180,16 @@ async def received(generator, folder, name):
     await generator.sample(str(folder / f"{name}.npz"))
     (folder / f"scratch-{name}").mkdir()
     files = [str(folder / file) for file in (f"{name}.npz", "published", f"scratch-{name}")]
-    (found,) = await generator.compare_received(*files)
-    return found
+    (result,) = await generator.compare_received(*files)
+    return result
 
 
 async def test_weights_that_are_sent_directly_are_the_trainers(generator, folder):
     await generator._engine.load(folder / "model", 0)
-    found = await received(generator, folder, "sent")
-    assert found.result == "ok"
-    assert found.values["bytes"] == pytest.approx(4 * 1_444_096, rel=0.01)
-    assert found.measured.startswith("gloo: ")
+    results = await received(generator, folder, "sent")
+    assert results.result == "ok"
+    assert results.values["bytes"] == pytest.approx(4 * 1_444_096, rel=0.01)
+    assert results.measured.startswith("gloo: ")
 
 
 async def test_a_tensor_that_is_lost_on_the_way_fails(generator, folder, monkeypatch):
@@ -201,24 +201,24 @@ async def test_a_tensor_that_is_lost_on_the_way_fails(generator, folder, monkeyp
     monkeypatch.setattr(
         transfer._Stored, "__iter__", lambda self: ((name, t * (name != lost)) for name, t in pairs(self))
     )
-    found = await received(generator, folder, "lost")
-    assert found.result == "FAILED"
-    assert found.values["gap"] > 0.01
+    results = await received(generator, folder, "lost")
+    assert results.result == "FAILED"
+    assert results.values["gap"] > 0.01
 
 
 async def test_a_transfer_that_does_not_fit_the_model_fails(generator):
     generator._receiving = None
-    (found,) = await generator.receive("start_weight_update", {"model.norm.weight": [3]})
-    assert (found.name, found.result) == ("transport", "FAILED")
-    assert "does not fit the model" in found.measured
+    (result,) = await generator.receive("start_weight_update", {"model.norm.weight": [3]})
+    assert (result.name, result.result) == ("transport", "FAILED")
+    assert "does not fit the model" in result.measured
 
 
 async def test_a_full_engine_has_a_speed(generator, monkeypatch):
     monkeypatch.setattr(generation, "WARM_UP_SECONDS", 0.1)
     monkeypatch.setattr(generation, "SPEED_SECONDS", 0.5)
-    found, busy = await generator.speed(of_token=1e6, peak_tflops=0.1)
-    assert found.values["tokens_per_second"] > 0
-    assert found.values["mfu"] == pytest.approx(found.values["tokens_per_second"] * 1e6 / 1e12 / 0.1)
+    result, busy = await generator.speed(of_token=1e6, peak_tflops=0.1)
+    assert result.values["tokens_per_second"] > 0
+    assert result.values["mfu"] == pytest.approx(result.values["tokens_per_second"] * 1e6 / 1e12 / 0.1)
     assert (busy.name, busy.result) == ("busy load", "ok")
     assert busy.values["sequences"] > 0
 

@@ -38,14 +38,14 @@ def attend(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_that_are_right_pass(dtype):
     trainers = [TrainerConfig(dtype=dtype), TrainerConfig(dtype=dtype, prefix_tree=False, gradient_checkpointing=True)]
-    found = [
+    findings = [
         kernels.check_attention(SIZES, dtype, CPU),
         kernels.check_head(SIZES, dtype, CPU),
         *(kernels.check_gradient(SIZES, trainer, CPU) for trainer in trainers),
     ]
-    assert [each.result for each in found] == ["ok"] * 4
-    assert [each.values["a_row_holds"] for each in found[2:]] == ["a prefix tree", "several sequences"]
-    assert not any(each.advice for each in found)
+    assert [finding.result for finding in findings] == ["ok"] * 4
+    assert [finding.values["a_row_holds"] for finding in findings[2:]] == ["a prefix tree", "several sequences"]
+    assert not any(finding.advice for finding in findings)
 
 
 def sees_the_sequence_before(module, query, key, value, attention_mask, *, row, mask, **others):
@@ -69,27 +69,27 @@ def test_an_attention_that_ignores_the_window_of_a_model_fails_by_far(attend, dt
     sizes = AutoConfig.for_model(**TINY, use_sliding_window=True, sliding_window=4096, max_window_layers=0)
     assert kernels.check_attention(sizes, dtype, CPU).result == "ok"
     attend(lambda *arguments, sliding_window, **others: packed_sdpa(*arguments, **others))
-    found = kernels.check_attention(sizes, dtype, CPU)
-    assert found.result == "FAILED"
-    assert min(found.values["forward"], found.values["backward"]) > FAR * SHARE[dtype]
+    findings = kernels.check_attention(sizes, dtype, CPU)
+    assert findings.result == "FAILED"
+    assert min(findings.values["forward"], findings.values["backward"]) > FAR * SHARE[dtype]
 
 
 @pytest.mark.parametrize("wrong", [sees_the_sequence_before, sees_the_future])
 @pytest.mark.parametrize("dtype", FAULTY)
 def test_an_attention_with_a_wrong_mask_fails_by_far(attend, dtype, wrong):
     attend(wrong)
-    found = kernels.check_attention(SIZES, dtype, CPU)
-    assert found.result == "FAILED"
-    assert min(found.values["forward"], found.values["backward"]) > FAR * SHARE[dtype]
-    assert "packed_sdpa" in found.advice
+    findings = kernels.check_attention(SIZES, dtype, CPU)
+    assert findings.result == "FAILED"
+    assert min(findings.values["forward"], findings.values["backward"]) > FAR * SHARE[dtype]
+    assert "packed_sdpa" in findings.advice
 
 
 @pytest.mark.parametrize("dtype", FAULTY)
 def test_a_head_that_leaves_out_its_last_part_fails(monkeypatch, dtype):
     parts = head._parts
     monkeypatch.setattr(head, "_parts", lambda *arguments: list(parts(*arguments))[:-1] or parts(*arguments))
-    found = kernels.check_head(SIZES, dtype, CPU)
-    assert found.result == "FAILED"
+    findings = kernels.check_head(SIZES, dtype, CPU)
+    assert findings.result == "FAILED"
 
 
 @pytest.mark.parametrize("dtype", FAULTY)
@@ -100,6 +100,6 @@ def test_a_row_whose_tokens_are_predicted_one_place_off_fails(monkeypatch, dtype
         return row
 
     monkeypatch.setattr(kernels, "pack", packs)
-    found = kernels.check_gradient(SIZES, TrainerConfig(dtype=dtype, prefix_tree=False), CPU)
-    assert found.result == "FAILED"
-    assert found.values["gradients"] > FAR * SHARE[dtype]
+    findings = kernels.check_gradient(SIZES, TrainerConfig(dtype=dtype, prefix_tree=False), CPU)
+    assert findings.result == "FAILED"
+    assert findings.values["gradients"] > FAR * SHARE[dtype]

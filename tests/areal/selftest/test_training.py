@@ -33,15 +33,15 @@ def resumed(saved, away=False, **changes):
         trainer.offload()
         assert any(not tensor.untyped_storage().nbytes() for tensor in trainer._engine._resident())
         trainer.reload()
-    (found,) = trainer.resume(**saved[0] | changes)
+    (result,) = trainer.resume(**saved[0] | changes)
     trainer._engine.close()
-    return found
+    return result
 
 
 def test_a_checkpoint_loads_in_another_trainer_and_one_that_is_wrong_fails(saved, tmp_path):
-    found = resumed(saved, away=True)
-    assert (found.name, found.result) == ("checkpoint", "ok")
-    assert found.values["gap"] == found.values["gap_after_step"] == 0  # the same bits
+    results = resumed(saved, away=True)
+    assert (results.name, results.result) == ("checkpoint", "ok")
+    assert results.values["gap"] == results.values["gap_after_step"] == 0  # the same bits
 
     with np.load(saved[0]["file"]) as values:
         np.savez(tmp_path / "wrong.npz", before=values["after"], after=values["before"])
@@ -60,8 +60,8 @@ def test_a_trainer_without_the_moments_of_the_optimizer_fails(saved, monkeypatch
                 tensor.zero_()
 
     monkeypatch.setattr(TrainingState, "load", forget)
-    found = resumed(saved)
-    assert (found.result, found.values["gap"]) == ("FAILED", 0)
+    results = resumed(saved)
+    assert (results.result, results.values["gap"]) == ("FAILED", 0)
 
 
 @pytest.mark.parametrize(

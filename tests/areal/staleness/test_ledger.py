@@ -235,14 +235,14 @@ def test_requeued_prompts_come_first_and_oldest_first():
 
 def test_a_group_without_signal_is_discarded_once_it_is_ready_and_its_place_is_free():
     ledger = make(filter_zero_signal=True)
-    dull, *others = admit(ledger, 4)
+    dull, *further_permits = admit(ledger, 4)
     assert ledger.ready(dull, 0, signal=False) is ReportAnswer.FILTERED
     assert ledger.ready(dull, 0, signal=False) is ReportAnswer.GONE, "a repeat changes nothing"
     assert ledger.counters.discarded == {"zero signal": 1}
     assert not ledger.needs_payload(dull)
     assert admit(ledger, 4) == ["g4.0"]
-    finish(ledger, *others[:2])
-    assert train(ledger) == tuple(others[:2])
+    finish(ledger, *further_permits[:2])
+    assert train(ledger) == tuple(further_permits[:2])
 
 
 def test_without_the_filter_a_group_without_signal_is_trained():
@@ -271,19 +271,19 @@ def test_a_filter_that_is_turned_on_later_leaves_ready_groups_alone():
 def test_a_silent_owner_loses_its_groups_and_hears_of_it_when_it_renews():
     ledger = make()
     mine = admit(ledger, 1, "a")
-    others = admit(ledger, 1, "b")
-    assert ledger.renew("b", others, now=20.0, lease_seconds=LEASE) == []
+    further_permits = admit(ledger, 1, "b")
+    assert ledger.renew("b", further_permits, now=20.0, lease_seconds=LEASE) == []
     assert ledger.expire(now=LEASE) == mine
     assert ledger.renew("a", mine, now=31.0, lease_seconds=LEASE) == mine
-    assert ledger.renew("a", others, now=31.0, lease_seconds=LEASE) == others
+    assert ledger.renew("a", further_permits, now=31.0, lease_seconds=LEASE) == further_permits
     assert ledger.counters.requeued == {"lease expired": 1}
 
 
 def test_permits_that_nobody_got_are_granted_again_without_a_failure():
     ledger = make()
-    mine, theirs = admit(ledger, 2, "a"), admit(ledger, 1, "b")
+    mine, their_permits = admit(ledger, 2, "a"), admit(ledger, 1, "b")
     finish(ledger, mine[1])
-    assert ledger.withdraw("a", [*mine, *theirs]) == mine[:1]
+    assert ledger.withdraw("a", [*mine, *their_permits]) == mine[:1]
     assert ledger.counters.requeued == {"its permit was not answered": 1}
     assert admit(ledger, 1, "b") == [mine[0].replace(".0", ".1")]
 
@@ -300,16 +300,16 @@ def test_a_ready_group_outlives_its_owner():
 
 def test_an_owner_that_leaves_returns_its_leases_at_once():
     ledger = make()
-    mine, theirs = admit(ledger, 1, "a"), admit(ledger, 1, "b")
+    mine, their_permits = admit(ledger, 1, "a"), admit(ledger, 1, "b")
     assert ledger.release("a") == mine
-    assert ledger.group(theirs[0]) is not None
+    assert ledger.group(their_permits[0]) is not None
 
 
 def test_the_alive_groups_of_an_owner_are_those_it_holds_leases_of():
     ledger = make()
-    (ready,), (theirs,), mine = admit(ledger, 1, "a"), admit(ledger, 1, "b"), admit(ledger, 2, "a")
+    (ready,), (their_permits,), mine = admit(ledger, 1, "a"), admit(ledger, 1, "b"), admit(ledger, 2, "a")
     finish(ledger, ready)
-    assert (ledger.alive_of("a"), ledger.alive_of("b"), ledger.alive_of("c")) == (mine, [theirs], [])
+    assert (ledger.alive_of("a"), ledger.alive_of("b"), ledger.alive_of("c")) == (mine, [their_permits], [])
 
 
 def test_leases_do_not_run_out_because_the_master_was_away():
@@ -321,7 +321,7 @@ def test_leases_do_not_run_out_because_the_master_was_away():
 
 def test_a_group_whose_lease_was_lost_may_have_older_samples_as_far_as_all_are_trained_in_time():
     ledger = make(batch_size=1, max_staleness=2)
-    slow, other, quick = admit(ledger, 3)
+    slow, middle, quick = admit(ledger, 3)
     finish(ledger, quick)
     train(ledger)
     ledger.release("manager/0#1")
@@ -490,8 +490,8 @@ def test_start_versions_below_the_permit_or_above_the_policy_are_errors_that_tel
 
 def test_the_least_start_version_counts():
     ledger = make(max_staleness=2)
-    (slow, *rest) = admit(ledger, 5)
-    finish(ledger, *rest)
+    (slow, *further_permits) = admit(ledger, 5)
+    finish(ledger, *further_permits)
     train(ledger)
     assert ledger.started(slow, "manager/0#1", 1) is ReportAnswer.ACCEPTED
     assert ledger.started(slow, "manager/0#1", 1) is ReportAnswer.UNCHANGED
@@ -502,8 +502,8 @@ def test_the_least_start_version_counts():
 
 def test_a_start_version_that_falls_too_late_voids_the_attempt_instead_of_the_bound():
     ledger = make(batch_size=1, max_staleness=1)
-    other, slow = admit(ledger, 2)
-    finish(ledger, other)
+    second, slow = admit(ledger, 2)
+    finish(ledger, second)
     train(ledger)
     ledger.started(slow, "manager/0#1", 1)
     (newer,) = admit(ledger, 1)
@@ -772,8 +772,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if oldest is None:
             return
         assert group_id in self.leases
-        left = [e for e in self.events if isinstance(e, Requeued) and prompt_of(e.group_id) == prompt_of(group_id)]
-        assert left[-1].reason in (LEASE_EXPIRED, RELEASED)
+        remaining = [e for e in self.events if isinstance(e, Requeued) and prompt_of(e.group_id) == prompt_of(group_id)]
+        assert remaining[-1].reason in (LEASE_EXPIRED, RELEASED)
         start = min((version for version in versions if version >= oldest), default=None)
         if start is not None and start < self.admitted_at[group_id] and self.settings.on_straggler != "admission_only":
             self.learn_start(group_id, start)
@@ -878,8 +878,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def capacity_is_never_exceeded(self) -> None:
         admitted = sum(isinstance(event, Admitted) for event in self.events)
-        left = sum(isinstance(event, Requeued | Discarded) for event in self.events)
-        alive = admitted - left - len(self.trained)
+        remaining = sum(isinstance(event, Requeued | Discarded) for event in self.events)
+        alive = admitted - remaining - len(self.trained)
         assert alive == self.ledger.alive <= self.most_alive
 
     @invariant()
@@ -1040,8 +1040,10 @@ class LatestStartCounts(Ledger):
 
     def ready(self, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
         row = self.group(group_id)
-        known = row.start_version if row is not None else None
-        return super().ready(group_id, start_version if known is None else max(known, start_version), signal)
+        known_values = row.start_version if row is not None else None
+        return super().ready(
+            group_id, start_version if known_values is None else max(known_values, start_version), signal
+        )
 
 
 class StartMayFallFreely(Ledger):
@@ -1102,8 +1104,8 @@ def test_a_mutant_of_the_rules_is_caught(mutant: type[Ledger]):
 def test_without_the_check_a_start_version_that_falls_breaks_the_bound():
     """Too rare for random sequences to find every time: the schedule of the test that voids the attempt."""
     ledger = StartMayFallFreely(make(batch_size=1, max_staleness=1).settings)
-    other, slow = admit(ledger, 2)
-    finish(ledger, other)
+    second, slow = admit(ledger, 2)
+    finish(ledger, second)
     train(ledger)
     ledger.started(slow, "manager/0#1", 1)
     (newer,) = admit(ledger, 1)

@@ -75,12 +75,12 @@ class Simulation:
     def step(self) -> None:
         begun, short, version = self.now, 0.0, self.ledger.version
         self.admit()
-        while isinstance(found := self.ledger.next_batch(version), Waiting):
+        while isinstance(batch := self.ledger.next_batch(version), Waiting):
             assert self.running, "nobody waits for ever"
-            before = self.now
+            time_before = self.now
             self.generate(until=math.inf)
-            short += self.now - before if found.ready < found.needed else 0.0
-        assert isinstance(found, Batch)
+            short += self.now - time_before if batch.ready < batch.needed else 0.0
+        assert isinstance(batch, Batch)
         left_over = self.ledger.ready_count
         self.waited += self.now - begun
         end = self.now + log_normal(self.training, 0.2)
@@ -112,8 +112,8 @@ class Simulation:
     def rate(self) -> float:
         """Work a second for each running group: n groups get n / (n + slots / 4) of what no number would exceed."""
         half = self.slots / 4
-        most = self.run.capacity * self.run.batch_size * (self.slots + half) / self.slots
-        return most / (len(self.running) + half)
+        limit = self.run.capacity * self.run.batch_size * (self.slots + half) / self.slots
+        return limit / (len(self.running) + half)
 
 
 def log_normal(chance: random.Random, sigma: float) -> float:
@@ -268,8 +268,8 @@ def test_a_restarted_master_goes_on_where_it_was(steps, step):
         ahead.stepped(*earlier)
     restarted.load(json.loads(json.dumps(ahead.dump())))
     assert restarted.limit == ahead.limit
-    for both in (ahead, restarted):
-        both.stepped(*step)
+    for pair in (ahead, restarted):
+        pair.stepped(*step)
     assert restarted.dump() == ahead.dump()
 
 

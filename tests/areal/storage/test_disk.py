@@ -269,9 +269,9 @@ def test_writers_wait_until_a_disk_that_is_read_only_or_without_inodes_takes_new
         waiting = [threading.Thread(target=disk_retry.write_in_thread, args=(w, name)) for name, w in writes.items()]
         for thread in waiting:
             thread.start()
-        while not (found := disk_retry.shortage) or not all(name in found.waits for name in writes):
+        while not (result := disk_retry.shortage) or not all(name in result.waits for name in writes):
             time.sleep(0.01)
-        assert found.cause == cause
+        assert result.cause == cause
         for file in taken:
             file.unlink()
         if not taken:

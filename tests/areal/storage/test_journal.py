@@ -298,12 +298,12 @@ def write_later_format(path: Path) -> None:
 )
 def test_a_file_that_is_no_journal_is_told_in_one_sentence_and_left_alone(path: Path, write: Any):
     write(path)
-    before = path.read_bytes() if path.is_file() else None
+    content_before = path.read_bytes() if path.is_file() else None
     for _ in range(2):
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as raised:
             Journal.open(path)
-        assert str(told.value).startswith(f"{path} cannot be used as a journal (") and "\n" not in str(told.value)
-    assert before is None or path.read_bytes() == before
+        assert str(raised.value).startswith(f"{path} cannot be used as a journal (") and "\n" not in str(raised.value)
+    assert content_before is None or path.read_bytes() == content_before
 
 
 def test_another_store_of_the_run_is_told_from_a_journal(path: Path):

@@ -33,7 +33,7 @@ def group(number: int, version: int = 4) -> Group:
 
 
 def writer(folder: Path, kept: str = "all", limit: int = 1 << 30) -> RolloutWriter:
-    return RolloutWriter(folder, kept, limit, lambda sequences: [" ".join(map(str, own)) for own in sequences])
+    return RolloutWriter(folder, kept, limit, lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences])
 
 
 def rows(folder: Path) -> list[dict]:
@@ -41,16 +41,16 @@ def rows(folder: Path) -> list[dict]:
 
 
 def test_the_trained_groups_come_back_as_they_were(tmp_path):
-    own = writer(tmp_path)
+    rollout_writer = writer(tmp_path)
     for step in (6, 7):
-        own.add_trained(step, [group(2 * step), group(2 * step + 1)], None)
-        own.add_untrained(group(100 + step), "discarded", "too late")
-        own.write()
+        rollout_writer.add_trained(step, [group(2 * step), group(2 * step + 1)], None)
+        rollout_writer.add_untrained(group(100 + step), "discarded", "too late")
+        rollout_writer.write()
     assert [step for step, _ in batches(tmp_path)] == [6, 7]
-    for step, found in batches(tmp_path):
-        for one, other in zip(found, [group(2 * step), group(2 * step + 1)], strict=True):
-            assert (one.id, one.prompt_index) == (other.id, other.prompt_index)
-            for a, b in zip(one.trajectories, other.trajectories, strict=True):
+    for step, results in batches(tmp_path):
+        for first, second in zip(results, [group(2 * step), group(2 * step + 1)], strict=True):
+            assert (first.id, first.prompt_index) == (second.id, second.prompt_index)
+            for a, b in zip(first.trajectories, second.trajectories, strict=True):
                 assert a.columns.keys() == b.columns.keys()
                 for name, array in b.columns.items():
                     assert getattr(a, name).dtype == array.dtype
@@ -59,12 +59,12 @@ def test_the_trained_groups_come_back_as_they_were(tmp_path):
 
 
 def test_a_row_is_a_branch_and_says_what_became_of_it(tmp_path):
-    own = writer(tmp_path)
+    rollout_writer = writer(tmp_path)
     places = np.arange(14, dtype=np.float32)  # 3 tokens, and branches of 4, 5 and 2
-    own.add_trained(7, [group(1)], TokenValues(places, 10 * places))
-    own.add_untrained(group(2), "filtered", "no signal")
-    own.write()
-    first, one, two, three, *others = rows(tmp_path)
+    rollout_writer.add_trained(7, [group(1)], TokenValues(places, 10 * places))
+    rollout_writer.add_untrained(group(2), "filtered", "no signal")
+    rollout_writer.write()
+    first, item, two, three, *remainder = rows(tmp_path)
     assert (first["step"], first["place"], first["group"], first["sample"], first["fate"]) == (
         7,
         0,
@@ -79,29 +79,29 @@ def test_a_row_is_a_branch_and_says_what_became_of_it(tmp_path):
     assert json.loads(first["row"]) == {"prompt": "0 1", "answer": "2"}
     assert json.loads(first["reward_parts"]) == {"form": 0.5}
     assert (first["generators"], first["began"], first["seconds"]) == ("generator/0,generator/1", 1e9, 2.5)
-    assert [row["branch"] for row in (one, two, three)] == [0, 1, 2]
-    assert [row["shared"] for row in (one, two, three)] == [0, 3, 0]
+    assert [row["branch"] for row in (item, two, three)] == [0, 1, 2]
+    assert [row["shared"] for row in (item, two, three)] == [0, 3, 0]
     assert (two["tokens"], two["versions"], two["prompt"]) == ([0, 1, 2, 7, 8], [-1, -1, -1, -1, 5], "0 1 2 7")
-    assert [row["advantages"][0] for row in (one, two, three)] == [30, 70, 120]
-    assert {(row["step"], row["fate"], row["reason"], row["advantage"]) for row in others} == {
+    assert [row["advantages"][0] for row in (item, two, three)] == [30, 70, 120]
+    assert {(row["step"], row["fate"], row["reason"], row["advantage"]) for row in remainder} == {
         (None, "filtered", "no signal", None)
     }
 
 
 def test_a_later_trainer_goes_on_after_the_newest_step_and_adds_nothing_twice(tmp_path):
-    own = writer(tmp_path)
-    own.add_trained(1, [group(1)], None)
-    own.add_untrained(group(9), "discarded", "")
-    own.write()
-    own.add_trained(2, [group(2)], None)  # lost with its writer
-    own = writer(tmp_path)
-    assert own.step == 1
-    own.add_trained(1, [group(1)], None)
-    own.add_trained(2, [group(2)], None)
+    rollout_writer = writer(tmp_path)
+    rollout_writer.add_trained(1, [group(1)], None)
+    rollout_writer.add_untrained(group(9), "discarded", "")
+    rollout_writer.write()
+    rollout_writer.add_trained(2, [group(2)], None)  # lost with its writer
+    rollout_writer = writer(tmp_path)
+    assert rollout_writer.step == 1
+    rollout_writer.add_trained(1, [group(1)], None)
+    rollout_writer.add_trained(2, [group(2)], None)
     for number in (9, 1, 2):  # sent again by a manager that has missed the answer
-        own.add_untrained(group(number), "discarded", "")
-    own.write()
-    own.write()
+        rollout_writer.add_untrained(group(number), "discarded", "")
+    rollout_writer.write()
+    rollout_writer.write()
     assert [row["group"] for row in rows(tmp_path)] == ["g1.0"] * 4 + ["g9.0"] * 4 + ["g2.0"] * 4
     assert [path.name for path in files(tmp_path)] == ["000001.parquet", "000002.parquet"]
 
@@ -117,53 +117,53 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path):
     here = Path(__file__).parent
     arguments = [sys.executable, "-c", code, f"{here}:{here.parents[1]}", str(tmp_path)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
-        said = [process.stdout.readline() for _ in range(20)]
+        words = [process.stdout.readline() for _ in range(20)]
         os.kill(process.pid, signal.SIGKILL)
-    found = [step for step, _ in batches(tmp_path)]
-    assert said[-1] == "20\n" and found == list(range(1, len(found) + 1)) and len(found) >= 20
-    assert writer(tmp_path).step == len(found)
+    results = [step for step, _ in batches(tmp_path)]
+    assert words[-1] == "20\n" and results == list(range(1, len(results) + 1)) and len(results) >= 20
+    assert writer(tmp_path).step == len(results)
 
 
 def test_the_oldest_files_are_removed_beyond_the_limit(tmp_path):
-    own = writer(tmp_path)
-    own.add_trained(1, [group(1)], None)
-    own.write()
+    rollout_writer = writer(tmp_path)
+    rollout_writer.add_trained(1, [group(1)], None)
+    rollout_writer.write()
     size = files(tmp_path)[0].stat().st_size
-    own = writer(tmp_path, limit=int(2.5 * size))
+    rollout_writer = writer(tmp_path, limit=int(2.5 * size))
     for step in range(2, 6):
-        own.add_trained(step, [group(step)], None)
-        own.write()
+        rollout_writer.add_trained(step, [group(step)], None)
+        rollout_writer.write()
     assert [step for step, _ in batches(tmp_path)] == [4, 5]
 
 
 def test_of_a_sample_whole_groups_are_kept_and_of_none_nothing(tmp_path):
-    kept, nothing = writer(tmp_path / "some", "sample"), writer(tmp_path / "none", "none")
-    for own in (kept, nothing):
-        own.add_trained(1, [group(n) for n in range(40 * ONE_OF)], None)
-        own.write()
-    (found,) = [found for _, found in batches(tmp_path / "some")]
-    assert 20 < len(found) < 60 and all(len(one.trajectories) == 2 for one in found)
+    stored, nothing = writer(tmp_path / "some", "sample"), writer(tmp_path / "none", "none")
+    for part in (stored, nothing):
+        part.add_trained(1, [group(n) for n in range(40 * ONE_OF)], None)
+        part.write()
+    (result,) = [result for _, result in batches(tmp_path / "some")]
+    assert 20 < len(result) < 60 and all(len(item.trajectories) == 2 for item in result)
     assert not files(tmp_path / "none")
 
 
 def test_a_file_that_cannot_be_read_is_named_and_stops_no_trainer(tmp_path):
-    own = writer(tmp_path)
-    own.add_trained(1, [group(1)], None)
-    own.write()
+    rollout_writer = writer(tmp_path)
+    rollout_writer.add_trained(1, [group(1)], None)
+    rollout_writer.write()
     (tmp_path / "000002.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="000002.parquet"):
         list(batches(tmp_path))
-    own = writer(tmp_path)
-    own.add_trained(2, [replace(group(2), row="", notes=())], None)
-    own.write()
+    rollout_writer = writer(tmp_path)
+    rollout_writer.add_trained(2, [replace(group(2), row="", notes=())], None)
+    rollout_writer.write()
     assert [path.stem for path in files(tmp_path)] == ["000001", "000002", "000003"]
 
 
 def test_the_files_are_those_of_one_run(tmp_path):
-    own = writer(tmp_path)
-    own.assign("a")
-    own.add_untrained(group(1), "discarded", "")
-    own.write()
+    rollout_writer = writer(tmp_path)
+    rollout_writer.assign("a")
+    rollout_writer.add_untrained(group(1), "discarded", "")
+    rollout_writer.write()
     writer(tmp_path).assign("a")
     with pytest.raises(UserError, match="are those of another run"):
         writer(tmp_path).assign("b")

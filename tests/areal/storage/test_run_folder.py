@@ -156,8 +156,8 @@ def test_no_message_shows_a_secret(file, begun):
     (wrong := file.with_name("wrong.yaml")).write_text(f"base: {file.name}\nobserve: {{prometheus_token: 1234}}\n")
     with pytest.raises(UserError, match=r"prometheus_token is '\(hidden\)'"):
         load_config(wrong)
-    given = load_config(file, ["reward.options={addition: {pwd: before}}"])
-    RunFolder(given)
+    inputs = load_config(file, ["reward.options={addition: {pwd: before}}"])
+    RunFolder(inputs)
     with pytest.raises(UserError, match=r"options.addition.pwd was '\(hidden\)'.* cannot become '\(hidden\)'"):
         configuration_to_resume(begun, None, ["reward.options.addition.pwd=after"])
 
@@ -285,8 +285,8 @@ def test_a_damaged_byte_costs_the_line_that_has_it_and_not_the_later_ones(config
     assert [m["step"] for m in read_records(path)] == [1, 2, 4]
     with structlog.testing.capture_logs() as logs:
         folder = RunFolder(config)
-    (told,) = logs
-    assert (told["file"], told["lines"], told["count"]) == (str(path), [3], 1)
+    (message,) = logs
+    assert (message["file"], message["lines"], message["count"]) == (str(path), [3], 1)
     folder.append_metrics(record(5))
     assert [m["step"] for m in read_records(path)] == [m["step"] for m in NewRecords(path).read()] == [1, 2, 4, 5]
     assert [m["step"] for m in read_jsonl(path)] == [1, 2, 4, 5], "a plain reader of JSON reads it"
@@ -319,10 +319,10 @@ def test_the_memory_of_a_restart_does_not_grow_with_the_steps(begun, config):
     (begun / "metrics.jsonl").write_text("".join(lines))
     tracemalloc.start()
     folder = RunFolder(config)
-    _, most = tracemalloc.get_traced_memory()
+    _, limit = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert folder._step == 4000
-    assert most < (begun / "metrics.jsonl").stat().st_size / 4
+    assert limit < (begun / "metrics.jsonl").stat().st_size / 4
 
 
 def test_the_extremes_of_a_summary_are_those_of_all_steps_also_of_earlier_starts(config):
@@ -405,9 +405,9 @@ def test_what_shaped_the_run_so_far_cannot_change(begun, override, key):
 def test_another_model_is_refused_and_the_same_one_by_another_name_is_not(begun, config, model, file, monkeypatch):
     monkeypatch.chdir(model.parent)
     assert configuration_to_resume(begun, file, ["model=./model", "run_dir=runs"]) == config
-    other = shutil.copytree(model, model.with_name("other"))
+    second = shutil.copytree(model, model.with_name("other"))
     with pytest.raises(UserError, match=r"^model was .*/model' .* cannot become .*/other'"):
-        configuration_to_resume(begun, file, [f"model={other}"])
+        configuration_to_resume(begun, file, [f"model={second}"])
 
 
 def test_a_complete_run_says_so(begun, config):
@@ -439,8 +439,8 @@ def test_a_run_that_was_moved_goes_on_where_it_is(begun, config, file, with_file
 
 
 def test_a_model_that_is_elsewhere_on_this_machine_is_named_anew(begun, config, model):
-    other = model.rename(model.with_name("other"))
-    assert configuration_to_resume(begun, None, [f"model={other}"]) == config.model_copy(update={"model": str(other)})
+    second = model.rename(model.with_name("other"))
+    assert configuration_to_resume(begun, None, [f"model={second}"]) == config.model_copy(update={"model": str(second)})
 
 
 def test_changes_are_kept_with_the_step_from_which_they_hold(begun, config):
@@ -468,15 +468,17 @@ def test_a_longer_decay_is_told_where_a_run_goes_on_and_its_old_end_can_be_kept(
     RunFolder(configuration_to_resume(begun, None, [*settings, "steps=4"]))
     longer = configuration_to_resume(begun, None, ["steps=8"])
     changes = keep_changes(longer, 4, 4)
-    steps, after = 4 * longer.trainer.minibatches, 8 * longer.trainer.minibatches
-    share = 1 - 0.9 * (steps + 1) / after
+    steps, steps_of_longer = 4 * longer.trainer.minibatches, 8 * longer.trainer.minibatches
+    share = 1 - 0.9 * (steps + 1) / steps_of_longer
     assert changes[1:] == [
         f"the decay of the learning rate ends later, so that the rate goes from 0.1 to {share:.2g} of trainer.lr: "
         f"resume with trainer.lr_schedule_steps=4 to keep the old end"
     ]
-    kept = configuration_to_resume(begun, None, ["steps=8", "trainer.lr_schedule_steps=4"])
-    assert [line.split()[0] for line in keep_changes(kept, 4, 4)] == ["steps", "trainer.lr_schedule_steps"]
-    assert [kept.trainer.lr_share(step, kept.optimizer_steps) for step in (steps, after)] == [pytest.approx(0.1)] * 2
+    resumed = configuration_to_resume(begun, None, ["steps=8", "trainer.lr_schedule_steps=4"])
+    assert [line.split()[0] for line in keep_changes(resumed, 4, 4)] == ["steps", "trainer.lr_schedule_steps"]
+    assert [resumed.trainer.lr_share(step, resumed.optimizer_steps) for step in (steps, steps_of_longer)] == [
+        pytest.approx(0.1)
+    ] * 2
 
 
 def test_a_run_that_is_ended_early_redoes_its_steps_at_the_rates_that_they_had(begun, config):

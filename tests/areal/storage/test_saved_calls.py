@@ -26,7 +26,7 @@ def test_calls_come_back_as_they_were_packed():
         return [(c.prompt, c.limit, c.sampled.finish, *column) for c, column in zip(calls, columns, strict=True)]
 
     assert plain(unpacked(packed(CALLS))) == plain(CALLS)
-    assert len({found.prompt for found in CALLS}) == 2, "equal prompts have equal digests, and others do not"
+    assert len({results.prompt for results in CALLS}) == 2, "equal prompts have equal digests, and others do not"
     assert sum(column.nbytes for column in unpack(packed(CALLS)).values()) == 12 * 6 + 25 * 3
 
 

@@ -20,9 +20,9 @@ def test_the_best_sample_is_the_first_with_the_highest_reward_that_was_not_cut()
 
 
 def test_a_pair_is_the_best_and_the_worst_sample_if_their_rewards_differ():
-    found = pair(GROUP)
-    assert found is not None
-    assert [id(one) for one in found] == [id(GROUP[1]), id(GROUP[0])]
+    results = pair(GROUP)
+    assert results is not None
+    assert [id(item) for item in results] == [id(GROUP[1]), id(GROUP[0])]
     assert pair([sample(1), sample(1), sample(2, "length")]) is None
     assert pair(GROUP, least=0.6) is None
 
@@ -30,4 +30,4 @@ def test_a_pair_is_the_best_and_the_worst_sample_if_their_rewards_differ():
 def test_rows_of_a_sample_and_samples_of_a_group_stay_together():
     places = [("a", 0), ("a", 1), ("a", 1), ("b", 1)]
     rows = [{"group": group, "sample": n, "reward": n, "finish": "stop"} for group, n in places]
-    assert [[len(one.rows) for one in group] for group in groups_of(rows)] == [[1, 2], [1]]
+    assert [[len(item.rows) for item in group] for group in groups_of(rows)] == [[1, 2], [1]]

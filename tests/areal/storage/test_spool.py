@@ -102,11 +102,11 @@ def test_ids_come_in_order_of_arrival():
 
 def test_a_repeated_group_changes_nothing():
     spool = in_memory()
-    first, other = make_group(0), make_group(1)
+    first, second = make_group(0), make_group(1)
     put(spool, first)
-    put(spool, other)
-    put(spool, Group(first.id, 99, other.trajectories))
-    assert spool.ids() == [first.id, other.id]
+    put(spool, second)
+    put(spool, Group(first.id, 99, second.trajectories))
+    assert spool.ids() == [first.id, second.id]
     assert bits(spool.get([first.id])[0]) == bits(first)
 
 
@@ -118,15 +118,17 @@ def parts_of(group: Group) -> list[Group]:
 
 
 def test_a_group_of_parts_is_there_once_it_is_complete_in_the_order_of_their_places_and_takes_no_more():
-    spool, group, other = in_memory(), make_group(1), make_group(2)
+    spool, group, neighbour = in_memory(), make_group(1), make_group(2)
     first, second, third = parts_of(group)
     assert put(spool, third, 2, 3) is put(spool, first, 0, 3) is put(spool, replace(second, id="g0.9"), 1, 3) is None
-    assert put(spool, replace(second, trajectories=other.trajectories[:1]), 0, 3) is None, "the place is taken"
+    assert put(spool, replace(second, trajectories=neighbour.trajectories[:1]), 0, 3) is None, "the place is taken"
     assert bits(put(spool, second, 1, 3)) == bits(spool.complete("g1.0", 3)) == bits(group)
     assert bits(put(spool, second, 7, 3)) == bits(group), "it has three"
     again = [replace(part, id="g1.1") for part in (first, second, third)]
-    whole = {place: SpoolPart(part, part.trajectories[0].frame()) for place, part in zip((0, 2, 5), again, strict=True)}
-    assert bits(spool.put_all(whole, 3)) == bits(replace(group, id="g1.1"))
+    complete = {
+        place: SpoolPart(part, part.trajectories[0].frame()) for place, part in zip((0, 2, 5), again, strict=True)
+    }
+    assert bits(spool.put_all(complete, 3)) == bits(replace(group, id="g1.1"))
     (stored,) = spool.get(["g1.0"])
     assert stored.row == '{"answer": "7"}' and stored.notes == tuple(Note({"exact": 0.5}, n, ("g",)) for n in range(3))
 
@@ -177,8 +179,8 @@ def calls_of(*versions: int) -> bytes:
 
 
 def versions_of(spool: Spool, *key: Any) -> list[int]:
-    found = spool.calls(*key)
-    return unpacked(found)[0].sampled.versions.tolist() if found else []
+    calls = spool.calls(*key)
+    return unpacked(calls)[0].sampled.versions.tolist() if calls else []
 
 
 def test_the_calls_of_a_sample_are_kept_until_it_is_stored_and_the_longest_ones_count(path: Path):
@@ -270,10 +272,10 @@ def test_what_several_threads_store_while_the_disk_is_busy_is_one_commit(path: P
     statements: list[str] = []
     spool._connection.set_trace_callback(statements.append)
     with ThreadPoolExecutor(3) as threads, spool._lock:
-        done = [threads.submit(put, spool, part, place, 3) for place, part in enumerate(parts)]
+        futures = [threads.submit(put, spool, part, place, 3) for place, part in enumerate(parts)]
         while len(spool._waiting) < 3:
             pass
-    assert all(bits(each.result()) == bits(make_group(1)) for each in done)
+    assert all(bits(future.result()) == bits(make_group(1)) for future in futures)
     assert statements.count("COMMIT") == 1
     spool.close()
 
@@ -399,9 +401,9 @@ def write_truncated(path: Path) -> None:
 @pytest.mark.parametrize("write", [write_text, write_another_program, write_truncated, Path.mkdir])
 def test_a_file_that_is_no_spool_is_told_in_one_sentence(path: Path, write):
     write(path)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         Spool.open(path)
-    assert str(told.value).startswith(f"{path} cannot be used as a spool (") and "\n" not in str(told.value)
+    assert str(raised.value).startswith(f"{path} cannot be used as a spool (") and "\n" not in str(raised.value)
 
 
 # ------------------------------------------------------------------------------------------------------ what is damaged

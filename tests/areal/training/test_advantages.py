@@ -25,8 +25,8 @@ PAIRS = [("batch", "batch"), *((mean, std) for mean in ("group", "leave_one_out"
 def baseline(values, groups, i, of):
     """What trajectory i is compared with, counted out."""
     everyone = [v for v, g in zip(values, groups, strict=True) if of == "batch" or g == groups[i]]
-    others = [v for j, (v, g) in enumerate(zip(values, groups, strict=True)) if g == groups[i] and j != i]
-    return {"none": [0.0], "leave_one_out": others or [values[i]]}.get(of, everyone)
+    remainder = [v for j, (v, g) in enumerate(zip(values, groups, strict=True)) if g == groups[i] and j != i]
+    return {"none": [0.0], "leave_one_out": remainder or [values[i]]}.get(of, everyone)
 
 
 def reference(rewards, groups, lengths, penalties, mean, std):
@@ -34,13 +34,13 @@ def reference(rewards, groups, lengths, penalties, mean, std):
     costs = [penalties[end - n : end] for end, n in zip(ends, lengths, strict=True)]
     returns = [r - sum(c) for r, c in zip(rewards, costs, strict=True)]
     gains = [[r - sum(c[t:]) for t in range(len(c))] for r, c in zip(rewards, costs, strict=True)]
-    found = []
-    for i, own in enumerate(gains):
+    results = []
+    for i, own_gain in enumerate(gains):
         center = 0.0 if std == "none" else np.mean(baseline(returns, groups, i, std))
         spread = [np.mean([(g - center) ** 2 for g in gain]) for gain in gains]
         scale = 1.0 if std == "none" else np.sqrt(np.mean(baseline(spread, groups, i, std))) or 1.0
-        found += [(g - np.mean(baseline(returns, groups, i, mean))) / scale for g in own]
-    return found
+        results += [(g - np.mean(baseline(returns, groups, i, mean))) / scale for g in own_gain]
+    return results
 
 
 @st.composite
@@ -61,18 +61,18 @@ def batches(draw, costly=True):
 @given(batch=batches())
 def test_advantages_are_what_counting_out_gives(batch, mean, std):
     rewards, groups, penalties, lengths = batch
-    wanted = reference(rewards, groups, lengths, penalties, mean, std)
-    np.testing.assert_allclose(of(*batch, mean=mean, std=std), wanted, rtol=1e-9, atol=1e-6)
+    expected = reference(rewards, groups, lengths, penalties, mean, std)
+    np.testing.assert_allclose(of(*batch, mean=mean, std=std), expected, rtol=1e-9, atol=1e-6)
 
 
 @pytest.mark.parametrize(("mean", "std"), PAIRS)
 @given(batch=batches(), size=st.sampled_from([1e-9, 1.0, 3e8]))
 def test_no_advantage_is_larger_than_the_numbers_of_samples_and_tokens_allow(batch, size, mean, std):
     rewards, groups, penalties, lengths = batch
-    found = of(np.array(rewards) * size, groups, np.array(penalties) * size, lengths, mean=mean, std=std)
+    computed = of(np.array(rewards) * size, groups, np.array(penalties) * size, lengths, mean=mean, std=std)
     if std != "none":
-        assert abs(found).max() <= 2 * np.sqrt(sum(lengths) * len(rewards))
-    np.testing.assert_allclose(found / (size if std == "none" else 1), of(*batch, mean=mean, std=std), atol=1e-6)
+        assert abs(computed).max() <= 2 * np.sqrt(sum(lengths) * len(rewards))
+    np.testing.assert_allclose(computed / (size if std == "none" else 1), of(*batch, mean=mean, std=std), atol=1e-6)
 
 
 @pytest.mark.parametrize(("mean", "std"), PAIRS)
@@ -81,15 +81,15 @@ def test_rewards_that_differ_by_rounding_teach_nothing(mean, std):
     assert len(set(rewards)) == 3
     assert not of(rewards, [0] * 3, mean=mean, std=std).any()
     assert not of(3e8 * np.array(rewards), [0] * 3, mean=mean, std=std).any()
-    wanted = np.array([1.0, -1.0]) * (1 if std != "none" else 5e-7) * (2 if mean == "leave_one_out" else 1)
-    np.testing.assert_allclose(of([1 + 1e-6, 1.0], [0, 0], mean=mean, std=std), wanted, rtol=1e-6)
+    expected = np.array([1.0, -1.0]) * (1 if std != "none" else 5e-7) * (2 if mean == "leave_one_out" else 1)
+    np.testing.assert_allclose(of([1 + 1e-6, 1.0], [0, 0], mean=mean, std=std), expected, rtol=1e-6)
 
 
 def test_copies_with_a_penalty_within_them_are_divided_by_what_the_penalty_spreads():
     """All samples of the group have the same return; their tokens do not."""
-    found = of([1.0, 1.0], [0, 0], [0, 0.5, 0, 0, 0.5, 0], [3, 3], mean="group", std="group")
+    computed = of([1.0, 1.0], [0, 0], [0, 0.5, 0, 0, 0.5, 0], [3, 3], mean="group", std="group")
     spread = np.sqrt(np.mean([0, 0, 0.5**2]))
-    np.testing.assert_allclose(found, [0, 0, 0.5 / spread] * 2, rtol=1e-12)
+    np.testing.assert_allclose(computed, [0, 0, 0.5 / spread] * 2, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("mean", "std"), [("batch", "group"), ("none", "group"), ("none", "batch")])
@@ -103,8 +103,8 @@ def test_a_mean_and_a_deviation_of_levels_that_do_not_fit_are_refused(mean, std)
 def test_batch_norm_compares_with_all_samples_and_group_norm_with_its_own():
     rewards, groups = [1, 1, 1, 0, 0, 0], [7, 7, 7, 7, 2, 2]
     np.testing.assert_allclose(of(rewards, groups, mean="batch", std="batch"), [1, 1, 1, -1, -1, -1], atol=1e-5)
-    own = [3**-0.5] * 3 + [-(3**0.5), 0, 0]
-    np.testing.assert_allclose(of(rewards, groups, mean="group", std="group"), own, atol=1e-5)
+    by_group = [3**-0.5] * 3 + [-(3**0.5), 0, 0]
+    np.testing.assert_allclose(of(rewards, groups, mean="group", std="group"), by_group, atol=1e-5)
 
 
 @given(batches(costly=False))
@@ -119,20 +119,20 @@ def test_without_penalties_all_tokens_of_a_trajectory_have_its_advantage(batch):
 def test_where_members_of_a_group_stand_makes_no_difference(batch):
     rewards, groups, _, _ = batch
     order = np.argsort(groups, kind="stable")
-    found = of(rewards, groups, mean="leave_one_out", std="group")
+    computed = of(rewards, groups, mean="leave_one_out", std="group")
     together = of(np.array(rewards)[order], np.array(groups)[order], mean="leave_one_out", std="group")
-    np.testing.assert_allclose(found[order], together, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(computed[order], together, rtol=1e-12, atol=1e-12)
 
 
 @given(batches(costly=False))
 def test_a_group_does_not_depend_on_other_groups_and_its_advantages_cancel(batch):
     rewards, groups, _, _ = batch
-    found = of(rewards, groups, mean="group", std="group")
+    computed = of(rewards, groups, mean="group", std="group")
     for group in set(groups):
-        its = np.array(groups) == group
-        alone = of(np.array(rewards)[its], np.array(groups)[its], mean="group", std="group")
-        np.testing.assert_allclose(found[its], alone, rtol=1e-9, atol=1e-9)
-        assert abs(found[its].sum()) < 1e-6
+        selected = np.array(groups) == group
+        alone = of(np.array(rewards)[selected], np.array(groups)[selected], mean="group", std="group")
+        np.testing.assert_allclose(computed[selected], alone, rtol=1e-9, atol=1e-9)
+        assert abs(computed[selected].sum()) < 1e-6
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=9))
@@ -149,8 +149,8 @@ def test_a_sample_alone_in_its_group_and_equal_rewards_teach_nothing(mean):
 
 
 def test_a_penalty_counts_for_the_tokens_up_to_it():
-    found = of([1.0, 0.0], [0, 0], [0, 0.5, 0, 0, 0, 0.25], [3, 3], mean="none")
-    assert found.tolist() == [0.5, 0.5, 1.0, -0.25, -0.25, -0.25]
+    computed = of([1.0, 0.0], [0, 0], [0, 0.5, 0, 0, 0, 0.25], [3, 3], mean="none")
+    assert computed.tolist() == [0.5, 0.5, 1.0, -0.25, -0.25, -0.25]
 
 
 @pytest.mark.parametrize(
@@ -166,20 +166,20 @@ def test_a_sample_with_returns_of_its_tokens_weighs_as_much_as_any_other(batch, 
         sampled[end - length : end - 1] = data.draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))
     samples = np.repeat(np.arange(len(rewards)), lengths)
     # Every sample is repeated until all have the same number of sampled tokens; then each token counts by itself.
-    most = np.lcm.reduce([sum(np.array(sampled)[samples == i]) for i in range(len(rewards))])
+    limit = np.lcm.reduce([sum(np.array(sampled)[samples == i]) for i in range(len(rewards))])
     values = [np.array(returns)[(samples == i) & sampled] for i in range(len(rewards))]
-    spread = [np.repeat(own, most // len(own)) for own in values]
+    spread = [np.repeat(item, limit // len(item)) for item in values]
 
     def counted(i, of):
         return np.concatenate([v for v, g in zip(spread, groups, strict=True) if of == "batch" or g == groups[i]])
 
-    wanted = [
+    expected = [
         (value - (0.0 if mean == "none" else counted(i, mean).mean()))
         / (1.0 if std == "none" or not counted(i, std).std() else counted(i, std).std())
         for value, i in zip(returns, samples, strict=True)
     ]
-    found = of(rewards, groups, None, lengths, returns, sampled, mean=mean, std=std)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    computed = of(rewards, groups, None, lengths, returns, sampled, mean=mean, std=std)
+    np.testing.assert_allclose(computed, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_returns_that_equal_the_rewards_change_nothing():

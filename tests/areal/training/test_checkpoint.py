@@ -73,21 +73,21 @@ def test_each_rank_writes_and_reads_a_quarter(four_ranks):
         counted = [json.loads((out / f"{case}-{rank}.json").read_text()) for rank in range(RANKS)]
         saved = sum(file.stat().st_size for file in (out / case).rglob("*.safetensors"))
         state = sum(file.stat().st_size for file in (out / case / "training").glob("*.safetensors"))
-        for kind, whole in (("written", saved), ("read", state)):
+        for kind, complete in (("written", saved), ("read", state)):
             share = [rank[kind] for rank in counted]
-            assert share == [pytest.approx(whole / RANKS, rel=0.1)] * RANKS, (case, kind)
+            assert share == [pytest.approx(complete / RANKS, rel=0.1)] * RANKS, (case, kind)
         assert sum(rank["written"] for rank in counted) == saved
 
 
 def test_a_checkpoint_of_four_ranks_loads_on_one_at_any_stage_and_in_transformers(folder, four_ranks, tmp_path):
     out, cases = four_ranks
     for case in cases:
-        other = CASES[case] | {
+        second = CASES[case] | {
             "zero_stage": (CASES[case]["zero_stage"] + 2) % 4,
             "sequence_parallel": 1,
             "offload": "none",
         }
-        engine = TrainingEngine(folder, settings(**other), seed=1)
+        engine = TrainingEngine(folder, settings(**second), seed=1)
         engine.load(out / case)
         assert_same_state(engine.save(tmp_path / case), out / case)
         engine.close()
@@ -116,7 +116,7 @@ def test_two_ranks_at_another_stage_go_on_from_the_checkpoint_of_four(folder, fo
 def test_a_damaged_checkpoint_is_told_before_anything_is_changed(folder, four_ranks, tmp_path):
     saved = four_ranks[0] / four_ranks[1][0]
     engine = start(folder, {"zero_stage": 2})
-    share, other = Path("training/rank_00002-of-00004.safetensors"), Path("training/rank_00001-of-00004.safetensors")
+    share, second = Path("training/rank_00002-of-00004.safetensors"), Path("training/rank_00001-of-00004.safetensors")
 
     def shares_lack_a_part(damaged):
         state = load_file(damaged / share)
@@ -128,19 +128,19 @@ def test_a_damaged_checkpoint_is_told_before_anything_is_changed(folder, four_ra
         content[place] ^= 0x40
         file.write_bytes(content)
 
-    for damage, told in {
+    for damage, message in {
         lambda damaged: flip(damaged / share, -40_000): f"{share.name} is .* does not have the checksum",
         lambda damaged: flip(damaged / "training" / "state.json", 10): "state.json",
         lambda damaged: (damaged / share).unlink(): share.name,
         lambda damaged: os.truncate(damaged / share, 10_000): share.name,
-        lambda damaged: shutil.copy(damaged / other, damaged / share): "not stored as a whole",
+        lambda damaged: shutil.copy(damaged / second, damaged / share): "not stored as a whole",
         lambda damaged: safetensors.torch.save_file({}, damaged / share): share.name,
         shares_lack_a_part: "not stored as a whole",
         lambda damaged: (damaged / "training" / "state.json").write_text("{"): "state.json",
     }.items():
         damaged = shutil.copytree(saved, tmp_path / "damaged", dirs_exist_ok=True)
         damage(damaged)
-        with pytest.raises(UserError, match=told) as error:
+        with pytest.raises(UserError, match=message) as error:
             engine.load(damaged)
         assert "is damaged" in str(error.value) and "\n" not in str(error.value)
     facts = json.loads((saved / "training" / "state.json").read_text())
@@ -150,17 +150,19 @@ def test_a_damaged_checkpoint_is_told_before_anything_is_changed(folder, four_ra
         engine.load(damaged, "b")
     unchanged = engine.publish(tmp_path / "weights")
     engine.close()
-    before = weights_of(folder)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(unchanged).items())
+    weights_before = weights_of(folder)
+    assert all(torch.equal(tensor, weights_before[name]) for name, tensor in weights_of(unchanged).items())
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_to_go_on_from(tmp_path):
     model = make_model(tmp_path / "model")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__, "die", model, tmp_path], env=environment, timeout=200, check=False)
-    assert done.returncode == -signal.SIGKILL
-    (left,) = tmp_path.glob(".second.*")
-    assert list(left.rglob("rank_*")) and not (tmp_path / "second").exists()
+    process = subprocess.run(
+        [sys.executable, __file__, "die", model, tmp_path], env=environment, timeout=200, check=False
+    )
+    assert process.returncode == -signal.SIGKILL
+    (remaining,) = tmp_path.glob(".second.*")
+    assert list(remaining.rglob("rank_*")) and not (tmp_path / "second").exists()
     engine = start(model, {"zero_stage": 2}, seed=1)
     engine.load(tmp_path / "first")
     train(engine, BATCHES[1:])
@@ -180,9 +182,9 @@ def test_ranks_write_about_as_much_and_layers_stay_together_with_what_their_file
     rank_of = share_out({name: tensor.numel() for name, tensor in state.items()}, 3)
     stored, sizes = {}, [0, 0, 0]
     for rank in range(3):
-        its = {name: tensor for name, tensor in state.items() if rank_of[name] == rank}
-        sizes[rank] = sum(tensor.numel() for tensor in its.values())
-        stored |= Copied(model, its, writers=3, adapters=False).stored()
+        selected = {name: tensor for name, tensor in state.items() if rank_of[name] == rank}
+        sizes[rank] = sum(tensor.numel() for tensor in selected.values())
+        stored |= Copied(model, selected, writers=3, adapters=False).stored()
     right = weights_of(folder)
     assert stored.keys() == right.keys() != state.keys()
     assert [name for name in right if not torch.equal(stored[name], right[name])] == []
@@ -248,12 +250,12 @@ def save_and_load(folder, out, *cases):
 
 def tell_what_one_rank_cannot_do(engine, saved):
     """The disk is full for one rank, then a share is missing: all ranks say so and go on."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if engine.rank == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit_before[1]))
     with pytest.raises(UserError, match=r"full cannot be written: .*File too large"):
         engine.save(saved.parent / "full")
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit_before)
     assert engine.rank or not list(saved.parent.glob("*full*"))
     if engine.rank == 0:
         (shutil.copytree(saved, saved.parent / "damaged") / "training" / "rank_00003-of-00004.safetensors").unlink()

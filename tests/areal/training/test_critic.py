@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 def estimates(V, rewards, gamma, lam):
     """Sums of temporal differences over the steps of one sample, as in the paper's equation 16."""
     ahead = [*V, 0.0][1:]
-    deltas = [r + gamma * after - v for r, v, after in zip(rewards, V, ahead, strict=True)]
+    deltas = [r + gamma * next_value - v for r, v, next_value in zip(rewards, V, ahead, strict=True)]
     return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(V))) for t in range(len(V))]
 
 
@@ -44,13 +44,13 @@ def test_estimates_are_what_counting_out_gives_and_credit_flows_over_tokens_that
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
     sampled, samples = rng.random(2 * sum(lengths)) < 0.5, np.repeat(np.arange(len(lengths)), 2 * np.array(lengths))
     V, rewards, penalties, returns = rng.normal(size=(4, len(samples)))
-    wanted = np.zeros(len(samples))
+    expected = np.zeros(len(samples))
     for sample in range(len(lengths)):
-        own = np.flatnonzero((samples == sample) & sampled)
-        returns[own] = rewards[own][::-1].cumsum()[::-1]
-        wanted[own] = estimates(V[own].tolist(), (rewards - penalties)[own].tolist(), gamma, lam)
-    found = gae(V, returns, penalties, samples, sampled, gamma=gamma, lam=lam)
-    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+        places = np.flatnonzero((samples == sample) & sampled)
+        returns[places] = rewards[places][::-1].cumsum()[::-1]
+        expected[places] = estimates(V[places].tolist(), (rewards - penalties)[places].tolist(), gamma, lam)
+    results = gae(V, returns, penalties, samples, sampled, gamma=gamma, lam=lam)
+    np.testing.assert_allclose(results, expected, rtol=1e-9, atol=1e-9)
     if gamma == lam == 1:  # the sum telescopes
         plain = gae(V, returns, None, samples, sampled, gamma=1, lam=1)
         np.testing.assert_allclose(plain, np.where(sampled, returns - V, 0), atol=1e-9)
@@ -85,11 +85,11 @@ def exact_gradients(folder, batch, head):
     for sample in (sample for group in batch for sample in group.trajectories):
         credits, own_values = [], []
         for sequence in sample.sequences():
-            its = torch.from_numpy(sequence.sampled)[1:]
-            logps.append(logprobs_alone(model, sequence)[its])
-            ws.append((logps[-1].detach() - torch.from_numpy(sequence.logprobs)[1:][its]).exp())
-            own_values.append(exact_values(model, head, sequence)[its])
-            credits += sequence.filled("returns")[1:][its.numpy()].tolist()
+            selected = torch.from_numpy(sequence.sampled)[1:]
+            logps.append(logprobs_alone(model, sequence)[selected])
+            ws.append((logps[-1].detach() - torch.from_numpy(sequence.logprobs)[1:][selected]).exp())
+            own_values.append(exact_values(model, head, sequence)[selected])
+            credits += sequence.filled("returns")[1:][selected.numpy()].tolist()
         V = torch.cat(own_values)
         rewards = -np.diff([*credits, 0.0])
         raw.append(np.array(estimates(V.tolist(), rewards.tolist(), GAMMA, LAM)))
@@ -97,7 +97,7 @@ def exact_gradients(folder, batch, head):
         values.append(V)
         of_samples.append(raw[-1].mean())
     mean = np.mean(of_samples)
-    std = np.sqrt(np.mean([((own - mean) ** 2).mean() for own in raw])) + 1e-6
+    std = np.sqrt(np.mean([((values_of_sample - mean) ** 2).mean() for values_of_sample in raw])) + 1e-6
     A, target = (torch.from_numpy(np.concatenate(parts)) for parts in (raw, targets))
     errors = (torch.cat(values) - target).square() / 2
     (errors - torch.cat(ws) * torch.cat(logps) * (A - mean) / std).mean().backward()
@@ -134,7 +134,9 @@ def test_the_first_steps_train_the_head_alone_which_stays_with_the_trainer(folde
     original = weights_of(folder)
     assert engine._deepspeed.get_lr() == [0, 0, 0.02]
     losses = [engine.step(make_batch(), version=3, temperature=TEMPERATURE).value_loss]
-    assert all(torch.equal(found, original[name]) for name, found in weights_of(engine.publish(tmp_path / "1")).items())
+    assert all(
+        torch.equal(computed, original[name]) for name, computed in weights_of(engine.publish(tmp_path / "1")).items()
+    )
     assert engine._deepspeed.get_lr() == [0.0005, 0.0005, 0.02]
     losses += [engine.step(make_batch(), version=3, temperature=TEMPERATURE).value_loss for _ in range(2)]
     assert losses[0] > losses[1] > losses[2]

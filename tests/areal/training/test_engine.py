@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,9 +34,10 @@ from tiny_training import (
 from torch.utils.cpp_extension import _get_build_directory
 from transformers import AutoModelForCausalLM
 
-from areal.config import UserError
+from areal.config import TrainerConfig, UserError
 from areal.sampled import TOP
 from areal.training.engine import TrainingEngine
+from areal.training.model_reader import ModelReader
 from areal.training.packed import FlatBatch, pack
 from areal.weights.chunks import Manifest
 
@@ -90,7 +90,7 @@ def test_ranks_read_a_whole_model_into_their_gpus_and_not_each_into_host_memory(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
     with pytest.raises(UserError, match="enough"):
-        TrainingEngine._read_model(SimpleNamespace(_stage=stage, _attention="sdpa"), "folder", "bfloat16")
+        ModelReader(TrainerConfig(zero_stage=stage, dtype="bfloat16"), stage, "sdpa", None).read(Path("folder"))
     assert places == [place]
 
 
@@ -546,7 +546,9 @@ def write_gradients(folder, out):
         first = engine.rank == 0
         for name, batch in {"tree": make_tree(), "one": make_batch(1)}.items():
             result, gradients = step_and_gradients(engine, batch if first else None)
-            assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
+            assert engine.messages.broadcast({"result": repr(result.loss)} if first else None) == {
+                "result": repr(result.loss)
+            }
             assert result.optimizer_steps == 1
             if first:
                 save_file(gradients, out / f"{stage}-{name}")

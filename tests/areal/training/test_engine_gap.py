@@ -24,12 +24,12 @@ def versions(tmp_path_factory):
     engine = TrainingEngine(make_model(base / "model"), settings(lr=1e-4), seed=0)
     batch = make_batch()
     probe = probe_of(batch)
-    found = []
+    results = []
     for version in range(VERSIONS):
-        found.append((engine.publish(base / f"{version}"), engine.logprobs(batch, temperature=1.0)))
+        results.append((engine.publish(base / f"{version}"), engine.logprobs(batch, temperature=1.0)))
         engine.step(batch, version=version, temperature=1.0)
     engine.close()
-    return base / "model", probe, [(folder, logprobs[probe.start + probe.sampled]) for folder, logprobs in found]
+    return base / "model", probe, [(folder, logprobs[probe.start + probe.sampled]) for folder, logprobs in results]
 
 
 def gap_of(model, weights, probe, ours):
@@ -39,8 +39,8 @@ def gap_of(model, weights, probe, ours):
     tokens = torch.from_numpy(probe.tokens).long()
     with torch.no_grad():
         logprobs = torch.log_softmax(module(tokens[None, :-1]).logits[0], -1)
-    theirs = logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
-    return float(np.abs(theirs[probe.sampled - 1] - ours).mean())
+    their_values = logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
+    return float(np.abs(their_values[probe.sampled - 1] - ours).mean())
 
 
 def scaled(weights, before):
@@ -53,12 +53,12 @@ def with_one_of_before(weights, before):
 
 @pytest.mark.parametrize("planted", [scaled, with_one_of_before, lambda weights, before: before])
 def test_a_wrong_load_is_noticed_with_the_first_version_and_named_once(versions, planted):
-    model, probe, found = versions
-    loaded = [load_file(folder / "model.safetensors") for folder, _ in found]
+    model, probe, results = versions
+    loaded = [load_file(folder / "model.safetensors") for folder, _ in results]
     gaps = EngineGaps()
-    for version, (_, ours) in enumerate(found):
-        assert gaps.add("generator/0#1", version, gap_of(model, loaded[version], probe, ours)) is None
-    wrong = gap_of(model, planted(loaded[-1], loaded[-2]), probe, found[-1][1])
+    for version, (_, our_values) in enumerate(results):
+        assert gaps.add("generator/0#1", version, gap_of(model, loaded[version], probe, our_values)) is None
+    wrong = gap_of(model, planted(loaded[-1], loaded[-2]), probe, results[-1][1])
     assert "generator/1#1" in gaps.add("generator/1#1", VERSIONS, wrong)
     assert gaps.add("generator/1#1", VERSIONS + 1, wrong) is None  # it was said
     assert gaps.add("generator/0#1", VERSIONS, wrong)  # of another engine it was not

@@ -35,9 +35,9 @@ def test_what_is_not_finite_stops_the_run_at_once(name, value):
 
 
 def test_a_loss_of_the_users_own_that_is_not_finite_is_told_as_such():
-    own = Guard(GuardConfig(), "mine.py:loss")
-    assert "look into the objective mine.py:loss for a division by 0" in own.check(SOUND | {"loss": math.nan})
-    assert "lower trainer.lr" in own.check(SOUND | {"loss": math.nan, "entropy": math.nan})
+    guard_of_user = Guard(GuardConfig(), "mine.py:loss")
+    assert "look into the objective mine.py:loss for a division by 0" in guard_of_user.check(SOUND | {"loss": math.nan})
+    assert "lower trainer.lr" in guard_of_user.check(SOUND | {"loss": math.nan, "entropy": math.nan})
 
 
 @pytest.mark.parametrize(
@@ -65,27 +65,27 @@ def test_a_value_at_the_limit_is_sound():
 
 
 def test_a_sound_step_ends_a_streak():
-    asked = guard()
-    assert verdicts(asked, "effective_sample_size", [0.04, 0.04, 0.5, 0.04, 0.04]) == [None] * 5
-    assert asked.suspicious
-    assert asked.check(SOUND) is None
-    assert not asked.suspicious
+    tested_guard = guard()
+    assert verdicts(tested_guard, "effective_sample_size", [0.04, 0.04, 0.5, 0.04, 0.04]) == [None] * 5
+    assert tested_guard.suspicious
+    assert tested_guard.check(SOUND) is None
+    assert not tested_guard.suspicious
 
 
 def test_streaks_of_different_metrics_do_not_add_up():
-    asked = guard()
+    tested_guard = guard()
     for name, bad in (("effective_sample_size", 0.04), ("logprob_gap", 0.7), ("effective_sample_size", 0.04)):
-        assert asked.check(SOUND | {name: bad}) is None
-    assert asked.suspicious
+        assert tested_guard.check(SOUND | {name: bad}) is None
+    assert tested_guard.suspicious
 
 
 @pytest.mark.parametrize("unmeasured", [{}, {"logprob_gap": None}])
 def test_a_step_that_did_not_measure_a_metric_neither_ends_nor_lengthens_a_streak(unmeasured):
-    asked = guard()
-    assert asked.check({"logprob_gap": 0.7}) is asked.check({"logprob_gap": 0.7}) is None
-    assert asked.check(unmeasured) is None
-    assert asked.suspicious
-    assert asked.check({"logprob_gap": 0.7}) is not None
+    tested_guard = guard()
+    assert tested_guard.check({"logprob_gap": 0.7}) is tested_guard.check({"logprob_gap": 0.7}) is None
+    assert tested_guard.check(unmeasured) is None
+    assert tested_guard.suspicious
+    assert tested_guard.check({"logprob_gap": 0.7}) is not None
 
 
 def test_an_entropy_limit_of_zero_is_off():
@@ -97,8 +97,8 @@ def test_metrics_that_are_not_there_are_not_checked():
 
 
 def test_a_step_in_which_all_tokens_were_masked_neither_ends_nor_lengthens_a_streak():
-    asked = guard()
+    tested_guard = guard()
     nothing = {"tokens_trained": 0, "effective_sample_size": 0.0, "entropy": 0.0, "loss": 0.0}
-    assert [asked.check(nothing) for _ in range(9)] == [None] * 9
-    assert not asked.suspicious
-    assert "grad_norm is nan" in asked.check(nothing | {"grad_norm": float("nan")})
+    assert [tested_guard.check(nothing) for _ in range(9)] == [None] * 9
+    assert not tested_guard.suspicious
+    assert "grad_norm is nan" in tested_guard.check(nothing | {"grad_norm": float("nan")})

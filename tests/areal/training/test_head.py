@@ -37,20 +37,20 @@ def test_in_parts_of_any_size_values_and_gradients_are_those_of_whole_logits(mon
     monkeypatch.setattr(head, "AT_ONCE", at_once)
     parts, distribution, targets = make()
     weights = torch.randn(len(targets))
-    found = linear_logprobs(*parts, distribution, targets, TEMPERATURE, curve)
+    computed = linear_logprobs(*parts, distribution, targets, TEMPERATURE, curve)
     exact = [p.detach().double().requires_grad_() for p in parts]
     expected = of_whole_logits(*exact, distribution, targets, curve)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
-    more = torch.randn(len(targets))
-    for of_logps, of_entropies in ((weights, None), (weights, more), (None, more)):
+    for first, second in zip(computed, expected, strict=True):
+        torch.testing.assert_close(first.double(), second, rtol=1e-5, atol=1e-5)
+    extra = torch.randn(len(targets))
+    for of_logps, of_entropies in ((weights, None), (weights, extra), (None, extra)):
         used = [(i, w) for i, w in enumerate((of_logps, of_entropies)) if w is not None]
-        for one, other in zip(
-            torch.autograd.grad(sum(found[i] @ w for i, w in used), parts, retain_graph=True),
+        for first, second in zip(
+            torch.autograd.grad(sum(computed[i] @ w for i, w in used), parts, retain_graph=True),
             torch.autograd.grad(sum(expected[i] @ w.double() for i, w in used), exact, retain_graph=True),
             strict=True,
         ):
-            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(first.double(), second, rtol=1e-4, atol=1e-5)
 
 
 def test_without_tokens_there_is_a_gradient_of_zeros():
@@ -73,14 +73,14 @@ def test_a_frozen_head_gets_no_gradient():
 def errors(of, hidden, weight, distribution, targets, g):
     """Relative errors, against float64 on the same bf16 logits, of the gradients of hidden states and head."""
     parts = [t.clone().requires_grad_() for t in (hidden, weight)]
-    found = torch.autograd.grad(of(*parts, distribution, targets), parts, g)
+    gradients = torch.autograd.grad(of(*parts, distribution, targets), parts, g)
     logits = linear(hidden, weight).double() / TEMPERATURE  # the very products that the bf16 head gives
     sums = torch.zeros(len(hidden), dtype=torch.float64).index_add_(0, distribution, g.double())
     d = -torch.softmax(logits, -1) * sums[:, None]
     d.index_put_((distribution, targets), g.double(), accumulate=True)
     d /= TEMPERATURE
     exact = d @ weight.double(), d.T @ hidden.double()
-    return [((f.double() - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)]
+    return [((f.double() - e).norm() / e.norm()).item() for f, e in zip(gradients, exact, strict=True)]
 
 
 def ours(hidden, weight, distribution, targets):
@@ -106,15 +106,15 @@ def likely(p, U=64, V=501, H=64):
 
 @pytest.mark.parametrize("p", [0.01, 0.5, 0.9, 0.99, 0.999, 0.9999, "mixed"])
 def test_in_bf16_gradients_are_as_good_as_log_softmax_in_fp32_on_the_same_logits(p):
-    wanted = torch.linspace(-2, 9, 64).sigmoid() if p == "mixed" else torch.full((64,), p)
-    hidden, weight, targets = likely(wanted)
+    expected = torch.linspace(-2, 9, 64).sigmoid() if p == "mixed" else torch.full((64,), p)
+    hidden, weight, targets = likely(expected)
     place = torch.arange(64)
     g = torch.randn(64)
     logps = ours(hidden, weight, place, targets)
-    assert (logps.exp().log() - wanted.log()).abs().max() < 0.7 * (1 - wanted).max() + 0.1
-    found = [errors(of, hidden, weight, place, targets, g) for of in (ours, log_softmax)]
-    for mine, theirs in zip(*found, strict=True):
-        assert mine < 1.1 * theirs + 1e-4
+    assert (logps.exp().log() - expected.log()).abs().max() < 0.7 * (1 - expected).max() + 0.1
+    results = [errors(of, hidden, weight, place, targets, g) for of in (ours, log_softmax)]
+    for mine, their_values in zip(*results, strict=True):
+        assert mine < 1.1 * their_values + 1e-4
         assert mine < 0.02
 
 
@@ -182,16 +182,16 @@ def test_what_a_model_does_to_its_logits_is_found_out(name, changes):
     weights = torch.randn(8)
     gradients = torch.autograd.grad(expected @ weights, list(model.parameters()), allow_unused=True)
     place = torch.arange(8)
-    made = Head(model)
-    made.measure(model, input_ids=tokens)
-    found, entropy = model(
+    own_head = Head(model)
+    own_head.measure(model, input_ids=tokens)
+    result, entropy = model(
         input_ids=tokens, predicts=place, distribution=place, targets=tokens[0, 1:], temperature=TEMPERATURE
     )
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, -(logps.exp() * logps).sum(-1), rtol=1e-5, atol=1e-5)
-    again = torch.autograd.grad(found @ weights, list(model.parameters()), allow_unused=True)
-    for one, other in zip(again, gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    again = torch.autograd.grad(result @ weights, list(model.parameters()), allow_unused=True)
+    for first, second in zip(again, gradients, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
 
 
 class Odd(torch.nn.Module):

@@ -82,7 +82,7 @@ def shared_lines(draw):
 
 def computed(row, lengths, shared):
     """Tokens of a micro-batch, with what neighbours in the line share counted once."""
-    return sum(lengths[i] for i in row) - sum(shared[i] for before, i in pairwise(row) if before + 1 == i)
+    return sum(lengths[i] for i in row) - sum(shared[i] for previous, i in pairwise(row) if previous + 1 == i)
 
 
 @given(shared_lines(), st.integers(1, 9), CAPS)
@@ -117,5 +117,7 @@ def test_a_fixed_number_of_microbatches_has_equally_many_sequences_in_each(seque
     rows = [row for rank in dealt for row in rank]
     assert [len(rank) for rank in dealt] == [max(1, min(count, ceil(sequences / ranks)))] * ranks
     assert sorted(i for row in rows for i in row) == list(range(sequences))
-    assert all(after == before + 1 for row in rows for before, after in pairwise(row))  # what shares tokens is together
+    assert all(
+        following == previous + 1 for row in rows for previous, following in pairwise(row)
+    )  # what shares tokens is together
     assert max(map(len, rows)) - min(map(len, rows)) <= 1

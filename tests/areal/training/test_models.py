@@ -79,8 +79,8 @@ def test_gradients_are_the_same_with_checkpointing_under_zero_3(tmp_path):
 def test_what_is_published_can_be_told_from_the_model_s_folder(tmp_path, kind):
     folder = make_kind(kind, tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
-    more = {"mtp.fc.weight": torch.ones(3, 4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    save_file(stored | more, folder / "model.safetensors", metadata={"format": "pt"})
+    extra = {"mtp.fc.weight": torch.ones(3, 4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(stored | extra, folder / "model.safetensors", metadata={"format": "pt"})
     engine = TrainingEngine(folder, settings(), seed=0)
     published = load_file(engine.publish(tmp_path / "0") / "model.safetensors")
     engine.close()
@@ -118,9 +118,9 @@ def test_a_model_that_the_trainer_cannot_compute_is_refused_at_its_start(tmp_pat
 def test_a_model_without_all_weights_of_its_config_json_is_refused(tmp_path, stage):
     """transformers makes up those that are missing, and at stage 3 has an error of its own for a wrong shape."""
     folder = make_kind("Llama", tmp_path / "model")
-    whole = load_file(folder / "model.safetensors")
+    all_tensors = load_file(folder / "model.safetensors")
     for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
-        without = {other: tensor for other, tensor in whole.items() if other != name}
+        without = {neighbour: tensor for neighbour, tensor in all_tensors.items() if neighbour != name}
         for tensors in [without] + [without | {name: torch.ones(3, 4)}] * (stage == 0):
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             with pytest.raises(UserError, match=f"model has no {name} of the shape that its config.json describes"):
@@ -148,14 +148,14 @@ def test_the_longest_sequence_that_may_come_says_which_frequencies_of_longrope_e
     folder = make_kind("Phi3", tmp_path / "model", original_max_position_embeddings=16, rope_parameters=rope)
     engine, model = TrainingEngine(folder, settings(), seed=0, longest=longest), eager(folder)
     groups = random_groups(VOCAB, [(12, 16)])
-    found = engine.logprobs(groups, temperature=TEMPERATURE)
+    computed = engine.logprobs(groups, temperature=TEMPERATURE)
     engine.close()
     expected = []
     for tokens in (torch.from_numpy(sample.tokens).long() for sample in groups[0].trajectories):
         with torch.no_grad():
             logps = references.logprobs_alone(model, pad(tokens, (0, more)), TEMPERATURE)
         expected += [0.0, *logps[: len(tokens) - 1].tolist()]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(computed, expected, atol=1e-5)
 
 
 def test_a_model_that_mixes_sequences_has_no_fixed_number_of_microbatches(tmp_path):

@@ -149,14 +149,14 @@ def assert_equal(found, cases):
 )
 def test_objectives_of_the_clipped_surrogate_are_its_equation_with_their_settings(name, low, high, kind, bounds, level):
     tokens = make_tokens()
-    found = evaluate(name, tokens, settings(name))
-    assert_equal(found, reference_surrogate(tokens, low, high, kind, bounds, level=level))
-    assert 0.1 < found[1].mean() < 0.9
+    computed = evaluate(name, tokens, settings(name))
+    assert_equal(computed, reference_surrogate(tokens, low, high, kind, bounds, level=level))
+    assert 0.1 < computed[1].mean() < 0.9
 
 
 def test_the_reference_knows_every_objective():
-    others = {"ppo", "gspo", "luspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "vespo", "m2po"}
-    assert {*SURROGATES, *others} == LOSSES.keys() == OBJECTIVE_SETTINGS.keys()
+    objectives = {"ppo", "gspo", "luspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "vespo", "m2po"}
+    assert {*SURROGATES, *objectives} == LOSSES.keys() == OBJECTIVE_SETTINGS.keys()
 
 
 @pytest.mark.parametrize("level", COMBINED)
@@ -165,8 +165,8 @@ def test_the_behaviour_weight_of_a_token_or_its_sequence_is_as_it_is_cut_masked_
     tokens = make_tokens()
     bounds = (0.0, 0.05) if kind == "masked_kl" else (0.6, 1.5)
     changes = {"behaviour_weight": kind, "behaviour_weight_level": level, "behaviour_weight_bounds": bounds}
-    found = evaluate("decoupled_ppo", tokens, settings("decoupled_ppo", **changes))
-    assert_equal(found, reference_surrogate(tokens, 0.2, 0.2, kind, bounds, level=level))
+    computed = evaluate("decoupled_ppo", tokens, settings("decoupled_ppo", **changes))
+    assert_equal(computed, reference_surrogate(tokens, 0.2, 0.2, kind, bounds, level=level))
 
 
 def test_a_dual_clip_bounds_what_a_bad_token_counts():
@@ -190,9 +190,9 @@ def gspo_objective(logp, tokens, low, high):
     prox, behav, A, sequence = (getattr(tokens, n).numpy() for n in ("logp_prox", "logp_behav", "A", "sequence"))
     total = 0.0
     for i in np.unique(sequence):
-        its = sequence == i
-        s, w = np.exp((logp - prox)[its].mean()), np.exp((prox - behav)[its].mean())
-        total += w * surrogate(s, A[its][0], low, high).J
+        selected = sequence == i
+        s, w = np.exp((logp - prox)[selected].mean()), np.exp((prox - behav)[selected].mean())
+        total += w * surrogate(s, A[selected][0], low, high).J
     return total
 
 
@@ -201,10 +201,10 @@ def gmpo_objective(logp, tokens, low, high):
     prox, behav, A, sequence = (getattr(tokens, n).numpy() for n in ("logp_prox", "logp_behav", "A", "sequence"))
     total = 0.0
     for i in np.unique(sequence):
-        its = sequence == i
-        sign, u = np.sign(A[its][0]), np.exp(logp - prox)[its]
+        selected = sequence == i
+        sign, u = np.sign(A[selected][0]), np.exp(logp - prox)[selected]
         held = np.minimum(u**sign, np.clip(u**sign, np.exp(-low), np.exp(high))) ** sign if sign else u
-        total += np.exp((prox - behav)[its].mean()) * held.prod() ** (1 / its.sum()) * A[its][0]
+        total += np.exp((prox - behav)[selected].mean()) * held.prod() ** (1 / selected.sum()) * A[selected][0]
     return total
 
 
@@ -291,9 +291,9 @@ def test_dppo_masks_tokens_whose_probability_has_moved_too_far_where_their_advan
         far = (A > 0 and p > q and distance > high) or (A < 0 and p < q and distance > low)
         J = 0.0 if far else p / q * A
         cases.append(Case(J, J, far))
-    found = evaluate(name, tokens, settings(name, eps_clip=low, eps_clip_higher=high))
-    assert_equal(found, cases)
-    assert 0.1 < found[1].mean() < 0.9
+    computed = evaluate(name, tokens, settings(name, eps_clip=low, eps_clip_higher=high))
+    assert_equal(computed, cases)
+    assert 0.1 < computed[1].mean() < 0.9
     assert settings(name).uses_behaviour
 
 
@@ -315,15 +315,15 @@ def masked(tokens):
 
 def test_m2po_masks_the_tokens_farthest_from_the_behaviour_policy_until_the_second_moment_is_low():
     tokens = make_tokens()
-    left = {t: (prox - behav) ** 2 for t, (_, prox, behav, _) in enumerate(each(tokens))}
-    while left and np.mean(list(left.values())) >= 0.04:
-        del left[max(left, key=left.get)]
+    remaining = {t: (prox - behav) ** 2 for t, (_, prox, behav, _) in enumerate(each(tokens))}
+    while remaining and np.mean(list(remaining.values())) >= 0.04:
+        del remaining[max(remaining, key=remaining.get)]
     cases = []
     for t, (theta, _, behav, A) in enumerate(each(tokens)):
-        J = np.exp(theta - behav) * A if t in left else 0.0
-        cases.append(Case(J, J, t not in left))
+        J = np.exp(theta - behav) * A if t in remaining else 0.0
+        cases.append(Case(J, J, t not in remaining))
     assert_equal(evaluate("m2po", masked(tokens), settings("m2po")), cases)
-    assert 0.1 < len(left) / 400 < 0.9
+    assert 0.1 < len(remaining) / 400 < 0.9
 
 
 def test_m2po_masks_all_where_even_the_nearest_token_is_too_far_and_none_where_all_are_near():
@@ -338,17 +338,17 @@ def test_a_sequence_whose_weight_is_out_of_bounds_is_masked_as_a_whole(kind, low
     sequence, log_w = tokens.sequence.numpy(), tokens.log_w.numpy()
     combined = {"product": np.prod, "geometric": lambda w: np.prod(w) ** (1 / len(w))}[kind]
     ws = {i: combined(np.exp(log_w[sequence == i])) for i in np.unique(sequence)}
-    kept = np.array([low <= ws[i] <= high for i in sequence])
+    stored = np.array([low <= ws[i] <= high for i in sequence])
     logp = tokens.logp.clone().requires_grad_()
     current = replace(tokens, logp=logp)
     out = mask_sequences(LOSSES["decoupled_ppo"](current, config), current, config)
     out.loss.sum().backward()
     cases = [
         case if keep else Case(0.0, 0.0, True)
-        for case, keep in zip(reference_surrogate(tokens, 0.2, 0.2), kept, strict=True)
+        for case, keep in zip(reference_surrogate(tokens, 0.2, 0.2), stored, strict=True)
     ]
     assert_equal((out.loss.detach().numpy(), out.clipped.numpy(), logp.grad.numpy()), cases)
-    assert 0.1 < kept.mean() < 0.9
+    assert 0.1 < stored.mean() < 0.9
 
 
 # --- boundaries
@@ -428,13 +428,13 @@ def test_gradients_of_the_kl_estimators_in_the_loss(estimator, slope):
     logits = torch.tensor(rng.normal(0, 1, 9), requires_grad=True)
     logp, logp_ref = torch.log_softmax(logits, 0), torch.log_softmax(torch.tensor(rng.normal(0, 1, 9)), 0)
     pull = (logp.exp().detach() * kl(logp, logp_ref, estimator)).sum()
-    (found,) = torch.autograd.grad(pull, logits, retain_graph=True)
-    wanted = {
+    (result,) = torch.autograd.grad(pull, logits, retain_graph=True)
+    expected = {
         None: torch.zeros(()) * logits.sum(),
         "kl": (logp.exp() * (logp - logp_ref)).sum(),
         "reverse": (logp_ref.exp() * (logp_ref - logp)).sum(),
     }[slope]
-    torch.testing.assert_close(found, *torch.autograd.grad(wanted, logits))
+    torch.testing.assert_close(result, *torch.autograd.grad(expected, logits))
 
 
 @pytest.mark.parametrize("objective", ["decoupled_ppo", "ppo", "grpo"])
@@ -446,7 +446,7 @@ def test_the_kl_penalty_in_the_loss_pulls_alike_whatever_policy_has_sampled(obje
     ref = torch.log_softmax(torch.tensor(rng.normal(0, 1, 6)), 0)
     p, q = torch.softmax(logits.detach(), 0).numpy(), np.exp(ref.numpy())
     log_ratio = np.log(p / q)
-    wanted = {"kl": p * (log_ratio - (p * log_ratio).sum()), "reverse": p - q}[slope]
+    expected = {"kl": p * (log_ratio - (p * log_ratio).sum()), "reverse": p - q}[slope]
     for drift in (0.0, 0.7, 2.0):
         logp = torch.log_softmax(logits, 0)
         prox, behav = (
@@ -455,8 +455,8 @@ def test_the_kl_penalty_in_the_loss_pulls_alike_whatever_policy_has_sampled(obje
         )
         tokens = Tokens(logp, prox, behav, torch.zeros(6), torch.arange(6))
         penalty = kl_penalty(tokens, ref, settings(objective, kl_estimator=estimator))
-        (found,) = torch.autograd.grad((behav.exp() * penalty).sum(), logits)
-        np.testing.assert_allclose(found, wanted, atol=1e-9)
+        (result,) = torch.autograd.grad((behav.exp() * penalty).sum(), logits)
+        np.testing.assert_allclose(result, expected, atol=1e-9)
 
 
 def test_the_kl_penalty_keeps_the_bounds_of_the_behaviour_weight():
@@ -570,11 +570,11 @@ def test_ones_own_objective_plugs_in_by_its_name():
     ],
 )
 def test_a_mistake_in_ones_own_objective_is_told_in_a_sentence_that_names_it(name, sentence):
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         rehearse(settings(own(name)))
-    assert sentence in str(told.value)
-    assert own(name) in str(told.value)
-    assert "\n" not in str(told.value)
+    assert sentence in str(raised.value)
+    assert own(name) in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_example_of_an_own_loss_is_an_objective():
@@ -653,19 +653,19 @@ BLIND = {"behaviour_weight": "none", "proximal": "recompute"}
 @pytest.mark.parametrize("name", LOSSES)
 def test_only_a_loss_that_does_not_depend_on_the_behaviour_policy_may_see_truncated_samples(load, name):
     tokens = make_tokens()
-    others = replace(tokens, logp_behav=tokens.logp_behav - 1)
+    remainder = replace(tokens, logp_behav=tokens.logp_behav - 1)
     if name == "m2po":
-        tokens, others = masked(tokens), masked(others)
+        tokens, remainder = masked(tokens), masked(remainder)
     blind = settings(name, **BLIND)
-    same = (evaluate(name, tokens, blind)[2] == evaluate(name, others, blind)[2]).all()
+    same = (evaluate(name, tokens, blind)[2] == evaluate(name, remainder, blind)[2]).all()
     assert blind.uses_behaviour is not same
-    for key, value, whole in (("top_p", 0.9, 1), ("min_new_tokens", 4, 0)):
+    for key, value, complete in (("top_p", 0.9, 1), ("min_new_tokens", 4, 0)):
         truncated = [f"sampling.{key}={value}", f"trainer.objective={name}"]
         allowed = [*truncated, *(f"trainer.{key}={value}" for key, value in BLIND.items())]
         if same:
             assert getattr(load(*allowed).sampling, key) == value
         for refused in (truncated, [*allowed, "trainer.kl_coef=0.1", "trainer.kl_in=reward"]):
-            with pytest.raises(UserError, match=rf"sampling.{key} is {value}, but .* set sampling.{key}={whole}"):
+            with pytest.raises(UserError, match=rf"sampling.{key} is {value}, but .* set sampling.{key}={complete}"):
                 load(*refused)
 
 
@@ -692,6 +692,6 @@ def test_the_constant_of_the_loss_mean_is_the_longest_completion(load):
     ],
 )
 def test_a_wrong_setting_is_told_in_a_sentence_that_names_it(load, override, sentence):
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         load(override)
-    assert sentence in str(told.value)
+    assert sentence in str(raised.value)

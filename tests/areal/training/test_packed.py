@@ -115,8 +115,8 @@ def sample(tokens, prompt):
 
 def flat_tree(*groups):
     """Of (tokens, prompt) pairs."""
-    made = [Group(str(g), g, tuple(sample(*pair) for pair in group)) for g, group in enumerate(groups)]
-    return FlatBatch.of(made, minibatches=1, prefix_tree=True)
+    result = [Group(str(g), g, tuple(sample(*pair) for pair in group)) for g, group in enumerate(groups)]
+    return FlatBatch.of(result, minibatches=1, prefix_tree=True)
 
 
 def whole_row(flat):
@@ -173,14 +173,14 @@ def logps_of(model, row, attention=PACKED_SDPA):
 def logps_alone(model, flat):
     """Of every trained token, from its sequence by itself and with the model's own attention."""
     model.set_attn_implementation("eager")
-    found = []
+    results = []
     for tokens, versions in zip(
         *(np.split(a, flat.lengths.cumsum()[:-1]) for a in (flat.tokens, flat.versions)), strict=True
     ):
         tokens = torch.from_numpy(tokens).long()
         logps = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
-        found.append(logps.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(versions[1:] >= 0)])
-    return torch.cat(found)
+        results.append(logps.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(versions[1:] >= 0)])
+    return torch.cat(results)
 
 
 def gradients(model, loss):
@@ -196,15 +196,15 @@ TREES = st.lists(st.lists(PAIRS, min_size=1, max_size=6), min_size=1, max_size=3
 @given(groups=TREES, seed=st.integers(0, 99))
 def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, groups, seed):
     flat = flat_tree(*groups)
-    expected, found = logps_alone(model, flat), logps_of(model, whole_row(flat))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(len(found), generator=torch.Generator().manual_seed(seed))
-    ours, theirs = gradients(model, found @ weights), gradients(model, expected @ weights)
+    expected, computed = logps_alone(model, flat), logps_of(model, whole_row(flat))
+    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(len(computed), generator=torch.Generator().manual_seed(seed))
+    our_values, their_values = gradients(model, computed @ weights), gradients(model, expected @ weights)
     # Both sum the same numbers in another order. The rounding errors of fp32 are in proportion to what is summed, also
     # where the sum is 0: in 250 trees, up to 3e-6 of the largest gradient, which is between 0.6 and 54.
-    largest = max(float(gradient.abs().max()) for gradient in theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-6 * largest)
+    largest = max(float(gradient.abs().max()) for gradient in their_values)
+    for first, second in zip(our_values, their_values, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=5e-6 * largest)
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -266,7 +266,7 @@ LENGTHS = st.lists(st.tuples(st.integers(2, 300), st.integers(0, 200)), min_size
 
 def row_of(lengths):
     """The samples as a tree, and then each by itself."""
-    samples = [([0] * shared + [n + 1] * own, 1) for n, (own, shared) in enumerate(lengths)]
+    samples = [([0] * shared + [n + 1] * private, 1) for n, (private, shared) in enumerate(lengths)]
     return whole_row(flat_tree(samples, *[[sample] for sample in samples]))
 
 
@@ -298,7 +298,10 @@ def test_the_mask_of_a_window_has_all_blocks_with_pairs_of_tokens_in_it_and_says
 @pytest.mark.parametrize("attention", [PACKED_SDPA, PACKED_FLEX])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_window_is_counted_along_the_path_in_any_tree(attention, lengths, window, at_once):
-    row, make = row_of([(own // 4 + 1, shared // 4) for own, shared in lengths]), torch.Generator().manual_seed(0)
+    row, make = (
+        row_of([(private // 4 + 1, shared // 4) for private, shared in lengths]),
+        torch.Generator().manual_seed(0),
+    )
     q, k, v = torch.randn(3, 1, 2, row.tokens.shape[1], 4, generator=make, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "QUERIES_AT_ONCE", at_once)
@@ -307,15 +310,15 @@ def test_a_window_is_counted_along_the_path_in_any_tree(attention, lengths, wind
 
 
 def test_private_tokens_of_one_sequence_are_nothing_to_the_others(model):
-    found = []
+    results = []
     for private in (2, 3):
         flat = flat_tree([([5, 6, 1, 1], 2), ([5, 6, 4, private, private], 2), ([5, 6, 4, 5], 2)])
         row = whole_row(flat)
         assert row.added == [4, 3, 1]
         logps = logps_of(model, row)
-        others = logps[row.sequence != 1]
-        found.append([others, logps[row.sequence == 1], *gradients(model, others.sum())])
-    (others, own, *gradient), (others_then, own_then, *gradient_then) = found
-    assert not torch.allclose(own, own_then)
-    for one, other in zip([others, *gradient], [others_then, *gradient_then], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        others_now = logps[row.sequence != 1]
+        results.append([others_now, logps[row.sequence == 1], *gradients(model, others_now.sum())])
+    (others_now, own_now, *gradient), (others_then, own_then, *gradient_then) = results
+    assert not torch.allclose(own_now, own_then)
+    for first, second in zip([others_now, *gradient], [others_then, *gradient_then], strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-6)

@@ -47,7 +47,7 @@ def arguments(model: Path, data: Path, output: Path, *overrides: str) -> list[st
 def fine_tune_on_two_ranks(model: Path, data: Path, output: Path, *overrides: str) -> str:
     """What the command prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "areal"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *launcher, *arguments(model, data, output, *SETTINGS, *overrides)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -56,8 +56,8 @@ def fine_tune_on_two_ranks(model: Path, data: Path, output: Path, *overrides: st
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
 
 
 def held_out_losses(printed: str) -> list[float]:
@@ -84,9 +84,9 @@ def test_two_ranks_learn_what_one_does(tiny_model, rows, tmp_path, capsys):
     losses = held_out_losses(capsys.readouterr().out)
     again = fine_tune_on_two_ranks(tiny_model, rows, tmp_path / "two", "trainer.zero_stage=2")
     assert held_out_losses(again) == pytest.approx(losses, abs=2e-4)
-    one, two = (weights_of(tmp_path / name) for name in ("one", "two"))
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-4)  # weights move by up to 2e-3 a step
+    first, two = (weights_of(tmp_path / name) for name in ("one", "two"))
+    for name in first:
+        torch.testing.assert_close(two[name], first[name], rtol=0, atol=1e-4)  # weights move by up to 2e-3 a step
 
 
 def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path, capsys):
@@ -96,9 +96,9 @@ def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path, c
     assert int(re.search(r"(\d+) rows are left out", printed)[1]) > 0
     losses = held_out_losses(printed)
     assert losses[1] < losses[0]
-    tuned, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "tuned", tiny_model))
-    assert tuned.keys() == before.keys()
-    changed = {name for name in before if not torch.equal(tuned[name], before[name])}
+    tuned, weights_before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "tuned", tiny_model))
+    assert tuned.keys() == weights_before.keys()
+    changed = {name for name in weights_before if not torch.equal(tuned[name], weights_before[name])}
     assert changed
     assert all("proj" in name for name in changed)
 
@@ -133,7 +133,7 @@ def test_keys_of_reinforcement_learning_have_no_effect(tiny_model, rows, tmp_pat
         ({"prompt": "a1b1="}, [], "line 2, has no 'completion', only prompt"),
         ({"prompt": "a1b1=", "completion": ""}, [], "with the prompt 'a1b1=' has no completion"),
         ({"prompt": "a1b1=", "completion": "2"}, ["max_length=2"], "too few rows of at most max_length=2 tokens"),
-        ({"prompt": "a1b1=", "completion": "2"}, ["epoch=2"], "Unknown key 'epoch' in the command line"),
+        ({"prompt": "a1b1=", "completion": "2"}, ["epoch=2"], "Unknown key 'epoch' in the overrides"),
         ({"prompt": "a1b1=", "completion": "2"}, ["trainer.lora.rnk=2"], "did you mean 'rank'?"),
         ({"prompt": "a1b1=", "completion": "2"}, ["model=./nowhere"], "There is no model folder ./nowhere"),
         ({"prompt": "a1b1=", "completion": "2"}, ["output=."], "already exists"),
@@ -163,12 +163,12 @@ def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str,
     """Groups of single answers with their rewards, by prompt; the first has a sample of two branches, too."""
     of, groups = load_tokenizer(str(model)), []
     for prompt, answers in samples.items():
-        own = []
+        item = []
         for answer, reward in answers:
             parts = [of.encode(prompt), [*of.encode(answer), of.eos_token_id]]
             tokens, versions = np.concatenate(parts), np.repeat([-1, 7], [len(part) for part in parts])
-            own.append(trajectory(tokens, versions, reward))
-        groups.append(Group(f"g{len(groups)}.0", len(groups), tuple(own)))
+            item.append(trajectory(tokens, versions, reward))
+        groups.append(Group(f"g{len(groups)}.0", len(groups), tuple(item)))
     branched = trajectory([1, 2, 3, 4, 5, 6, 7], [-1, -1, 7, 7, -1, 8, 8], 2.0, (Branch(0, 4), Branch(3, 3)))
     groups[0] = Group("g0.0", 0, (*groups[0].trajectories, branched))
     writer = RolloutWriter(folder, "all", 1 << 30, lambda sequences: [of.decode(tokens) for tokens in sequences])
@@ -187,13 +187,13 @@ def test_of_rollouts_exactly_the_sampled_tokens_of_the_best_are_trained(tiny_mod
     data = SftData(source=str(write_rollouts(tmp_path / "rollouts", tiny_model, answers)), eval_size=1)
     of = load_tokenizer(str(tiny_model))
     rows, held_out = sampled(of, tiny_model, tmp_path / "rollouts", SftConfig(model="", output="", data=data))
-    found = [row.trajectories[0] for row in sorted([*rows, *held_out], key=lambda row: row.prompt_index)]
-    assert [one.tokens.tolist() for one in found] == [
+    results = [row.trajectories[0] for row in sorted([*rows, *held_out], key=lambda row: row.prompt_index)]
+    assert [item.tokens.tolist() for item in results] == [
         [1, 2, 3, 4],
         [1, 2, 3, 5, 6, 7],
         [*of.encode("a2=3"), of.eos_token_id],
     ]
-    assert [one.versions.tolist() for one in found] == [[-1, -1, 0, 0], [-1, -1, -1, -1, 0, 0], [-1, -1, -1, 0, 0]]
+    assert [item.versions.tolist() for item in results] == [[-1, -1, 0, 0], [-1, -1, -1, -1, 0, 0], [-1, -1, -1, 0, 0]]
     assert {len(rows), len(held_out)} == {1, 2}  # no prompt is in both
 
 
@@ -210,11 +210,11 @@ def test_rollouts_without_rewards_or_of_another_tokenizer_are_told(tiny_model, t
     monkeypatch.setitem(sys.modules, "areal.training.engine", None)  # importing it would be an error
     rollouts = write_rollouts(tmp_path / "rollouts", tiny_model, {"a1=": [("2", 0.0)], "a2=": [("2", -1.0)]})
     assert main(arguments(tiny_model, rollouts, tmp_path / "out")) == 2
-    assert "Only 1 prompts of" in (told := capsys.readouterr().err)
-    assert "the highest reward is 2: set data.min_reward" in told
-    other = tmp_path / "other"
-    shutil.copytree(tiny_model, other)
-    vocabulary = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(vocabulary.replace('"a": 10', '"a": 11').replace('"b": 11', '"b": 10'))
-    assert main(arguments(other, rollouts, tmp_path / "out", "data.min_reward=-1")) == 2
+    assert "Only 1 prompts of" in (error_text := capsys.readouterr().err)
+    assert "the highest reward is 2: set data.min_reward" in error_text
+    second = tmp_path / "other"
+    shutil.copytree(tiny_model, second)
+    vocabulary = (second / "tokenizer.json").read_text()
+    (second / "tokenizer.json").write_text(vocabulary.replace('"a": 10', '"a": 11').replace('"b": 11', '"b": 10'))
+    assert main(arguments(second, rollouts, tmp_path / "out", "data.min_reward=-1")) == 2
     assert "has another tokenizer than the run of these rollouts" in capsys.readouterr().err

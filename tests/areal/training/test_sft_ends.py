@@ -27,11 +27,11 @@ def folder_of(path: Path, template: str | None, stops: Any = None) -> Path:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     special = ["<start>", "<end>", "<close>"]
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", additional_special_tokens=special)
-    made.chat_template = template
-    made.save_pretrained(path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", additional_special_tokens=special)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
     if stops:
-        ids = made.convert_tokens_to_ids(stops)
+        ids = tokenizer.convert_tokens_to_ids(stops)
         (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return path
 

@@ -78,19 +78,19 @@ def assert_exact_gradients(models, written, ranks):
 def test_two_ranks_have_the_gradients_of_whole_sequences_alone_or_refuse_the_model(models, tmp_path):
     run_worker(__file__, models, tmp_path, ranks=2)
     assert_exact_gradients(models, tmp_path, 2)
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert "the number of the trainer's ranks is 2" in told.pop("eight heads")
-    assert "not only attention mixes the tokens of a sequence in it" in told["Qwen3_5"]
+    report = json.loads((tmp_path / "told.json").read_text())
+    assert "the number of the trainer's ranks is 2" in report.pop("eight heads")
+    assert "not only attention mixes the tokens of a sequence in it" in report["Qwen3_5"]
 
 
 @pytest.mark.slow
 def test_four_ranks_have_the_gradients_of_whole_sequences_alone_and_the_metrics_of_one(models, tmp_path):
     run_worker(__file__, models, tmp_path, ranks=4)
     assert_exact_gradients(models, tmp_path, 4)
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert "not only attention mixes the tokens of a sequence in it" in told.pop("Lfm2")
+    report = json.loads((tmp_path / "told.json").read_text())
+    assert "not only attention mixes the tokens of a sequence in it" in report.pop("Lfm2")
     alone = measured(TrainingEngine(models / "Qwen3", settings(**LOOKS_AT_SEQUENCES), seed=0))
-    assert told == pytest.approx(alone, rel=1e-4, abs=1e-5)
+    assert report == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", [3, 8])
@@ -103,11 +103,11 @@ def measured(engine):
     """The metrics of a step, without what depends on time or the number of ranks, and the loss after it."""
     first = engine.rank == 0
     metrics = asdict(engine.step(taught(BATCHES["tree"]) if first else None, version=3, temperature=TEMPERATURE))
-    others = ("_seconds", "_computed", "tflops", "mfu")
-    found = {name: value for name, value in metrics.items() if value is not None and not name.endswith(others)}
-    found["after"] = engine.loss(BATCHES["many"] if first else None, temperature=TEMPERATURE)
+    remainder = ("_seconds", "_computed", "tflops", "mfu")
+    results = {name: value for name, value in metrics.items() if value is not None and not name.endswith(remainder)}
+    results["after"] = engine.loss(BATCHES["many"] if first else None, temperature=TEMPERATURE)
     engine.close()
-    return found
+    return results
 
 
 def taught(batch):
@@ -139,13 +139,13 @@ def work(models, out):
                 save_file(gradients, out / f"{case}-{name}")
         engine.close()
     if ranks == 2:
-        told = {kind: refused(models / kind, size) for kind, size in {"eight heads": 8, "Qwen3_5": 2}.items()}
+        message = {kind: refused(models / kind, size) for kind, size in {"eight heads": 8, "Qwen3_5": 2}.items()}
     else:
         together = settings(sequence_parallel=2, **LOOKS_AT_SEQUENCES)
-        told = measured(TrainingEngine(models / "Qwen3", together, seed=0))
-        told["Lfm2"] = refused(models / "Lfm2", 2)
+        message = measured(TrainingEngine(models / "Qwen3", together, seed=0))
+        message["Lfm2"] = refused(models / "Lfm2", 2)
     if dist.get_rank() == 0:
-        (out / "told.json").write_text(json.dumps(told))
+        (out / "told.json").write_text(json.dumps(message))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ def folder(tmp_path):
 def step(lr):
     """A chunk of bf16 weights before and after a step of the fp32 master weights, as bytes."""
     torch.manual_seed(0)
-    before = torch.randn(CHUNK_BYTES // 2) * 0.02
-    after = before + lr * torch.randn(len(before)).sign()
-    return [w.bfloat16().view(torch.uint8).numpy().tobytes() for w in (before, after)]
+    values_before = torch.randn(CHUNK_BYTES // 2) * 0.02
+    values_after = values_before + lr * torch.randn(len(values_before)).sign()
+    return [w.bfloat16().view(torch.uint8).numpy().tobytes() for w in (values_before, values_after)]
 
 
 def test_the_stamp_tells_a_byte_a_name_and_a_length_apart(folder):
@@ -31,11 +31,11 @@ def test_the_stamp_tells_a_byte_a_name_and_a_length_apart(folder):
     data = bytearray(file.read_bytes())
     data[CHUNK_BYTES + 7] ^= 1
     file.write_bytes(data)
-    other = Manifest.of(folder).stamp
+    second = Manifest.of(folder).stamp
     file.write_bytes(data[:-1])
     cut = Manifest.of(folder).stamp
     (folder / "adapter_config.json").rename(folder / "b.json")
-    assert len({stamp, other, cut, Manifest.of(folder).stamp}) == 4
+    assert len({stamp, second, cut, Manifest.of(folder).stamp}) == 4
 
 
 def test_the_sums_of_tensors_in_memory_are_those_of_their_file(tmp_path):
@@ -51,18 +51,18 @@ def test_the_sums_of_tensors_in_memory_are_those_of_their_file(tmp_path):
 
 
 def test_chunks_make_the_same_files_and_a_wrong_one_is_not_taken(folder, tmp_path):
-    sent = HeldVersion(folder, Manifest.of(folder))
+    payload = HeldVersion(folder, Manifest.of(folder))
     (tmp_path / "here").mkdir()
-    here = HeldVersion(tmp_path / "here", sent.manifest, arriving=True)
-    here.put(0, sent.read(0))
+    here = HeldVersion(tmp_path / "here", payload.manifest, arriving=True)
+    here.put(0, payload.read(0))
     with pytest.raises(TornWeights, match="in place of chunk 1"):
-        here.put(2, sent.read(2))
+        here.put(2, payload.read(2))
     with pytest.raises(TornWeights, match="checksum"):
-        here.put(1, bytes(len(sent.read(1))))
-    for number in range(1, sent.chunks):
-        here.put(number, sent.read(number))
+        here.put(1, bytes(len(payload.read(1))))
+    for number in range(1, payload.chunks):
+        here.put(number, payload.read(number))
     assert here.complete
-    assert Manifest.of(tmp_path / "here") == sent.manifest
+    assert Manifest.of(tmp_path / "here") == payload.manifest
 
 
 def test_a_difference_makes_the_very_same_bytes_and_is_small_for_a_small_step_of_bf16_weights():
@@ -100,6 +100,6 @@ def test_weights_as_they_are_published_have_the_layout_of_the_version_before(tmp
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
         write_weights({"w": torch.randn(100)}, tmp_path / name)
-    one, two = (Manifest.of(tmp_path / name) for name in ("v1", "v2"))
-    assert one != two
-    assert one.is_laid_out_like(two)
+    first, two = (Manifest.of(tmp_path / name) for name in ("v1", "v2"))
+    assert first != two
+    assert first.is_laid_out_like(two)

@@ -84,11 +84,11 @@ def contents(folder):
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_writer_killed_between_any_two_renames_leaves_no_torn_folder_and_its_leftovers_go(tmp_path, renames):
-    folder, other = tmp_path / "7", tmp_path / ".7.5.leftover"
-    for made in (folder, other):
-        made.mkdir()
+    folder, second = tmp_path / "7", tmp_path / ".7.5.leftover"
+    for result in (folder, second):
+        result.mkdir()
         for name in "ab":
-            (made / name).write_text("old")
+            (result / name).write_text("old")
     process = subprocess.run([sys.executable, "-c", WRITER, str(folder), str(renames)], cwd=ROOT, check=False)
     assert process.returncode == (-signal.SIGKILL if renames < 2 else 0)
     if renames == 1:

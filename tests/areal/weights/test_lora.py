@@ -70,12 +70,12 @@ def test_the_files_of_an_adapter_are_the_same_in_each_process(folder, tmp_path):
 def test_weights_without_an_adapter_stay_as_they_are_to_the_bit(folder, tmp_path):
     engine = start(folder, lora=LORA | {"target_modules": ["q_proj", "down_proj"]})
     train(engine, BATCHES[:1])
-    before = load_file(folder / "model.safetensors")
-    after = load_file(engine.save(tmp_path / "saved") / "model.safetensors")
+    weights_before = load_file(folder / "model.safetensors")
+    weights_after = load_file(engine.save(tmp_path / "saved") / "model.safetensors")
     engine.close()
-    assert before.keys() == after.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
+    assert weights_before.keys() == weights_after.keys()
+    changed = {name for name in weights_before if not torch.equal(weights_before[name], weights_after[name])}
+    assert changed == {name for name in weights_before if "q_proj" in name or "down_proj" in name}
 
 
 def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path):
@@ -108,10 +108,10 @@ def test_a_checkpoint_goes_from_any_zero_stage_to_any_other(folder, tmp_path):
         train(engine, BATCHES[:1])
         written = engine.save(tmp_path / "written")
         engine.close()
-        other = start(folder, (stage + 1) % 4, seed=1)
-        other.load(written)
-        again = other.save(tmp_path / "again")
-        other.close()
+        second = start(folder, (stage + 1) % 4, seed=1)
+        second.load(written)
+        again = second.save(tmp_path / "again")
+        second.close()
         for file in ("model", "adapter/adapter_model"):
             assert (again / f"{file}.safetensors").read_bytes() == (written / f"{file}.safetensors").read_bytes()
         assert_same_state(again, written)
@@ -122,10 +122,10 @@ def test_a_checkpoint_of_other_adapters_is_the_users_mistake(folder, tmp_path):
     engine.save(tmp_path / "saved")
     engine.close()
     for lora in (None, LORA | {"rank": 8}):
-        other = start(folder, lora=lora)
+        second = start(folder, lora=lora)
         with pytest.raises(UserError, match=r"has another trainer\.lora"):
-            other.load(tmp_path / "saved")
-        other.close()
+            second.load(tmp_path / "saved")
+        second.close()
 
 
 def test_layers_that_the_model_does_not_have_are_the_users_mistake(folder):
@@ -136,8 +136,8 @@ def test_layers_that_the_model_does_not_have_are_the_users_mistake(folder):
 def test_adapters_that_no_checkpoint_could_merge_are_the_users_mistake(folder, tmp_path):
     with pytest.raises(UserError, match=r"includes model\.embed_tokens, of type Embedding, which is no linear layer"):
         start(folder, lora=LORA | {"target_modules": ["embed_tokens"]})
-    other = shutil.copytree(folder, tmp_path / "other")  # transformers finds its weights under these names, too
-    weights = {name.removeprefix("model."): tensor for name, tensor in load_file(other / "model.safetensors").items()}
-    write_weights(weights, other)
+    second = shutil.copytree(folder, tmp_path / "other")  # transformers finds its weights under these names, too
+    weights = {name.removeprefix("model."): tensor for name, tensor in load_file(second / "model.safetensors").items()}
+    write_weights(weights, second)
     with pytest.raises(UserError, match=r"includes model\.layers\.0\.self_attn\.q_proj, of type Linear, which is no"):
-        start(other)
+        start(second)

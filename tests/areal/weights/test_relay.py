@@ -6,9 +6,9 @@ def source(index, generators, now=0.0):
 
 
 def test_the_trainer_is_asked_by_one_generator_and_each_of_the_others_by_two_at_most():
-    asked = [source(index, range(20)) for index in range(20)]
-    assert asked.count(None) == 1
-    assert max(asked.count(index) for index in range(20)) == 2
+    requests = [source(index, range(20)) for index in range(20)]
+    assert requests.count(None) == 1
+    assert max(requests.count(index) for index in range(20)) == 2
 
 
 def test_a_version_reaches_a_thousand_generators_in_ten_hops():
@@ -20,8 +20,8 @@ def test_a_version_reaches_a_thousand_generators_in_ten_hops():
 
 
 def test_the_tree_closes_up_where_generators_have_left_and_nobody_asks_one_above_himself():
-    left = [3, 7, 8, 20]
-    assert [source(index, left) for index in left] == [None, 3, 3, 7]
+    remaining = [3, 7, 8, 20]
+    assert [source(index, remaining) for index in remaining] == [None, 3, 3, 7]
 
 
 def test_one_that_failed_is_passed_over_for_a_while_and_the_trainer_never_is():

@@ -59,10 +59,10 @@ def said(done) -> str:
 
 
 async def test_single_turn_is_one_scored_completion():
-    done = await run("single_turn", Session("2", scores={"2": 1.0}))
-    assert done.tokens.tolist() == [*map(ord, "1+1=2"), EOS]
-    assert done.versions.tolist() == [-1] * 4 + [7] * 2
-    assert (done.reward, done.finish) == (1.0, "stop")
+    outcome = await run("single_turn", Session("2", scores={"2": 1.0}))
+    assert outcome.tokens.tolist() == [*map(ord, "1+1=2"), EOS]
+    assert outcome.versions.tolist() == [-1] * 4 + [7] * 2
+    assert (outcome.reward, outcome.finish) == (1.0, "stop")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ async def test_single_turn_is_one_scored_completion():
 )
 async def test_an_attempt_after_feedback_is_worth_less(turns, reward, attempts):
     session = Session(*turns, scores={"2": 1.0})
-    done = await run("multi_turn", session, max_turns=3, discount=0.5, feedback=" no: {prompt}")
-    assert (done.reward, len(session.prompts)) == (reward, attempts)
-    assert said(done) == "".join(turns)
+    outcome = await run("multi_turn", session, max_turns=3, discount=0.5, feedback=" no: {prompt}")
+    assert (outcome.reward, len(session.prompts)) == (reward, attempts)
+    assert said(outcome) == "".join(turns)
     if attempts > 1:
         assert session.prompts[1] == "1+1=3 no: 1+1="
 
@@ -84,13 +84,13 @@ async def test_a_score_that_falls_short_of_pass_score_counts_where_no_attempt_is
 
 
 async def test_no_turn_follows_one_that_was_cut():
-    done = await run("multi_turn", Session("3…"), max_turns=3)
-    assert (said(done), done.finish) == ("3", "length")
+    outcome = await run("multi_turn", Session("3…"), max_turns=3)
+    assert (said(outcome), outcome.finish) == ("3", "length")
 
 
 async def test_a_sample_without_room_for_another_turn_ends_with_the_turns_it_has():
-    done = await run("multi_turn", Session("3", "…", scores={"3": 0.3}), max_turns=3)
-    assert (done.tokens[-2:].tolist(), done.reward) == ([ord("3"), EOS], 0.3)
+    outcome = await run("multi_turn", Session("3", "…", scores={"3": 0.3}), max_turns=3)
+    assert (outcome.tokens[-2:].tolist(), outcome.reward) == ([ord("3"), EOS], 0.3)
 
 
 CALL = "Let me see.\n```python\nprint(2)\n```"
@@ -98,10 +98,10 @@ CALL = "Let me see.\n```python\nprint(2)\n```"
 
 async def test_what_code_prints_is_told_and_not_trained():
     session = Session(CALL, "2", scores={"2": 1.0})
-    done = await run("python_tool", session)
+    outcome = await run("python_tool", session)
     assert session.ran == ["print(2)\n"]
     assert session.prompts[1] == f"1+1={CALL}```output\nran 9\n```\n"
-    assert (said(done), done.reward) == (CALL + "2", 1.0)
+    assert (said(outcome), outcome.reward) == (CALL + "2", 1.0)
 
 
 async def test_what_the_policy_imagines_a_call_to_print_is_not_sampled():
@@ -136,9 +136,9 @@ def test_a_call_is_a_python_block_or_stands_between_tool_tags(text, code):
 
 async def test_acting_in_an_environment_earns_the_sum_of_its_rewards():
     session = Session("a7512", "b4813")
-    done = await run("environment", session, environment="column_addition")
+    outcome = await run("environment", session, environment="column_addition")
     assert session.prompts == ["a75=", "a75=a7512b48="]
-    assert (said(done), done.reward) == ("a7512b4813", 1.0)
+    assert (said(outcome), outcome.reward) == ("a7512b4813", 1.0)
 
 
 async def test_a_forgotten_carry_ends_the_addition():
@@ -169,11 +169,11 @@ class Countdown:
 
 async def test_an_environment_of_the_users_own_takes_options_and_is_closed_at_any_end(monkeypatch):
     monkeypatch.setattr(Countdown, "closed", 0)
-    own = {"environment": f"{__name__}:Countdown", "environment_options": {"start": 3}}
-    assert (await run("environment", Session("x", "x", "x"), **own)).reward == 0.75
-    assert (await run("environment", Session("x", "x"), **own, max_turns=2)).reward == 0.5
+    item = {"environment": f"{__name__}:Countdown", "environment_options": {"start": 3}}
+    assert (await run("environment", Session("x", "x", "x"), **item)).reward == 0.75
+    assert (await run("environment", Session("x", "x"), **item, max_turns=2)).reward == 0.5
     with pytest.raises(RuntimeError, match="broken"):
-        await run("environment", Session("!"), **own)
+        await run("environment", Session("!"), **item)
     assert Countdown.closed == 3
 
 

@@ -110,10 +110,10 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", additional_special_tokens=SPECIAL)
-    made.chat_template = template
-    made.name_or_path = "a-model"
-    return made
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", additional_special_tokens=SPECIAL)
+    fast_tokenizer.chat_template = template
+    fast_tokenizer.name_or_path = "a-model"
+    return fast_tokenizer
 
 
 def sampled(of: PreTrainedTokenizerFast, text: str, finish: str = "stop") -> Generation:
@@ -131,10 +131,10 @@ def continued(
     talk: Conversation, of: PreTrainedTokenizerFast, messages: list, turn: Generation, message: dict, new: list
 ):
     """The text of all tokens of the next prompt."""
-    before = of.decode(talk.prompt(messages))
+    text_before = of.decode(talk.prompt(messages))
     messages += [talk.add(turn, message), *new]
     prompt = of.decode(talk.prompt(messages))
-    assert prompt.startswith(before + of.decode(turn.tokens))
+    assert prompt.startswith(text_before + of.decode(turn.tokens))
     return prompt
 
 
@@ -145,11 +145,11 @@ def test_a_chat_of_several_turns_is_what_the_template_writes_itself(family):
     for answer, question in ("Oslo it is", "And now?"), ("", "Nothing?"), ("Rome", "Sure?"):
         head = written(of, messages, add_generation_prompt=True).removesuffix(THINKS)
         message = {"role": "assistant", "content": answer}
-        own = written(of, [*messages, message]).removeprefix(head).rstrip("\n")
-        prompt = continued(talk, of, messages, sampled(of, own), message, [user(question)])
-        whole = written(of, messages, add_generation_prompt=True)
-        assert prompt.endswith(THINKS) == whole.endswith(THINKS)
-        assert prompt.replace(THINKS, "") == whole.replace(THINKS, "")  # older turns have none
+        item = written(of, [*messages, message]).removeprefix(head).rstrip("\n")
+        prompt = continued(talk, of, messages, sampled(of, item), message, [user(question)])
+        complete = written(of, messages, add_generation_prompt=True)
+        assert prompt.endswith(THINKS) == complete.endswith(THINKS)
+        assert prompt.replace(THINKS, "") == complete.replace(THINKS, "")  # older turns have none
 
 
 @pytest.mark.parametrize("family", TOOLS)
@@ -168,8 +168,8 @@ def test_results_of_tools_stand_beside_their_calls_as_the_template_writes_them_i
         message = {"role": "assistant", "content": "", "tool_calls": calls}
         new = [{"role": "tool", "tool_call_id": call["id"], "content": f"rain {i}"} for i, call in enumerate(calls)]
         head = written(of, messages, tools=tools, add_generation_prompt=True)
-        own = written(of, [*messages, message], tools=tools)[len(head) :].rstrip("\n")
-        prompt = continued(talk, of, messages, sampled(of, own), message, new)
+        item = written(of, [*messages, message], tools=tools)[len(head) :].rstrip("\n")
+        prompt = continued(talk, of, messages, sampled(of, item), message, new)
         assert prompt == written(of, messages, tools=tools, add_generation_prompt=True)
         assert all(f"rain {i}" in prompt for i in range(len(calls)))
     prompt = continued(
@@ -181,7 +181,7 @@ def test_results_of_tools_stand_beside_their_calls_as_the_template_writes_them_i
 @pytest.mark.parametrize("family", ["an end of several tokens", "white space before the end"])
 def test_of_an_end_that_the_policy_wrote_in_part_the_template_writes_nothing_twice(family):
     of = tokenizer(CHAT[family])
-    for end, finish, rest in (
+    for end, finish, remainder in (
         ("<end>", "stop", ""),
         ("", "length", written(of, [user("")])[len("<start>user\n") :].rstrip("\n")),
         *([("<close>", "length", "<end>")] if "several" in family else []),
@@ -189,7 +189,7 @@ def test_of_an_end_that_the_policy_wrote_in_part_the_template_writes_nothing_twi
         talk, messages = Conversation(of), [user("Hello")]
         turn, answer = sampled(of, f"Oslo{end}", finish), {"role": "assistant", "content": "Oslo"}
         prompt = continued(talk, of, messages, turn, answer, [user("Yes")])
-        assert f"Oslo{end}{rest}\n<start>user\nYes" in prompt
+        assert f"Oslo{end}{remainder}\n<start>user\nYes" in prompt
 
 
 def test_what_a_template_does_not_show_is_said_with_its_name_and_not_dropped():

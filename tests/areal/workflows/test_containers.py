@@ -42,12 +42,12 @@ async def play(
 
 @needs_container
 async def test_the_policy_sees_what_its_commands_print_and_the_users_command_is_the_judge():
-    before = containers()
+    containers_before = containers()
     session = Session(bash("echo a; echo b >&2; false"), bash("touch /made"), "Done.")
     assert (await play(session)).reward == 1.0
     assert session.prompts[1].endswith("```output\na\nb\n```\nexit status: 1")
     assert (await play(Session("Done."))).reward == 0.0  # nothing is left of the other episode
-    assert containers() == before
+    assert containers() == containers_before
 
 
 @needs_container
@@ -60,12 +60,12 @@ async def test_files_are_there_from_the_start_and_tests_only_at_the_end():
 
 @needs_container
 async def test_the_tests_get_the_folder_in_a_new_container():
-    before = containers()
+    containers_before = containers()
     session = Session(bash("echo 42 > /work/answer; rm /work/old; touch /made"), "Done.")
     fields = {"files": {"/work/old": "", "/work/b": ""}, "tests": {"/work/test": "grep -q 42 answer && ls"}}
     command = "cd /work && test ! -e old && test -e b && test ! -e /made && sh test"
     assert (await play(session, command, fields, folder="/work")).reward == 1.0
-    assert containers() == before
+    assert containers() == containers_before
 
 
 @needs_container
@@ -99,11 +99,11 @@ async def test_a_container_has_no_network_and_little_memory_unless_told_otherwis
 
 @needs_container
 async def test_an_episode_that_is_given_up_leaves_no_container():
-    before = containers()
+    containers_before = containers()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(4):
             await play(Session(bash("sleep 3600")))
-    assert containers() == before
+    assert containers() == containers_before
 
 
 @needs_container
@@ -183,8 +183,10 @@ BECOMES_THE_JUDGE = bash("printf '#!/bin/sh\\ntrue\\n' > /box/judge")
 )
 async def test_what_a_policy_did_outside_the_folder_is_not_there_when_the_tests_run(docker, policy, folder, reward):
     fields = {"files": {"/box/data": "4"}, "tests": {"/box/repo/test": "test -e ../data && exec judge\n"}}
-    done = await play(Session(policy, "Done."), "cd /box/repo && sh test", fields, world="docker:image", folder=folder)
-    assert done.reward == reward
+    outcome = await play(
+        Session(policy, "Done."), "cd /box/repo && sh test", fields, world="docker:image", folder=folder
+    )
+    assert outcome.reward == reward
     assert [place.name for place in docker.iterdir()] == ["image"]
 
 
@@ -193,8 +195,8 @@ async def test_a_folder_that_is_too_large_is_not_judged(docker, monkeypatch):
     monkeypatch.setattr(containers_module, "_COPIES", containers_module._COPIES.replace(limit, "20000"))
     for size, reward in (1000, 1.0), (100_000, 0.0):
         session = Session(SOLVES, bash(f"head -c {size} /dev/zero > /box/repo/more"), "Done.")
-        done = await play(session, "cd /box/repo && judge", world="docker:image", folder="/box/repo")
-        assert done.reward == reward
+        outcome = await play(session, "cd /box/repo && judge", world="docker:image", folder="/box/repo")
+        assert outcome.reward == reward
 
 
 @pytest.mark.parametrize("folder", ["/", "repo"])

@@ -63,9 +63,11 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, additional_special_tokens=[START, END])
-    made.chat_template = template
-    return made
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=EOS, additional_special_tokens=[START, END]
+    )
+    fast_tokenizer.chat_template = template
+    return fast_tokenizer
 
 
 def sampled(of: PreTrainedTokenizerFast, *words: str, version: int = 3, finish: str = "stop") -> Generation:
@@ -100,13 +102,13 @@ def test_only_sampled_tokens_are_trained_each_with_its_own_version():
     messages += [talk.add(sampled(of, "h", END, version=3)), user("y")]
     second = talk.prompt(messages)
     talk.add(sampled(of, "l", "o", version=5, finish="length"))
-    made = talk.trajectory(0.5)
+    result = talk.trajectory(0.5)
     between = len(second) - len(first) - 2
-    assert made.versions.tolist() == [-1] * len(first) + [3, 3] + [-1] * between + [5, 5]
-    assert made.logprobs[made.sampled].tolist() == [-0.5] * 4
-    assert not made.logprobs[~made.sampled].any()
-    assert made.tokens.tolist() == [*second, *of.convert_tokens_to_ids(["l", "o"])]
-    assert (made.reward, made.finish, len(talk)) == (0.5, "length", len(made))
+    assert result.versions.tolist() == [-1] * len(first) + [3, 3] + [-1] * between + [5, 5]
+    assert result.logprobs[result.sampled].tolist() == [-0.5] * 4
+    assert not result.logprobs[~result.sampled].any()
+    assert result.tokens.tolist() == [*second, *of.convert_tokens_to_ids(["l", "o"])]
+    assert (result.reward, result.finish, len(talk)) == (0.5, "length", len(result))
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING, PECULIAR])
@@ -121,13 +123,13 @@ def test_the_end_of_a_turn_is_written_once_by_the_policy_or_else_by_the_template
     messages += [talk.add(sampled(of, *words, finish="stop" if ended else "length")), user("y")]
     second = talk.prompt(messages)
     assert second[: len(first) + 3] == [*first, *of.convert_tokens_to_ids(["h", "e", end])]
-    after = of.decode(second[len(first) + 3 :])
+    text_after = of.decode(second[len(first) + 3 :])
     new_turn = {
         CHATML: "\n<start>user\ny<end>\n<start>assistant\n",
         THINKING: "\n<start>user\ny<end>\n<start>assistant\n<think>",
         PECULIAR: "[user 3: y]",
     }
-    assert after == new_turn[template]
+    assert text_after == new_turn[template]
     talk.add(sampled(of, "h", end))
     assert talk.trajectory(1.0).sampled.sum() == len(words) + 2
 
@@ -140,11 +142,11 @@ def test_a_template_that_wants_the_calls_before_their_results_gets_them_and_what
     talk.prompt(messages)
     calls = [{"id": "call12345", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     for answer in ("1", "2"):
-        before = len(talk)
+        value_before = len(talk)
         turn = talk.add(sampled(of, "h", "e", EOS), {"role": "assistant", "content": "", "tool_calls": calls})
         messages += [turn, {"role": "tool", "tool_call_id": "call12345", "content": answer}]
         tokens = talk.prompt(messages)
-        assert of.decode(tokens[before:]).endswith(f"he<eos><start>f says {answer}<end>{opening}")
+        assert of.decode(tokens[value_before:]).endswith(f"he<eos><start>f says {answer}<end>{opening}")
     messages += [talk.add(sampled(of, "o", EOS)), user("y")]
     assert of.decode(talk.prompt(messages)).endswith("o<eos><end><start>user y<end><start>" if opening else "o<eos>[y]")
     assert talk.trajectory(1.0).sampled.sum() == 3 + 3 + 2
@@ -210,9 +212,9 @@ def test_a_turn_is_known_again_in_the_form_the_other_side_was_shown():
     call = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     talk.add(sampled(of, "h", END), {"role": "assistant", "content": None, "tool_calls": call})
     back = {"role": "assistant", "content": "", "tool_calls": call, "refusal": None, "reasoning_content": "hm"}
-    asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, back]
-    assert talk.continues(asked)
-    tokens = talk.prompt([*asked, {"role": "tool", "content": "4", "tool_call_id": "1"}])
+    requests = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, back]
+    assert talk.continues(requests)
+    tokens = talk.prompt([*requests, {"role": "tool", "content": "4", "tool_call_id": "1"}])
     assert of.decode(tokens).endswith("h<end>\n<start>tool\n4<end>\n<start>assistant\n")
 
 
@@ -279,9 +281,9 @@ def looks(tokenizer, text: str, marks=("</tool>", "```"), interval: int = 3) -> 
 
 
 def test_a_turn_ends_with_the_first_mark_also_where_two_looks_share_it():
-    for before in range(8):
-        text = "x" * before + "</tool>" + "more"
-        assert looks(characters(), text) == before + len("</tool>")
+    for earlier in range(8):
+        text = "x" * earlier + "</tool>" + "more"
+        assert looks(characters(), text) == earlier + len("</tool>")
     assert looks(characters(), "nothing of the kind") is None
 
 

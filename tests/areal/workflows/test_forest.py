@@ -29,24 +29,24 @@ def forest_of(*calls: tuple[list[int], list[int]]) -> Forest:
 
 def test_a_conversation_that_only_grows_has_no_branches():
     forest = forest_of((PROMPT, [3, 4]), ([*PROMPT, 3, 4, 5], [6]), ([*PROMPT, 3, 4, 5, 6], [7]))
-    done = forest.trajectory(1.0, "sample", 1.0)
-    assert (done.branches, done.returns, done.reward, done.finish) == ((), None, 1.0, "stop")
-    assert done.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert done.versions.tolist() == [-1, -1, 0, 0, -1, 1, 2]
+    trajectory = forest.trajectory(1.0, "sample", 1.0)
+    assert (trajectory.branches, trajectory.returns, trajectory.reward, trajectory.finish) == ((), None, 1.0, "stop")
+    assert trajectory.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert trajectory.versions.tolist() == [-1, -1, 0, 0, -1, 1, 2]
 
 
 def test_the_same_prompt_asked_twice_is_shared_and_equal_answers_are_not():
-    done = forest_of((PROMPT, [3, 4]), (PROMPT, [3, 4])).trajectory(1.0, "sample", 1.0)
-    assert done.tokens.tolist() == [1, 2, 3, 4, 3, 4]
-    assert done.branches == ((0, 4), (2, 2))
-    assert done.versions.tolist() == [-1, -1, 0, 0, 1, 1]
+    trajectory = forest_of((PROMPT, [3, 4]), (PROMPT, [3, 4])).trajectory(1.0, "sample", 1.0)
+    assert trajectory.tokens.tolist() == [1, 2, 3, 4, 3, 4]
+    assert trajectory.branches == ((0, 4), (2, 2))
+    assert trajectory.versions.tolist() == [-1, -1, 0, 0, 1, 1]
 
 
 def test_branches_that_leave_a_path_later_come_first():
     forest = forest_of((PROMPT, [3, 4, 5, 6]), ([1, 2, 3, 9], [8]), ([1, 2, 3, 4, 5, 9], [8]), ([7], [7]))
-    done = forest.trajectory(1.0, "sample", 1.0)
-    assert done.branches == ((0, 6), (5, 2), (3, 2), (0, 2))
-    paths = [one.tokens.tolist() for one in done.sequences()]
+    trajectory = forest.trajectory(1.0, "sample", 1.0)
+    assert trajectory.branches == ((0, 6), (5, 2), (3, 2), (0, 2))
+    paths = [sequence.tokens.tolist() for sequence in trajectory.sequences()]
     assert paths == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9, 8], [1, 2, 3, 9, 8], [7, 7]]
     assert forest.places() == [0, 2, 1, 3]
 
@@ -76,13 +76,13 @@ def test_what_each_call_is_credited_with(credit, discount, given_, wanted):
     forest = forest_of((PROMPT, [3, 4]), ([5], [6]), ([*PROMPT, 3, 4, 9], [6, 7, 8]))
     for call, value in given_.items():
         forest.reward(forest.calls[call], value)
-    done = forest.trajectory(8.0, credit, discount)
-    assert done.reward == 8.0 + sum(given_.values())
+    trajectory = forest.trajectory(8.0, credit, discount)
+    assert trajectory.reward == 8.0 + sum(given_.values())
     if wanted is None:
-        assert done.returns is None
+        assert trajectory.returns is None
         return
     for call, credited in enumerate(wanted):
-        assert done.returns[done.versions == call].tolist() == [credited] * len(forest.calls[call].tokens)
+        assert trajectory.returns[trajectory.versions == call].tolist() == [credited] * len(forest.calls[call].tokens)
 
 
 @st.composite
@@ -90,13 +90,13 @@ def histories(draw):
     """Calls of an agent that goes on from any point of any earlier call, or begins anew. Few tokens, so that much is
     alike by chance too."""
     token = st.integers(0, 2)
-    made: list[tuple[list[int], list[int]]] = []
+    instances: list[tuple[list[int], list[int]]] = []
     for _ in range(draw(st.integers(1, 8))):
-        before = draw(st.sampled_from([[], *(prompt + tokens for prompt, tokens in made)]))
-        kept = before[: draw(st.integers(0, len(before)))] if draw(st.booleans()) else before
-        prompt = kept + draw(st.lists(token, min_size=0 if kept else 1, max_size=3))
-        made.append((prompt, draw(st.lists(token, max_size=4))))
-    return made
+        value_before = draw(st.sampled_from([[], *(prompt + tokens for prompt, tokens in instances)]))
+        stored = value_before[: draw(st.integers(0, len(value_before)))] if draw(st.booleans()) else value_before
+        prompt = stored + draw(st.lists(token, min_size=0 if stored else 1, max_size=3))
+        instances.append((prompt, draw(st.lists(token, max_size=4))))
+    return instances
 
 
 @settings(max_examples=5 * settings.default.max_examples)
@@ -110,24 +110,24 @@ def test_each_sampled_token_is_there_once_after_exactly_what_it_was_sampled_from
     values = data.draw(st.lists(st.integers(-4, 4), min_size=len(sampled), max_size=len(sampled)))
     for call, value in zip(forest.calls, values, strict=True):
         forest.reward(call, value)
-    done = forest.trajectory(0.0, "call", 1.0)
-    found = {}
-    for one in done.sequences():
-        for place in np.flatnonzero(one.sampled):
-            key = float(one.logprobs[place])
-            assert key not in found, "a token is trained twice"
-            version = int(one.versions[place])
-            credited = done.reward if one.returns is None else one.returns[place]
-            found[key] = (version, one.tokens[: place + 1].tolist(), credited)
-    wanted = {}
+    trajectory = forest.trajectory(0.0, "call", 1.0)
+    results = {}
+    for sequence in trajectory.sequences():
+        for place in np.flatnonzero(sequence.sampled):
+            key = float(sequence.logprobs[place])
+            assert key not in results, "a token is trained twice"
+            version = int(sequence.versions[place])
+            credited = trajectory.reward if sequence.returns is None else sequence.returns[place]
+            results[key] = (version, sequence.tokens[: place + 1].tolist(), credited)
+    expected = {}
     for i, (prompt, tokens) in zip(number, sampled, strict=True):
         for k in range(len(tokens)):
             value = values[len([n for n in range(i) if made[n][1]])]
-            wanted[float(np.float32(-(i + np.float32(k + 1) / 64)))] = (i, prompt + tokens[: k + 1], value)
-    if done.returns is None:
+            expected[float(np.float32(-(i + np.float32(k + 1) / 64)))] = (i, prompt + tokens[: k + 1], value)
+    if trajectory.returns is None:
         assert len(set(values)) == 1 or sum(values) == values[0]
-        wanted = {key: (*own[:2], done.reward) for key, own in wanted.items()}
-    assert found == wanted
+        expected = {key: (*item[:2], trajectory.reward) for key, item in expected.items()}
+    assert results == expected
 
 
 @given(made=histories())
@@ -135,7 +135,7 @@ def test_a_prefix_of_an_earlier_call_is_stored_once(made):
     forest = forest_of(*made)
     if not forest.calls:
         return
-    done = forest.trajectory(1.0, "sample", 1.0)
+    trajectory = forest.trajectory(1.0, "sample", 1.0)
     prompts = {tuple(prompt[:n]) for prompt, tokens in made if tokens for n in range(1, len(prompt) + 1)}
     # No more tokens than one for each distinct prefix of a prompt, and one for each sampled token.
-    assert len(done.tokens) <= len(prompts) + sum(len(tokens) for _, tokens in made)
+    assert len(trajectory.tokens) <= len(prompts) + sum(len(tokens) for _, tokens in made)

@@ -64,10 +64,10 @@ def shout():
 async def test_an_answer_that_ends_in_a_number_is_that_action_and_the_board_is_shown():
     turns = [f"I go {where}" for where in (DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT)]
     session = Session(*turns)
-    done = await play("FrozenLake-v1", session, row("Cross the lake."), **LAKE)
+    outcome = await play("FrozenLake-v1", session, row("Cross the lake."), **LAKE)
     assert session.prompts[0].startswith("Cross the lake.\n") and "FHFH" in session.prompts[0]
     assert "(Down)" in session.prompts[1] and "(Right)" in session.prompts[3]
-    assert (done.reward, len(session.prompts)) == (1.0, 6)
+    assert (outcome.reward, len(session.prompts)) == (1.0, 6)
 
 
 @installed
@@ -81,9 +81,9 @@ async def test_an_observation_that_is_no_text_is_shown_as_its_str():
 @pytest.mark.parametrize("text", ["somewhere", "4", "-1"])
 async def test_an_answer_without_an_action_costs_what_the_user_has_set_and_is_told(text):
     session = Session(text, RIGHT)
-    done = await play("FrozenLake-v1", session, most=2, unparsed_reward=-0.5, **LAKE)
+    outcome = await play("FrozenLake-v1", session, most=2, unparsed_reward=-0.5, **LAKE)
     assert "That is no action. Actions are: Discrete(4)." in session.prompts[1]
-    assert done.reward == -0.5
+    assert outcome.reward == -0.5
 
 
 def by_name(text: str) -> int | None:
@@ -160,10 +160,10 @@ async def test_environments_that_are_slow_hold_no_other_episode_up(slow, shout):
     for _ in held:
         await asyncio.to_thread(slow.came.get)
     free = await asyncio.gather(*(play("Shout-v0", Session("A", "A", "A")) for _ in range(128)))
-    assert [done.reward for done in free] == [3.0] * 128
+    assert [outcome.reward for outcome in free] == [3.0] * 128
     assert not any(task.done() for task in held)
     slow.gate.set()
-    assert [done.reward for done in await asyncio.gather(*held)] == [1.0] * 128
+    assert [outcome.reward for outcome in await asyncio.gather(*held)] == [1.0] * 128
 
 
 @installed

@@ -54,11 +54,11 @@ def url(free_port):
 
 async def test_the_policy_sees_tools_calls_them_and_its_turn_without_a_call_is_scored(tmp_path):
     session = chat(f"So: {call('note', text='Köln')}", "Noted.", **{"Noted.": 0.5})
-    done = await run(session, program(str(tmp_path)))
+    outcome = await run(session, program(str(tmp_path)))
     assert session.prompts[0] == "tools notesleepvariabledieuser Note it.assistant "
     assert session.prompts[1].endswith("</tool_call>tool Kölnassistant ")
-    assert done.reward == 0.5
-    assert "Köln" in session.tokenizer.decode(done.tokens[done.sampled])
+    assert outcome.reward == 0.5
+    assert "Köln" in session.tokenizer.decode(outcome.tokens[outcome.sampled])
     assert not processes_mentioning(str(tmp_path))
 
 
@@ -84,27 +84,27 @@ async def test_all_calls_of_a_turn_are_made_in_order_and_the_errors_of_tools_are
     turns = [call("note", text="a") + call("note", text="b"), call("read"), call("note")]
     turns += ['<tool_call>{"name": "note", "arguments": [1]}</tool_call>', "Sorry."]
     session = chat(*turns, **{"Sorry.": 0.25})
-    done = await run(session, program())
+    outcome = await run(session, program())
     assert "tool atool a, bassistant" in session.prompts[1]
     assert "Error: there is no tool read" in session.prompts[2]
     assert "Field required" in session.prompts[3]
     assert "Error: the arguments of note are no JSON object" in session.prompts[4]
-    assert done.reward == 0.25
+    assert outcome.reward == 0.25
 
 
 async def test_long_results_are_cut_and_the_last_turn_is_scored_without_its_calls():
     calls = [call("note", text="abc"), call("die")]
     session = chat(*calls, **{calls[1]: 0.75})
-    done = await run(session, program(), max_turns=2, max_output=2)
+    outcome = await run(session, program(), max_turns=2, max_output=2)
     assert "tool ab\n[1 more characters]assistant" in session.prompts[1]
-    assert done.reward == 0.75
+    assert outcome.reward == 0.75
 
 
 async def test_a_program_that_dies_fails_its_sample_and_no_other():
-    other = asyncio.create_task(run(chat(call("note", text="a"), "Done.", **{"Done.": 1.0}), program()))
+    second = asyncio.create_task(run(chat(call("note", text="a"), "Done.", **{"Done.": 1.0}), program()))
     with pytest.raises(ServerFailed, match="the MCP server 'notes' was lost while die ran"):
         await run(chat(call("die")), program())
-    assert (await other).reward == 1.0
+    assert (await second).reward == 1.0
 
 
 async def test_what_the_sample_itself_raises_stays_what_it_is(tmp_path):

@@ -74,9 +74,9 @@ async def play(url: str, session: Session, given: Row | None = None, **options):
 @installed
 async def test_an_episode_is_played_in_a_session_with_the_server(url):
     session = Session("1", "7", "3")
-    done = await play(url, session)
+    outcome = await play(url, session)
     assert session.prompts == ["A game.\nGuess. ", "A game.\nGuess. 1Higher.", "A game.\nGuess. 1Higher.7Lower."]
-    assert done.reward == 1.0
+    assert outcome.reward == 1.0
 
 
 @installed
@@ -89,9 +89,9 @@ async def test_seed_and_what_else_a_reset_takes_come_from_the_row(url):
 @installed
 async def test_an_action_that_the_server_does_not_take_is_told(url):
     session = Session("three", "3")
-    done = await play(url, session, unparsed_reward=-0.5)
+    outcome = await play(url, session, unparsed_reward=-0.5)
     assert "That is no action: number: Input should be a valid integer" in session.prompts[1]
-    assert done.reward == 0.5
+    assert outcome.reward == 0.5
 
 
 def by_word(text: str) -> dict | None:

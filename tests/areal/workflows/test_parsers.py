@@ -33,10 +33,10 @@ SPECIAL = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = byte_tokenizer()
-    made.add_tokens(WORDS)
-    made.add_tokens(SPECIAL, special_tokens=True)
-    return made
+    fast_tokenizer = byte_tokenizer()
+    fast_tokenizer.add_tokens(WORDS)
+    fast_tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    return fast_tokenizer
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def test_an_id_that_the_policy_writes_is_kept_unless_the_sample_has_it_already(t
     call = f"{begin}functions.weather:0{arguments}{json.dumps(ARGUMENTS)}{end}"
     kimi_k2 = Parsers(kimi, "kimi_k2")
     once, twice = (kimi_k2.parse(turn(kimi, first + call * n + last), [WEATHER]) for n in (1, 2))
-    assert [one["id"] for one in once.calls] == ["functions.weather:0"]
-    assert len({one["id"] for one in twice.calls}) == 2
+    assert [item["id"] for item in once.calls] == ["functions.weather:0"]
+    assert len({item["id"] for item in twice.calls}) == 2
     again = kimi_k2.parse(turn(kimi, first + call + last), [WEATHER], taken=["functions.weather:0"])
     assert called(again) == called(once) and again.calls[0]["id"] != "functions.weather:0"
 
@@ -148,8 +148,8 @@ def test_vllm_is_imported_for_the_first_turn_with_tools_and_starts_nothing_and_l
         "import multiprocessing; assert not multiprocessing.active_children()"
     )
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
@@ -211,10 +211,10 @@ def test_a_parser_that_raises_finds_no_calls_and_is_told_of_once(tokenizer, caps
 
 def test_a_parser_that_takes_too_long_is_given_up(tokenizer, monkeypatch):
     monkeypatch.setattr(parsers, "PARSE_SECONDS", 0.2)
-    made = Parsers(tokenizer, "qwen3_xml")
+    result = Parsers(tokenizer, "qwen3_xml")
     text = "<tool_call><function=f><parameter=x>" * 20_000
-    assert made.parse(turn(tokenizer, text), [WEATHER]) == Parsed(text, None, [], False)
-    assert called(made.parse(turn(tokenizer, QWEN3), [WEATHER])) == [("weather", ARGUMENTS)]
+    assert result.parse(turn(tokenizer, text), [WEATHER]) == Parsed(text, None, [], False)
+    assert called(result.parse(turn(tokenizer, QWEN3), [WEATHER])) == [("weather", ARGUMENTS)]
     assert sys.getprofile() is None and threading.getprofile() is None
 
 
@@ -223,9 +223,9 @@ def test_a_parser_that_takes_too_long_is_given_up(tokenizer, monkeypatch):
     [("llama3_json", None, "bot token"), ("mistral", None, "tool call token"), ("hermes", "deepseek_r1", "think")],
 )
 def test_a_tokenizer_without_the_tokens_of_a_parser_is_refused(tools, reasoning, lacks):
-    with pytest.raises(UserError, match=f"tool_call_parser={tools} .*with this model: .*{lacks}") as told:
+    with pytest.raises(UserError, match=f"tool_call_parser={tools} .*with this model: .*{lacks}") as raised:
         Parsers(byte_tokenizer(), tools, reasoning).load()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_names_that_are_known_are_those_that_vllm_registers():
@@ -243,6 +243,6 @@ def test_the_names_that_are_known_are_those_that_vllm_registers():
 
 @pytest.mark.parametrize("tool", [{"name": "weather"}, {"type": "function", "function": {"description": "x"}}])
 def test_tools_in_another_form_are_refused(tokenizer, tool):
-    with pytest.raises(ValueError, match=r"tools\.0\.function") as told:
+    with pytest.raises(ValueError, match=r"tools\.0\.function") as raised:
         Parsers(tokenizer).check([tool])
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)

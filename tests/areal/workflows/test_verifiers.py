@@ -47,14 +47,14 @@ def echo_twice(monkeypatch):
 
 @installed
 async def test_an_environment_plays_with_the_policy_and_scores_by_its_own_rubric(echo_twice):
-    before = signal.getsignal(signal.SIGTERM)
+    handlers_before = signal.getsignal(signal.SIGTERM)
     source = open_source(DataConfig(source="verifiers:echo-twice", options={"count": 6}, eval_size=2), seed=0)
     row = source.row(0)
     session = Session(row.answer, "no")
-    done = await resolve_workflow("verifiers", {})(session, row)
+    outcome = await resolve_workflow("verifiers", {})(session, row)
     assert session.prompts == [f"say {row.answer}", f"say {row.answer}{row.answer}again"]
-    assert (done.reward, int(done.sampled.sum())) == (0.5, 5)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert (outcome.reward, int(outcome.sampled.sum())) == (0.5, 5)
+    assert signal.getsignal(signal.SIGTERM) is handlers_before
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ async def test_the_policy_calls_the_tools_of_an_environment_and_is_told_their_er
         f'<tool_call>{{"name": "price", "arguments": {{"fruit": "{fruit}"}}}}</tool_call>' for fruit in ("x", "fig")
     ]
     session = Session(f"Let me see. {calls[0]}", calls[1], "7", tokenizer=byte_tokenizer())
-    done = await resolve_workflow("verifiers", {})(session, row)
+    outcome = await resolve_workflow("verifiers", {})(session, row)
     assert session.prompts[0] == "tools priceuser How much is a fig?assistant "
     assert session.prompts[1].endswith("</tool_call>tool 'x'assistant ")
     assert session.prompts[2].endswith("</tool_call>tool 7assistant ")
-    assert done.reward == 1.0
-    assert session.tokenizer.decode(done.tokens[done.sampled]).count("<end>") == 3
+    assert outcome.reward == 1.0
+    assert session.tokenizer.decode(outcome.tokens[outcome.sampled]).count("<end>") == 3
 
 
 @installed

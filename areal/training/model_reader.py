@@ -1,0 +1,103 @@
+"""Reads a model for training: where its weights go, and that it gives the same log-probs in every pass."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from areal.config import TrainerConfig, UserError, explain
+from areal.processes import importing
+from areal.training.optimizer import deepspeed_config
+
+
+def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
+    """Compute the rotary frequencies again in fp32: under ZeRO 3 a bf16 model is loaded with rounded ones."""
+    if any(buffer.dtype != torch.float32 for buffer in rotary.buffers()):
+        rotary.float()
+        model._init_weights(rotary)
+
+
+def _choose_frequencies(rotary: torch.nn.Module, longest: int | None) -> None:
+    """Have all rows take LongRoPE's frequencies for long sequences if some sequence may be that long, as vLLM does.
+    transformers takes those of the longest sequence of a row for all of the row."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sizes: Any = rotary.config
+    limit = sizes.rope_parameters["original_max_position_embeddings"]
+    if (longest or getattr(sizes, "original_max_position_embeddings", sizes.max_position_embeddings)) > limit:
+        rotary.original_inv_freq = ROPE_INIT_FUNCTIONS["longrope"](sizes, rotary.inv_freq.device, seq_len=limit + 1)[0]
+
+
+def _disable_noise(part: torch.nn.Module) -> None:
+    """Set a module's dropout and jitter to 0, and have routers choose experts as they do outside training, because
+    pi_theta of a token must be the same number in every pass."""
+    if isinstance(part, torch.nn.Dropout):
+        part.p = 0.0
+    if "Router" in type(part).__name__:  # its jitter may say which experts are near enough
+        part.eval()
+        return
+    for name, value in vars(part).items():  # such as attention_dropout, applied by attention functions
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            setattr(part, name, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReader:
+    """stage: of ZeRO. attention: its name in transformers. longest: the most tokens of a sequence; None: the model's
+    limit."""
+
+    config: TrainerConfig
+    stage: int
+    attention: str
+    longest: int | None
+
+    def read(self, folder: Path) -> torch.nn.Module:
+        """The model in `folder`, in training mode (all ranks). Raises UserError if it cannot be read.
+
+        Under ZeRO 3 it is partitioned at once, so that no rank holds it whole.
+        """
+        with importing():
+            from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+        with ExitStack() as stack:
+            if self.stage == 3:
+                known_while_it_lives = HfDeepSpeedConfig(deepspeed_config(self.config))  # noqa: F841
+                stack.callback(unset_hf_deepspeed_config)
+            return self._read(folder)
+
+    def _read(self, folder: Path) -> torch.nn.Module:
+        with importing():
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        # Where each rank has all weights, not first into host memory, where there would be a whole model for each rank.
+        place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self.stage < 3 else None
+        with explain(
+            (ImportError, KeyError, OSError, SafetensorError, ValueError),
+            f"{folder} does not hold a model that transformers can load: {{why}}",
+        ):
+            module, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                trust_remote_code=False,
+                dtype=getattr(torch, self.config.dtype),
+                attn_implementation=self.attention,
+                device_map=place,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        # transformers gives them random values.
+        if lacks := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+            raise UserError(f"The model {folder} has no {lacks[0]} of the shape that its config.json describes.")
+        for part in module.train().modules():
+            _disable_noise(part)
+            if "RotaryEmbedding" in type(part).__name__:
+                _make_frequencies(module, part)
+                if getattr(part, "rope_type", None) == "longrope":
+                    _choose_frequencies(part, self.longest)
+        return module
