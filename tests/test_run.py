@@ -129,16 +129,19 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
 @pytest.mark.slow  # test_scorer.py has such a scorer, test_policy_judges.py such a policy, test_config.py the roles
 def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small, tiny_model, tmp_path):
     """There is then no reward actor, which evaluations need not wait for."""
-    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 40'
-    judge = f"reward.options.judge={options}, url: policy}}"
-    engine = "kind: judge, kv_cache_gib: 0.25"
-    strict = f"scorers.strict={{{engine}, model: {tiny_model}, options: {options}}}}}"
-    started = run("--config", CONFIG, *small, "steps=1", "reward.functions={judge: 0.5, strict: 0.5}", judge, strict)
+    from scorers import write_brief  # which imports the actor
+
+    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 150, url: '
+    judges = [f"reward.options.judge={options}policy}}", f"reward.options.judge/strict={options}scorer:big}}"]
+    write_brief(tmp_path / "brief", tiny_model)
+    scorer = f"scorers.big={{kind: judge, kv_cache_gib: 0.25, model: {tmp_path / 'brief'}}}"
+    functions = "reward.functions={judge: 0.5, judge/strict: 0.5}"
+    started = run("--config", CONFIG, *small, "steps=1", f"model={tmp_path / 'brief'}", functions, *judges, scorer)
     output = started.wait(280)
     assert started.code == 0, output
     folder = tmp_path / "runs" / "test"
     metrics = read_jsonl(folder / "metrics.jsonl")
-    for name in ("judge", "strict"):
+    for name in ("judge", "judge/strict"):
         assert all(0 < m["reward_parts"][name] < 1 < m["reward_parts"][f"{name}/tokens"] for m in metrics)
     assert [line["rows"] - line["failed"] for line in read_jsonl(folder / "evaluations.jsonl")] == [16, 16]
     assert not [*(folder / "logs").glob("reward-*")]
@@ -313,7 +316,6 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["network.ports=[20000, 20004]"], "and the master at one more: give 6"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
         (["weights.transport=nccl"], "weights.transport=nccl needs GPUs"),
-        (["weights.transport=ipc"], "weights.transport=ipc needs a trainer and a generator that share one GPU"),
         (["weights.transport=gloo", "colocate=true"], "sends weights straight into them"),
         (["weights.transport=gloo", "trainer.lora.rank=4"], "sends whole models, but trainer.lora publishes adapters"),
         (["observe.prometheus_port=0"], "observe.prometheus_port is 0"),

@@ -135,6 +135,6 @@ def selftest_part(options: Namespace) -> None:
     module, _, kind = PARTS[options.part].partition(":")
     config = None if options.part == "receiver" else Config.model_validate_json(options.path.read_bytes())
     if config and options.part == "trainer":
-        set_allocator(config.weights.transport)
+        set_allocator()
     make = getattr(import_module(module), kind)
     serve(make(config) if config else make())

@@ -547,7 +547,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     from protocols.addresses import host_of
 
     config = ask_config(arguments)
-    set_allocator(config.weights.transport)
+    set_allocator()
     if "RANK" in os.environ:
         choose_interface(host_of(arguments.master).strip("[]"))
         if os.environ["RANK"] != "0":

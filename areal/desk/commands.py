@@ -68,6 +68,8 @@ def _declare_planning(tools: RoomTools) -> None:
     add = tools.add(
         "config", "settings_list:print_keys", "list the keys of the configuration, their values and meaning"
     ).add_argument
+    schema = "print the JSON schema of a configuration, by which editors complete YAML"
+    add("--schema", action="store_true", help=schema)
     add("words", nargs="*", metavar="WORD", help="only keys with these words, such as trainer.lora or staleness")
 
     add = tools.add(
