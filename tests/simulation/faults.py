@@ -247,6 +247,17 @@ def add_resume(random: Random, plan: Plan) -> None:
         plan.until = max(plan.until, fault.at + random.uniform(0.5, 2.0))
 
 
+def add_manager_kills(random: Random, plan: Plan) -> None:
+    """Add to a plan that both managers die, one after the other, while some samples take long, and that another actor
+    dies while it hands on what they had saved."""
+    plan.mishaps.straggler, plan.mishaps.straggler_times = 0.15, 4.0
+    plan.until = max(plan.until, 5.0)
+    for number in range(8):
+        plan.faults.append(Kill(0.5 * (1 + number), f"rollout_manager-{number % 2}", random.uniform(0.05, 0.3)))
+    role, kind = random.choice((("trainer", "ask_samples"), ("trainer", "ask_calls"), ("master", "ask_reuse")))
+    plan.points.append(FailPoint(role, kind, random.choice(POINTS), 1 + int(random.expovariate(0.3)), _restart(random)))
+
+
 def add_damage(random: Random, plan: Plan) -> None:
     """Add to some plans that the newest checkpoint is damaged."""
     if random.random() < DAMAGED:

@@ -82,6 +82,10 @@ class Oracle:
         self.doubtful = doubtful
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.on_disk = 0
+        self.fault, self.fault_until = "", -1.0
+        """The last kind of fault, and until when it counts as one that is near."""
+        self.pairs: Counter[str] = Counter()
+        """How often each kind of event came near each kind of fault."""
         self.memory = self._book()
         self.disk = self._book()
         self.contents: list[bytes] = [stem(files.model.content)]
@@ -163,6 +167,8 @@ class Oracle:
 
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
+        if self.scheduler.now <= self.fault_until:
+            self.pairs[f"{kind}/{self.fault}"] += 1
         match kind:
             case "ready":
                 self._guard(self._check_ready, **body)
