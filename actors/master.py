@@ -53,6 +53,7 @@ from protocols.messages import (
     AskSnapshot,
     AskStatus,
     Configuration,
+    ConnectionLost,
     Done,
     Heartbeat,
     HeartbeatAnswer,
@@ -292,10 +293,8 @@ class Master(HandlesRequests):
             last = now = self._run.now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
-                self._run.progress.await_successor()
             for identity, hang in self._hangs.find():
                 self._remove(identity, hang)
-                self._run.progress.await_successor()
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._run.evaluations.watch()
@@ -392,7 +391,19 @@ class Master(HandlesRequests):
     async def leave(self, request: Request[Leave]) -> Done:
         if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
-            self._run.progress.await_successor()
+        return Done()
+
+    @handles(ConnectionLost)
+    async def connection_lost(self, request: Request[ConnectionLost]) -> Done:
+        """Remove a member at once, and not only when its lease ends, if its machine says that nobody listens at its
+        address, and it is not heard either."""
+        self._run.member(request)
+        identity = request.message.identity
+        member, last = self.state.members.get(identity), self.members.last_heartbeats.get(identity)
+        if member and await self.bus.network.refuses(member.address):
+            await asyncio.sleep(SILENT_SECONDS)
+            if self.members.last_heartbeats.get(identity) is last:
+                self._remove(identity, f"nobody listens at {member.address}")
         return Done()
 
     @handles(AskSnapshot)
@@ -407,6 +418,7 @@ class Master(HandlesRequests):
         return Shutdown(ok=ending.ok, reason=text_of(ending.reason), stopped=self._trainer_may_end)
 
     def _remove(self, identity: str, reason: str) -> None:
+        self._run.progress.await_successor()
         self._run.evaluations.lose_member(self.state.members[identity])
         self.members.remove(identity, reason)
         self.folder.record_heartbeat(actor_name(identity), GONE, reason, {})

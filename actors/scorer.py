@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
-from areal.config import JUDGES, SamplingConfig, UserError, explain
+from areal.config import SCORER, SamplingConfig, UserError, explain
 from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
@@ -84,8 +84,10 @@ class Scorer(Serving):
         self._settings = self.config.scorers[name]
         self._requests = itertools.count()
         self._moves = member.works.unless_other("score", self._steps)  # one for all rows
-        if self._settings.kind in JUDGES:
-            self._judge = judge_by(self._answer, self._settings.kind, self._settings.judge_options)
+        rewards = [reward for reward, url in self.config.judges.items() if url == f"{SCORER}{name}"]
+        self._judges = {
+            reward: judge_by(self._answer, reward, self.config.reward.options[reward]) for reward in rewards
+        }
 
     async def main(self) -> None:
         await self.member.become_healthy()
@@ -113,7 +115,7 @@ class Scorer(Serving):
     @handles(ScoreTokens)
     async def score_tokens(self, request: Request[ScoreTokens]) -> Done:
         message = request.message
-        self._check(message.scorer, scores_tokens=True)
+        self._check(message.scorer, "logprobs")
         rows = {
             job: functools.partial(self._score, f"{request.owner} {job}", job, message.tokens[places].tolist())
             for job, places in zip(message.jobs.tolist(), slices(message.counts), strict=True)
@@ -129,10 +131,11 @@ class Scorer(Serving):
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
         """The part `tokens` counts what was read and written. Raises as `_score` does."""
-        self._check(completion.function, scores_tokens=False)
-        if self._settings.kind in JUDGES:
-            call = self._judge.call(completion.prompt, completion.completions, row)
-            results = self._judge.results(await self._wait_for_engine(call), completion.completions)
+        judge = self._judges.get(completion.function)
+        self._check(self._name if judge else completion.function, "judge" if judge else "reward_model")
+        if judge:
+            call = judge.call(completion.prompt, completion.completions, row)
+            results = judge.results(await self._wait_for_engine(call), completion.completions)
         else:
             results = [await self._classify(key, completion, row)]
         scores, parts = zip(*results, strict=True)
@@ -151,12 +154,13 @@ class Scorer(Serving):
             score = as_score(float(outputs[self._settings.output]))
         return Result(score, {"tokens": len(tokens)})
 
-    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
-        """A judge's answer, and how many tokens it and the prompt have. Raises as the engine does."""
+    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int, bool]:
+        """As areal.rewards.judge.Answer. Raises as the engine does."""
         prompt = Conversation(self._tokenizer).prompt([user(text)])
-        parts = self._engine.generate(f"{next(self._requests)}", prompt, sampling)
-        tokens = [token async for part in parts for token in part.tokens.tolist()]
-        return self._tokenizer.decode(tokens, skip_special_tokens=True), len(prompt) + len(tokens)
+        parts = [part async for part in self._engine.generate(f"{next(self._requests)}", prompt, sampling)]
+        tokens = [token for part in parts for token in part.tokens.tolist()]
+        written = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return written, len(prompt) + len(tokens), parts[-1].finish == "length"
 
     def _tokens(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
         """What a reward model reads."""
@@ -176,10 +180,10 @@ class Scorer(Serving):
         self._scored += 1
         return computed
 
-    def _check(self, name: str, *, scores_tokens: bool) -> None:
+    def _check(self, name: str, kind: str) -> None:
         """Raises RefusedError if this actor does not serve the name, or in another way."""
         self.check_served(name)
-        if self.member.state == "healthy" and (self._settings.kind == "logprobs") != scores_tokens:
+        if self._settings.kind != kind:
             raise RefusedError(f"the scorer {name!r} is of kind {self._settings.kind}")
 
     def _steps(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from argparse import ArgumentParser
@@ -9,8 +10,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TextIO, cast
 
+import areal
 from areal.command_line import RoomTools
-from areal.config import UserError
+from areal.config import UserError, advice
 from areal.processes import START, LenientOutput
 from areal.text import shown
 
@@ -36,10 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in RUN:
         os.execv(sys.executable, [sys.executable, START, *words[1:]])
     parser = command_line()
+    if words and (close := _close_tool(parser, words[0])):
+        parser.error(f"there is no tool {words[0]!r}: did you mean {close!r}?")
     options, words = parser.parse_known_args(arguments)
     # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
     if any(word.startswith("-") for word in words) or (words and "overrides" not in options):
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
+        parser.error(f"unrecognized arguments: {' '.join(words)}{advice(words[0])}")
     if words:
         options.overrides += words
     try:
@@ -50,8 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _close_tool(parser: ArgumentParser, word: str) -> str | None:
+    """The tool whose name is closest to a word that names none."""
+    names = [name for action in parser._actions if isinstance(action.choices, dict) for name in action.choices]
+    close = difflib.get_close_matches(word, names, 1)
+    return close[0] if close and word not in names else None
+
+
 def command_line() -> ArgumentParser:
     parser = ArgumentParser(prog="areal", description="Runs, and the tools around them (docs/running.md).")
+    parser.add_argument("--version", action="version", version=areal.__version__)
     parsers = parser.add_subparsers(metavar="TOOL", required=True)
     summary = "start a run, or one role of it: CONFIG.yaml key=value, and all options of run.py"
     parsers.add_parser(RUN[0], aliases=RUN[1:], help=summary)

@@ -56,14 +56,10 @@ def _listed_by_driver() -> Sequence[str]:
     return [str(number) for number in range(count)]
 
 
-def set_allocator(transport: str = "folder") -> None:
+def set_allocator() -> None:
     """Have torch take a GPU's memory in segments that grow, unless the user has set its allocator: rows of many lengths
-    would fragment others. For processes that train; torch reads it when it is imported.
-
-    transport: `weights.transport`. With `ipc` an engine opens the trainer's memory, for which such segments need
-    pidfd_getfd. Ubuntu's Yama and Docker refuse that.
-    """
-    if transport != "ipc" and not any(name in os.environ for name in ALLOCATOR):
+    would fragment others. For processes that train; torch reads it when it is imported."""
+    if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
@@ -110,7 +106,7 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
         if config.weights.transport == "nccl":
             raise UserError(
                 "weights.transport=nccl does not work between a trainer and a generator that share one GPU, since NCCL "
-                "refuses two ranks on a device: set it to ipc or folder."
+                "refuses two ranks on a device: set it to folder."
             )
         return dict.fromkeys(shares, {VISIBLE: devices[0]} | ({} if config.colocate else {SHARES: "1"}))
     if total > len(devices):

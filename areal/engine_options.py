@@ -17,91 +17,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 
 def _by_name(instead: Mapping[str, str]) -> dict[str, str]:
     """What to do instead, by the names of the options."""
     return {name: reason for reason, names in instead.items() for name in names.split()}
 
 
-_VLLM = _by_name(
-    {
-        "set model": "model model_weights hf_config_path config_format revision code_revision load_format",
-        "set generator.dtype": "dtype",
-        "set seed": "seed",
-        "set generator.max_model_len": "max_model_len",
-        "set generator.max_concurrent_rollouts": "max_num_seqs",
-        "set generator.tensor_parallel": "tensor_parallel_size pipeline_parallel_size",
-        "set generator.memory_share": "gpu_memory_utilization",
-        "set generator.kv_cache_gib": "kv_cache_memory_bytes",
-        "set generator.enforce_eager": "enforce_eager",
-        "set generator.stream_interval": "stream_interval",
-        "set sampling.temperature and the other keys of sampling": "generation_config override_generation_config",
-        "set trainer.lora": (
-            "enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype "
-            "lora_target_modules enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
-            "enable_moe_shared_loras max_lora_cls_labels"
-        ),
-        "training needs the log-probs that tokens were drawn with": "logprobs_mode",
-        "it changes what tokens are drawn from, and the trainer would not know": "logits_processors watermark_config",
-        "generators and trainer have to compute the same model: change its config.json": (
-            "hf_overrides model_class_overrides trust_remote_code"
-        ),
-        "the engine gets and returns tokens": (
-            "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init runner convert pooler_config"
-        ),
-        "new weights are loaded by code of this system, inside these parts": (
-            "worker_cls worker_extension_cls scheduler_cls distributed_executor_backend weight_transfer_config"
-        ),
-        "new weights are loaded into the places where the experts were at the start": "enable_eplb eplb_config",
-        "a generator has its memory until it ends": (
-            "enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names"
-        ),
-        "a KV cache outside of the engine would be that of old weights": (
-            "kv_transfer_config kv_events_config kv_offloading_size kv_offloading_backend ec_transfer_config"
-        ),
-        "sequences are routed by the engine's statistics": "disable_log_stats",
-        "an engine runs on one machine, and a generator that dies is replaced as a whole: set generator.count": (
-            "nnodes node_rank master_addr master_port data_parallel_rank data_parallel_start_rank "
-            "data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb "
-            "data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend enable_elastic_ep "
-            "elastic_ep_max_dp_size enable_fault_tolerance fault_tolerance_config"
-        ),
-        "set CUDA_VISIBLE_DEVICES": "device_ids",
-    }
+_VLLM, _DEEPSPEED, _ZERO = map(
+    _by_name, yaml.safe_load(Path(__file__).with_name("refused_options.yaml").read_text()).values()
 )
 # Options of vLLM that multiply the number of devices.
 _SIZES = ("data_parallel_size", "prefill_context_parallel_size")
-
-_DEEPSPEED = _by_name(
-    {
-        "set batch_size": "train_batch_size",
-        "set trainer.max_tokens_per_microbatch": (
-            "train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation"
-        ),
-        "set trainer.lr, betas, adam_eps and weight_decay": "optimizer",
-        "set trainer.lr_schedule and warmup_steps": "scheduler",
-        "set trainer.grad_clip": "gradient_clipping",
-        "set trainer.dtype": "bf16 bfloat16 fp16 torch_autocast",
-        "set trainer.gradient_checkpointing": "activation_checkpointing",
-        "set trainer.sequence_parallel": "sequence_parallel_size",
-        "the loss is a sum over all ranks": "gradient_allreduce_op",
-        "weights are gathered and published as ZeRO partitions them": (
-            "tensor_parallel expert_parallel pipeline hybrid_engine use_data_before_expert_parallelism"
-        ),
-        "checkpoints are this system's own: set trainer.checkpoint_every": "checkpoint",
-        "batches come from the master": "data_efficiency curriculum_learning dataloader_drop_last",
-        "see docs/observe.md for what writes metrics": "tensorboard wandb csv_monitor comet",
-        "it changes the model that is published": "weight_quantization",
-    }
-)
-_ZERO = _by_name(
-    {
-        "set trainer.zero_stage": "stage",
-        "set trainer.offload": "cpu_offload cpu_offload_param cpu_offload_use_pin_memory zenflow",
-        "grad_norm is a metric of every step": "compute_grad_norm",
-        "the experts of a layer are one module": "leaf_module",
-    }
-)
 # Other keys at the top of DeepSpeed's configuration, which has no schema.
 _PASSED = (
     "zero_optimization", "zero_force_ds_cpu_optimizer", "communication_data_type",

@@ -89,7 +89,7 @@ ROLES = {
         Role(
             "reward",
             processes=lambda config: (
-                config.reward.count if config.rewards.keys() - {*config.scorers, *config.policy_judges} else 0
+                config.reward.count if config.rewards.keys() - {*config.scorers, *config.judges} else 0
             ),
             joins=lambda config: not config.own_rewards and bool(config.reward.external),
             works_for=frozenset({"batch", "evaluation"}),

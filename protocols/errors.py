@@ -69,11 +69,17 @@ class StreamBrokenError(BusError):
     code = "stream_broken"
 
 
+class ConnectionLostError(StreamBrokenError):
+    """The connection to the peer was reset or refused: its process is gone, or the network between."""
+
+    code = "connection_lost"
+
+
 _BY_CODE = {
     cls.code: cls
     for cls in (
         BusError, MalformedError, ProtocolVersionError, RefusedError, HarmfulError, FencedError, ForgedError, BusyError,
-        PreparingError, DeadlineError, StreamBrokenError,
+        PreparingError, DeadlineError, StreamBrokenError, ConnectionLostError,
     )
 }  # fmt: skip
 

@@ -37,6 +37,7 @@
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
 | rollout_manager, evaluator | master | ScoringFailed | Done |
+| rollout_manager, evaluator | master | ConnectionLost | Done |
 | monitor | master | AskStatus | Status |
 | any | master | AddReward | Done |
 
@@ -391,6 +392,12 @@ class ScoringFailed(Message):
 
     cause: Cause
     reason: Annotated[str, Field(max_length=4096)]
+
+
+class ConnectionLost(Message):
+    """The sender cannot reach a member: a connection was refused, or broke. Answered once the master has tried it."""
+
+    identity: Name
 
 
 class OpenFlow(Message):

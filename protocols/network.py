@@ -51,6 +51,7 @@ HANDSHAKES_FAILED = {
 
 Receive = Callable[[list[Frame]], None]
 OnCrash = Callable[[BaseException], None]
+OnLost = Callable[[], None]
 
 
 class Unreachable(Exception):
@@ -92,14 +93,18 @@ class Network(Protocol):
         interface; the real address is returned. Raises OSError (address in use).
         """
 
-    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> Link:
-        """A link to one server; nothing is queued before it is connected."""
+    def connect(self, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost) -> Link:
+        """A link to one server; nothing is queued before it is connected. `on_lost` is called when the connection
+        breaks, and when the server refuses one. The link goes on trying."""
 
     def publish(self, address: str, on_crash: OnCrash) -> tuple[Link, str]:
         """A link to all subscribers of `address`, and its real address. Raises OSError (address in use)."""
 
     def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> Link:
         """A link that receives everything published at `address`."""
+
+    async def refuses(self, address: str) -> bool:
+        """True if the machine at this address says that nobody listens there; False if nothing is heard of it."""
 
     def close(self) -> None:
         """Close everything that is still open."""
@@ -121,10 +126,10 @@ class ZmqNetwork:
         real, watch = self._listen(socket, address)
         return ZmqLink(socket, watch, receive, on_crash), real
 
-    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> ZmqLink:
+    def connect(self, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost) -> ZmqLink:
         socket = self._socket(zmq.DEALER)
         socket.immediate = True
-        return ZmqLink(socket, Approach(socket, address, self._keys), receive, on_crash)
+        return ZmqLink(socket, Approach(socket, address, self._keys, on_lost), receive, on_crash)
 
     def publish(self, address: str, on_crash: OnCrash) -> tuple[ZmqLink, str]:
         socket = self._socket(zmq.XPUB)
@@ -135,7 +140,17 @@ class ZmqNetwork:
     def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> ZmqLink:
         socket = self._socket(zmq.SUB)
         socket.subscribe(b"")
-        return ZmqLink(socket, Approach(socket, address, self._keys), receive, on_crash)
+        return ZmqLink(socket, Approach(socket, address, self._keys, lambda: None), receive, on_crash)
+
+    async def refuses(self, address: str) -> bool:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        try:
+            async with asyncio.timeout(HANDSHAKE_MS / 1000):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError as error:  # TimeoutError is one
+            return isinstance(error, ConnectionRefusedError)
+        writer.close()
+        return False
 
     def close(self) -> None:
         if self._doorkeeping:
@@ -232,10 +247,13 @@ class Handshakes(Watch):
 class Approach(Handshakes):
     """Connects a socket with one generation of the keys after another, until the other end knows one."""
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, keys: Keys) -> None:
-        super().__init__(socket, [*HANDSHAKES_FAILED, zmq.Event.HANDSHAKE_SUCCEEDED], self._ended)
+    def __init__(self, socket: zmq.Socket[bytes], address: str, keys: Keys, on_lost: OnLost) -> None:
+        # CLOSED is that of a socket which could not be connected.
+        events = zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.CLOSED
+        super().__init__(socket, [*HANDSHAKES_FAILED, *events], self._ended)
         self._address = address
         self._keys = keys
+        self._on_lost = on_lost
         self._timer: asyncio.TimerHandle | None = None
         self._connect(keys.generations[0])
 
@@ -246,6 +264,8 @@ class Approach(Handshakes):
     def _ended(self, event: zmq.Event) -> None:
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._wait()
+        elif event in (zmq.Event.DISCONNECTED, zmq.Event.CLOSED):
+            self._on_lost()
         elif self._timer is None:
             self._timer = self._loop.call_later(OTHER_KEYS_SECONDS, self._try_next)
 

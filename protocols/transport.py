@@ -29,6 +29,7 @@ from protocols.codec import Frame, Header, decode_body, decode_header, encode, e
 from protocols.errors import (
     BusError,
     BusyError,
+    ConnectionLostError,
     DeadlineError,
     MalformedError,
     ProtocolVersionError,
@@ -285,7 +286,7 @@ class Peer:
     """A link to one server. Every request has a deadline; a lost request is sent again under its id. `token`: what the
     server recognizes the asker by.
 
-    If the link is closed, waiting requests fail at once with DeadlineError, and streams with StreamBrokenError.
+    If the link is closed, waiting requests and streams fail at once; streams also if the connection is lost or refused.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class Peer:
         self.identity = identity
         self.address = address
         self._ids = ids
-        self._link = network.connect(address, self._receive, on_crash)
+        self._link = network.connect(address, self._receive, on_crash, self._lose_streams)
         self._waiting: dict[str, _Inbox] = {}
 
     async def close(self) -> None:
@@ -312,7 +313,7 @@ class Peer:
         try:
             for attempt in itertools.count():
                 head = self._head(message, sender, id, deadline, attempt)
-                if not await self._send([head, *body], deadline):
+                if not await self._send([head, *body], deadline, inbox):
                     break
                 until = min(deadline, loop.time() + RESEND_SECONDS)
                 if arrived := inbox.take() or await inbox.wait(until):
@@ -320,7 +321,7 @@ class Peer:
                 if until == deadline:
                     break
         finally:
-            self._shut(id, inbox)
+            del self._waiting[id]
         raise DeadlineError(f"no answer to {message.kind!r} from {self.address} within {timeout:g} s")
 
     async def stream(self, message: Message, timeout: float) -> AsyncGenerator[Message, None]:
@@ -335,8 +336,8 @@ class Peer:
         complete = False
         try:
             until = min(deadline, loop.time() + STREAM_SILENCE_SECONDS)
-            if not await self._send([self._head(message, sender, id, deadline), *body], until):
-                raise StreamBrokenError(f"{self.address} cannot be reached")
+            if not await self._send([self._head(message, sender, id, deadline), *body], until, inbox):
+                raise ConnectionLostError(f"{self.address} cannot be reached")
             expected, taken = 0, 0
             while True:
                 header, part = inbox.take() or await self._next_part(inbox, message, deadline)
@@ -356,7 +357,7 @@ class Peer:
                     self._send_now(Credit(parts=taken), sender, id)
                     taken = 0
         finally:
-            self._shut(id, inbox)
+            del self._waiting[id]
             if not complete:
                 self._send_now(Cancel(), sender, id)
 
@@ -374,18 +375,14 @@ class Peer:
             self._tell_closed(inbox)
         return inbox
 
-    def _shut(self, id: str, inbox: _Inbox) -> None:
-        del self._waiting[id]
-        inbox.close()
-
     def _head(self, message: Message, sender: str, id: str, deadline: float, attempt: int = 0) -> bytes:
         remaining = max(0, int((deadline - asyncio.get_running_loop().time()) * 1000))
         return encode_header(
             Header(message.kind, sender, id, remaining_ms=remaining, attempt=attempt, token=self.token)
         )
 
-    async def _send(self, frames: list[Frame], until: float) -> bool:
-        """Send the frames. False if that was not possible before `until`. True on a closed link too: the inbox gets the
+    async def _send(self, frames: list[Frame], until: float, inbox: _Inbox) -> bool:
+        """Send the frames. False if that was not possible in time. True on a closed link too: the inbox gets the
         error."""
         try:
             self._link.send(frames)
@@ -393,10 +390,12 @@ class Peer:
             pass
         except Full:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(until) as inbox.sending:
                     await self._link.send_when_possible(frames)
                     return True
             return False
+        finally:
+            inbox.sending = None
         return True
 
     def _send_now(self, message: Message, sender: str, reply_to: str) -> None:
@@ -425,6 +424,14 @@ class Peer:
         for inbox in self._waiting.values():
             inbox.put((_NOT_SENT, _failure(error)))
 
+    def _lose_streams(self) -> None:
+        error = _failure(ConnectionLostError(f"the connection to {self.address} was lost"))
+        for inbox in self._waiting.values():
+            if inbox.closed is StreamBrokenError:
+                inbox.put((_NOT_SENT, error))
+                if (sending := inbox.sending) and not sending.expired():
+                    sending.reschedule(0.0)
+
     def _tell_closed(self, inbox: _Inbox) -> None:
         inbox.put((_NOT_SENT, _failure(inbox.closed(f"the link to {self.address} was closed"))))
 
@@ -433,59 +440,31 @@ _Arrived = tuple[Header, Message]
 
 
 class _Inbox:
-    """The messages that have arrived for one request. `closed`: the error that a closed link means for it.
+    """The messages that have arrived for one request. `closed`: the error that a closed link means for it. `sending`:
+    limits the time in which the request itself waits for a connection."""
 
-    All waits share one timer. No wait may end before the one before it, so the timer is moved only after it has rung
-    too early.
-    """
-
-    __slots__ = ("_arrived", "_timer", "_until", "_woken", "closed")
+    __slots__ = ("_arrived", "_woken", "closed", "sending")
 
     def __init__(self, closed: type[BusError]) -> None:
         self.closed = closed
+        self.sending: asyncio.Timeout | None = None
         self._arrived: deque[_Arrived] = deque()
-        self._woken: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._until = 0.0
+        self._woken = asyncio.Event()
 
     def put(self, arrived: _Arrived) -> None:
         self._arrived.append(arrived)
-        self._wake()
+        self._woken.set()
 
     def take(self) -> _Arrived | None:
         return self._arrived.popleft() if self._arrived else None
 
     async def wait(self, until: float) -> _Arrived | None:
-        """The next message; None if nothing has arrived at `until` (the loop's time), which must never go back."""
-        self._until = until
-        if self._timer is None:
-            self._set_timer()
-        self._woken = asyncio.get_running_loop().create_future()
-        try:
-            await self._woken
-        finally:
-            self._woken = None
+        """The next message; None if nothing has arrived at `until`, by the loop's time."""
+        self._woken.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._woken.wait()
         return self.take()
-
-    def close(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-
-    def _set_timer(self) -> None:
-        self._timer = asyncio.get_running_loop().call_at(self._until, self._ring)
-
-    def _ring(self) -> None:
-        assert self._timer is not None  # this is it
-        early = self._timer.when() < self._until
-        self._timer = None
-        if early:
-            self._set_timer()
-        else:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._woken and not self._woken.done():
-            self._woken.set_result(None)
 
 
 class _EventLink:
@@ -545,7 +524,7 @@ class Bus:
     def __init__(self, identity: str, network: Network, secret: bytes = b"") -> None:
         self.identity = Identity(identity)
         self.server: RequestServer | None = None
-        self._network = network
+        self.network = network
         self._secret = secret or secrets.token_bytes(32)
         self._ids = itertools.count()
         self._peers: dict[str, Peer] = {}
@@ -559,14 +538,14 @@ class Bus:
         Raises OSError (address in use).
         """
         self._on_crash = on_crash
-        self.server = RequestServer(self._network, address, self.identity, handle, on_crash)
+        self.server = RequestServer(self.network, address, self.identity, handle, on_crash)
         return self.server.address
 
     def peer(self, address: str) -> Peer:
         """The link to the server at `address`, made on first use."""
         if address not in self._peers:
             token = token_for(address, self._secret)
-            self._peers[address] = Peer(self._network, self.identity, self._ids, address, self._on_crash, token)
+            self._peers[address] = Peer(self.network, self.identity, self._ids, address, self._on_crash, token)
         return self._peers[address]
 
     def forget(self, address: str) -> None:
@@ -581,14 +560,14 @@ class Bus:
 
         Raises OSError (address in use).
         """
-        publisher = Publisher(self._network, address, self.identity, first, self._on_crash)
+        publisher = Publisher(self.network, address, self.identity, first, self._on_crash)
         self._event_links.append(publisher)
         return publisher
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
         """Call `on_event(sequence, event)` for each event published at `address`, until the subscriber is closed."""
         self._event_links = [end for end in self._event_links if not end.closed]
-        subscriber = Subscriber(self._network, address, on_event, self._on_crash)
+        subscriber = Subscriber(self.network, address, on_event, self._on_crash)
         self._event_links.append(subscriber)
         return subscriber
 
@@ -598,7 +577,7 @@ class Bus:
         for part in [*parts, self.server] if self.server else parts:
             await part.close()
         await asyncio.gather(*self._closing)
-        self._network.close()
+        self.network.close()
 
 
 async def ask_until(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -54,6 +55,17 @@ def write_classifier(folder: Path, model: Path) -> None:
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
 
 
+def write_brief(folder: Path, model: Path) -> None:
+    """A copy of a model that ends what it writes with the first digit."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(model, folder)
+    ends = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids([*"0123456789"])
+    for file in folder / "config.json", folder / "generation_config.json":
+        values = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(values | {"eos_token_id": ends}))
+
+
 @contextlib.asynccontextmanager
 async def scorer_of(config: Config, name: str) -> Any:
     """A scorer of this name, with its engine, that no run disturbs."""
@@ -64,13 +76,14 @@ async def scorer_of(config: Config, name: str) -> Any:
         yield await Scorer.start(member, name=name)
 
 
-async def scores_of(actor: Scorer, asked: Sequence[Asked]) -> list[tuple[float, float]]:
-    """The scores that a reward model gives, and the numbers of tokens that it read, by the code that a flow calls."""
+async def scores_of(actor: Scorer, asked: Sequence[Asked], reward: str = "") -> list[tuple[float, float]]:
+    """The scores that a scorer gives for a reward, by default one of its own name, and the numbers of tokens that it
+    read, by the code that a flow calls."""
     added: list[Any] = []
     jobs = [
         actor.score_completions(
             f"{job}",
-            Completion(job=job, function=actor._name, prompt=prompt, completions=(completion,), row=0),
+            Completion(job=job, function=reward or actor._name, prompt=prompt, completions=(completion,), row=0),
             row,
             added.append,
         )

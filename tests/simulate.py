@@ -168,9 +168,19 @@ def _handlers_interrupted(counters: Counter[str]) -> Table:
     return table
 
 
+def _pairs_missing(counters: Counter[str]) -> str:
+    """How many pairs of an event in the journal and a fault before it there were, and which there were not."""
+    names = [name.removeprefix("near ").split("/") for name in counters if name.startswith("near ")]
+    events, kinds = sorted({event for event, _ in names}), sorted({fault for _, fault in names})
+    missing = [f"{event} after {fault}" for event in events for fault in kinds if [event, fault] not in names]
+    found = f"{len(names)} of {len(events) * len(kinds)} pairs of an event and a fault right before it"
+    return f"{found}; missing: {', '.join(missing) or 'none'}"
+
+
 def _report(tally: Tally, seconds: float, jobs: int, mutant: str | None, console: Console) -> None:
     console.print(_handlers_interrupted(tally.counters))
     console.print(", ".join(f"{name} {n}" for name, n in sorted(tally.counters.items()) if " " not in name))
+    console.print(_pairs_missing(tally.counters), highlight=False)
     if tally.first is not None:
         console.print(tally.first.story, highlight=False, markup=False, soft_wrap=True)
         extra = f"--mutant '{mutant}' " if mutant else ""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.start.options import parse
+from actors.start.command import parse
 from areal.__main__ import command_line
 from areal.config import load_config
 from areal.processes import KEYS

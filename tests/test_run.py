@@ -129,16 +129,19 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
 @pytest.mark.slow  # test_scorer.py has such a scorer, test_policy_judges.py such a policy, test_config.py the roles
 def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small, tiny_model, tmp_path):
     """There is then no reward actor, which evaluations need not wait for."""
-    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 40'
-    judge = f"reward.options.judge={options}, url: policy}}"
-    engine = "kind: judge, kv_cache_gib: 0.25"
-    strict = f"scorers.strict={{{engine}, model: {tiny_model}, options: {options}}}}}"
-    started = run("--config", CONFIG, *small, "steps=1", "reward.functions={judge: 0.5, strict: 0.5}", judge, strict)
+    from scorers import write_brief  # which imports the actor
+
+    options = '{template: "{{ prompt }}", low: -1, high: 1.0e+99, max_tokens: 150, url: '
+    judges = [f"reward.options.judge={options}policy}}", f"reward.options.judge/strict={options}scorer:big}}"]
+    write_brief(tmp_path / "brief", tiny_model)
+    scorer = f"scorers.big={{kind: judge, kv_cache_gib: 0.25, model: {tmp_path / 'brief'}}}"
+    functions = "reward.functions={judge: 0.5, judge/strict: 0.5}"
+    started = run("--config", CONFIG, *small, "steps=1", f"model={tmp_path / 'brief'}", functions, *judges, scorer)
     output = started.wait(280)
     assert started.code == 0, output
     folder = tmp_path / "runs" / "test"
     metrics = read_jsonl(folder / "metrics.jsonl")
-    for name in ("judge", "strict"):
+    for name in ("judge", "judge/strict"):
         assert all(0 < m["reward_parts"][name] < 1 < m["reward_parts"][f"{name}/tokens"] for m in metrics)
     assert [line["rows"] - line["failed"] for line in read_jsonl(folder / "evaluations.jsonl")] == [16, 16]
     assert not [*(folder / "logs").glob("reward-*")]
@@ -313,7 +316,6 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["network.ports=[20000, 20004]"], "and the master at one more: give 6"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
         (["weights.transport=nccl"], "weights.transport=nccl needs GPUs"),
-        (["weights.transport=ipc"], "weights.transport=ipc needs a trainer and a generator that share one GPU"),
         (["weights.transport=gloo", "colocate=true"], "sends weights straight into them"),
         (["weights.transport=gloo", "trainer.lora.rank=4"], "sends whole models, but trainer.lora publishes adapters"),
         (["observe.prometheus_port=0"], "observe.prometheus_port is 0"),
@@ -338,7 +340,7 @@ def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
 
 
 def test_a_start_that_is_refused_says_nothing_of_its_port(small, free_port, monkeypatch, capsys):
-    monkeypatch.setattr("run.port_is_named", lambda *_: False)
+    monkeypatch.setattr("actors.start.command.port_is_named", lambda *_: False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()
@@ -417,6 +419,7 @@ def test_what_is_automatic_depends_on_the_devices_of_the_trainer(
 
 
 PLAIN = "def plain(session, row):\n    return None\n\ndef ranks(prompt, completions, rows):\n    return []\n"
+PLAIN += "\ndef nothing(prompt, completion, row):\n    pass\n"
 JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def score(self, prompt, completion, row): ...\n"
 
 
@@ -439,6 +442,9 @@ JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def scor
         ),
         (["sampling.max_new_tokens=512"], "has room for 512 tokens of prompt and completion: lower it"),
         (["generator.max_model_len=513"], "but the model"),
+        (["learning_rate=1e-5"], "Unknown key 'learning_rate' in the overrides: here it is trainer.lr."),
+        (["reward.functions=judges.py:Judge", "reward.options.judges.py:Judge.adress=x"], "its options are address"),
+        (["reward.functions=plain.py:nothing"], "fails for the completion '' of the prompt"),
         (["network.ports=[20000, 20002]"], "network.ports has 3 ports, but each of 4 processes listens at one"),
         (["master.address=tcp://127.0.0.1:99999"], "ports end at 65535"),
         (["group_size=1"], "compares the samples of a group, but group_size is 1, so nothing is learned"),
@@ -460,7 +466,7 @@ JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def scor
         (["--config", "twice.yaml"], "twice.yaml has the key 'steps' twice, in lines 1 and 3: remove one"),
         (["trainer.betas=[0.9]"], "trainer.betas.1 is [0.9]"),
         (["model=quickstart", "data.chat_template=none.jinja"], "The chat template none.jinja cannot be read"),
-        (["--config", "dots.yaml"], "Unknown key 'trainer.lr' in dots.yaml or the overrides: keys with dots are for"),
+        (["--config", "dots.yaml"], "Unknown key 'trainer.lr' in dots.yaml: keys with dots are for"),
         (["data.split=test"], "is a file, which has no data.split: remove it"),
         (["--config", "binary.yaml"], "binary.yaml is not YAML"),
     ],

@@ -54,3 +54,17 @@ def test_a_wheel_checks_a_run_finds_its_configurations_and_refuses_what_is_not_t
     other = call(tmp_path, installed / "areal", "eval", "missing", "--benchmarks", "other")
     assert "There is no benchmark 'other'" in other.stderr and "gsm8k" in other.stderr
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow  # tests/test_run.py has runs of a clone
+def test_a_wheel_trains_a_step(installed, tiny_model, tmp_path):
+    small = [
+        "batch_size=4",
+        "group_size=2",
+        "sampling.max_new_tokens=16",
+        "data.eval_size=4",
+        "generator.kv_cache_gib=0.25",
+    ]
+    trained = call(tmp_path, installed / "areal", "train", f"model={tiny_model}", "steps=1", *small)
+    assert trained.returncode == 0, trained
+    assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()

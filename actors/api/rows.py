@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,17 @@ def write_rows(data: Any, folder: Path) -> tuple[Path, bool]:
     return folder / FILE, "answer" in json.loads(lines[0])
 
 
-def check(config: Config) -> None:
-    """Raises UserError if one of the first rows is not what the configuration makes of it."""
-    source = open_source(config.data, config.seed)
-    for index in range(min(source.size or 0, CHECKED)):
-        source.row(index)
+def check(config: Config, file: Path) -> None:
+    """Raises UserError if one of the first rows is not what the configuration makes of it. file: has the rows."""
+    try:
+        source = open_source(config.data, config.seed)
+        for index in range(min(source.size or 0, CHECKED)):
+            source.row(index)
+    except UserError as error:  # of lines of a file that the user has never seen
+        text = re.sub(
+            rf"{re.escape(str(file))}, line (\d+),?", lambda line: f"Row {int(line[1]) - 1} of data", str(error)
+        )
+        raise UserError(text.replace(f"data.source {str(file)!r}", "data").replace(str(file), "data")) from None
 
 
 def _rows(data: Any) -> Iterator[Any]:

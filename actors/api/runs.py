@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
+import inspect
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from actors.api.function_pool import FunctionPool
 from actors.api.local_actors import LocalActors
@@ -39,10 +42,31 @@ CONSOLE = "console.log"
 LOOK_SECONDS, LIVE_SECONDS = 0.2, 1.0
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 class RunFailed(Exception):
     """A run has ended before its end. The message says why."""
 
 
+def _named(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a call with other arguments than those of the function raise UserError."""
+
+    @functools.wraps(function)
+    def call(*values: P.args, **keys: P.kwargs) -> T:
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*values, **keys)
+        except TypeError as error:
+            names = ", ".join(signature.parameters)
+            raise UserError(f"areal.{function.__name__}: {error}: write NAME=VALUE, of {names}.") from None
+        return function(*values, **keys)
+
+    return call
+
+
+@_named
 def train(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -62,6 +86,7 @@ def train(
     return run
 
 
+@_named
 def start(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -92,10 +117,15 @@ def _start(settings: Settings, show: bool) -> LiveRun:
             run.serve_workflow(settings.workflow)
     except BaseException:
         run._stop()
+        if not (run.folder / "config.yaml").exists():  # the start was refused: no run has begun
+            shutil.rmtree(run.folder)
+            with contextlib.suppress(OSError):  # it has other runs
+                run.folder.parent.rmdir()
         raise
     return run
 
 
+@_named
 def join(folder: str | Path, patience: float = 10.0) -> LiveRun:
     """The run in a folder of this machine, which is in progress or over. patience: seconds to wait for it to begin.
     Raises UserError."""

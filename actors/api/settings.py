@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -10,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.api import rows
+from actors.api.function_pool import FunctionPool
 from areal.config import CONFIGS, EXTERNAL, Config, UserError, merged, overridden, read_values, validated, write_yaml
+from areal.data.sources import open_source
+from areal.rewards.first_call import check_calls
 from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
 from areal.storage.claim import check_room, claim
 from areal.storage.disk import replace
@@ -69,19 +74,27 @@ def settings_of(
             given[key] = str(value) if isinstance(value, Path) else value
     values = _values(config, given)
     own_rows = not isinstance(data, str | Path | None)
+    if own_rows and config is None and workflow is None and not any("reward" in key for key in given):
+        raise UserError("Rows of your own need a reward: reward=FUNCTION, or the name of one (docs/rewards.md).")
     if data is not None:
         values = _with_source(values, rows.FILE if own_rows else str(data))
     complete = _configured(values, given)
     if function is not None:
         bound_workflow(name_of(function), function, complete.rollout_manager.workflow_options)
     folder = complete.folder
-    check_room(folder, resume=False)
-    os.close(claim(folder))  # an earlier run of the name is moved
-    if own_rows:
-        file, has_answers = rows.write_rows(data, folder)
-        values = _with_source(values, str(file.absolute()), has_answers)
-        complete = _configured(values, given)
-        rows.check(complete)
+    with tempfile.TemporaryDirectory() as place:
+        if own_rows:
+            file, has_answers = rows.write_rows(data, Path(place))
+            complete = _configured(_with_source(values, str(file), has_answers), given)
+            rows.check(complete, file)
+        if functions:
+            row = open_source(complete.data, complete.seed).row(0)
+            check_calls(FunctionPool(functions, complete.reward), {n: f.groups for n, f in functions.items()}, row)
+        check_room(folder, resume=False)
+        os.close(claim(folder))  # an earlier run of the name is moved
+        if own_rows:
+            shutil.move(file, folder / rows.FILE)
+            complete = _configured(_with_source(values, str((folder / rows.FILE).absolute()), has_answers), given)
     replace(folder / FILE, write_yaml(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
     return Settings(complete, (folder / FILE).absolute(), functions, function)
 
@@ -128,6 +141,8 @@ def _values(config: Config | Mapping[str, Any] | str | Path | None, given: Mappi
             return config.model_dump(mode="json", exclude_unset=True)
         case Mapping():
             return dict(config)
+        case "quickstart":
+            raise UserError('config is a YAML file or its keys; the quickstart is a model: model="quickstart".')
         case str() | Path():
             return read_values(Path(config))
     raise UserError(f"config is of type {type(config).__name__}: give a Config, its keys, or the name of a YAML file.")

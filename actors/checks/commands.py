@@ -60,7 +60,10 @@ def declare(tools: RoomTools) -> None:
     add = tools._replace(room="actors.record").add("backup", "backup:backup", summary).add_argument
     add("folder", **RUN)
     add("copy", type=Path, metavar="COPY", help="a new folder; checkpoints are linked if it is on the same disk")
+    _declare_selftest(tools)
 
+
+def _declare_selftest(tools: RoomTools) -> None:
     summary = "check this machine, and with --config a run on it, before the first run (docs/gpu.md)"
     epilog = "Exit code 0: nothing failed. 1: something did; the table says what to do."
     add = tools.add("selftest", "commands:selftest", summary, epilog).add_argument
@@ -132,6 +135,6 @@ def selftest_part(options: Namespace) -> None:
     module, _, kind = PARTS[options.part].partition(":")
     config = None if options.part == "receiver" else Config.model_validate_json(options.path.read_bytes())
     if config and options.part == "trainer":
-        set_allocator(config.weights.transport)
+        set_allocator()
     make = getattr(import_module(module), kind)
     serve(make(config) if config else make())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.checks.row_checks import check_prompts, check_rows
-from areal.config import JUDGES, Config, EngineConfig, ScorerConfig, UserError, explain
+from areal.config import Config, EngineConfig, ScorerConfig, UserError, explain
 from areal.cpu.processor import lacks_bf16
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
@@ -126,11 +126,6 @@ def check_code(config: Config) -> None:
     """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
     for name in {**dict.fromkeys(config.own_rewards), **config.reward.options}:
         rewards.check(name, config.reward.options.get(name, {}))
-    for name in config.policy_judges:  # no reward actor looks at the values of their options
-        rewards.resolve(name, config.reward.options[name])
-    for name, scorer in config.scorers.items():
-        if scorer.kind in JUDGES:
-            check_judge(name, scorer)
     groups = config.rollout_manager.workflow == "multi_turn" and [*set(config.rewards) & set(config.reward.groups)]
     if groups:
         raise UserError(
@@ -178,12 +173,6 @@ def check_scorer(config: Config, name: str, model: Path, folder: Path | None) ->
             f"scorers.{name}.model, {model}, has another tokenizer than the model {folder}, whose tokens it is to "
             f"score: name a model with the same tokenizer."
         )
-
-
-def check_judge(name: str, scorer: ScorerConfig) -> None:
-    """Raises UserError if a scorer's options are not those of a judge."""
-    with explain(UserError, f"scorers.{name}.options: {{why}}"):
-        rewards.resolve(scorer.kind, scorer.judge_options)
 
 
 def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:

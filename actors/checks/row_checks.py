@@ -21,6 +21,7 @@ from areal.programs.code_rows import read_tests
 from areal.programs.code_tests import CodeTests
 from areal.result import RewardError
 from areal.rewards import math_answers
+from areal.rewards.first_call import check_own_rewards
 from areal.tokens import missing_character
 from areal.workflows.conversation import begin
 
@@ -39,8 +40,9 @@ FEW_ROWS = 512
 
 
 def check_rows(config: Config, source: PromptSource) -> None:
-    """Check answers and tests of some rows, as `check_answers` and `check_tests`."""
+    """Check answers and tests of some rows, as `check_answers` and `check_tests`, and rewards of the user's own."""
     check_answers(config, source)
+    check_own_rewards(config, source.row(0))
     if "code" in config.rewards and not config.rollout_manager.gives_rewards:
         check_tests(config, source)
 
@@ -67,14 +69,7 @@ def check_prompts(
         print(f"Note: {sentence}.", file=sys.stderr)
     longest = config.sampling.max_new_tokens
     limits_of_prompts = config.data.max_prompt_tokens, (config.generator.max_model_len or context or math.inf) - longest
-    last = min([max(lengths, default=0), *filter(None, limits_of_prompts)])
-    for name, room in rooms.items():
-        if last + longest >= room:
-            raise UserError(
-                f"scorers.{name} has room for {room} tokens, but a prompt of {last} and sampling.max_new_tokens="
-                f"{longest} need one more than {last + longest}: raise scorers.{name}.max_model_len, or lower "
-                f"data.max_prompt_tokens."
-            )
+    _check_rooms(rooms, min([max(lengths, default=0), *filter(None, limits_of_prompts)]), longest)
     if lengths and context and min(lengths) + longest > context:
         print(
             f"Note: the model has room for {context} tokens, so after prompts of {min(lengths)} or more tokens "
@@ -95,6 +90,17 @@ def check_prompts(
             print(
                 f"Note: {len(over)} of {len(lengths)} prompts are longer than {name}, {limit}; they {fate}.",
                 file=sys.stderr,
+            )
+
+
+def _check_rooms(rooms: Mapping[str, int], prompt: float, completion: int) -> None:
+    """Raises UserError if a scorer has no room for a prompt and a completion of so many tokens."""
+    for name, room in rooms.items():
+        if prompt + completion >= room:
+            raise UserError(
+                f"scorers.{name} has room for {room} tokens, but a prompt of {prompt} and sampling.max_new_tokens="
+                f"{completion} need one more than {prompt + completion}: raise scorers.{name}.max_model_len, or lower "
+                f"data.max_prompt_tokens."
             )
 
 

@@ -67,7 +67,7 @@ class Progress:
     @property
     def _needed(self) -> dict[str, str]:
         """The rewards and scorers of the run, and the roles that serve them."""
-        rewards = self._state.reward_names - {*self._config.policy_judges}
+        rewards = self._state.reward_names - {*self._config.judges}
         return dict.fromkeys(rewards, "reward") | self._scorers
 
     def _served(self) -> set[str]:

@@ -62,7 +62,7 @@ class RolloutRequests(HandlesRequests):
     async def add_reward(self, request: Request[AddReward]) -> Done:
         name, weight = request.message.name, request.message.weight
         served = {name for m in self._run.state.members.values() if m.role == "reward" for name in m.serves}
-        if name not in served | self._run.state.reward_names | {*self._run.config.policy_judges}:
+        if name not in served | self._run.state.reward_names | {*self._run.config.judges}:
             names = ", ".join(sorted(served)) or "none"
             raise RefusedError(f"no actor serves {name!r} (served: {names}): start one, --role reward --reward {name}")
         prompt = self._run.ledger.next_prompt

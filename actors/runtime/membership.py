@@ -310,7 +310,7 @@ class Membership:
                 self.spawn(self._heartbeat(), "heartbeat")
                 self.spawn(self._look_at_works(), "works")
                 self.spawn(self._drain_when_told(), "drain")
-                self.spawn(_raise_from(self._crash), "crash")
+                self.spawn(asyncio.wait_for(self._crash, None), "crash")
                 self.spawn(self._work(), self.kind.role)
                 raise _Stopped(await self.stopped)  # the task group cancels everything else
         except BaseExceptionGroup as group:
@@ -483,7 +483,3 @@ async def ask_once(network: Network, master: str, message: Message, patience: fl
         return await first_answer(bus, master, message, patience)
     finally:
         await bus.close()
-
-
-async def _raise_from(future: asyncio.Future[Any]) -> None:
-    await future

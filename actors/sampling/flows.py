@@ -229,16 +229,14 @@ class Flows(Generic[R]):
             self._emptied.notify()
 
     def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, JobFunction[R]]) -> None:
-        """Begin jobs on a flow, by their numbers. Those that are already running are not begun again. Raises
-        StreamBrokenError if the flow is not open, BusyError if it has too many jobs."""
+        """Begin jobs on a flow, by their numbers, each of them new. Raises StreamBrokenError if the flow is not open,
+        BusyError if it has too many jobs."""
         served = self._open.get((request.owner, flow))
         if served is None:
             raise StreamBrokenError(f"flow {flow} of {request.sender} is not open")
         if len(served.jobs) + len(jobs) > MAX_JOBS:
             raise BusyError(f"{len(served.jobs)} jobs of {request.sender} are running already")
         for job, work in jobs.items():
-            if job in served.jobs:
-                continue
             served.jobs[job] = task = self._spawn(_run_job(served, job, work), f"job {job} of {request.sender}")
             # Not in the task itself: a task that is cancelled before its first step never runs.
             task.add_done_callback(functools.partial(self._remove_job, served, job))
@@ -255,7 +253,7 @@ class Flows(Generic[R]):
         await self._emptied.until(lambda: not any(served.jobs or served.results for served in self._open.values()))
 
     def _remove_job(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
-        del served.jobs[job]
+        served.jobs.pop(job, None)
         self._emptied.notify()
 
     async def _next_part(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:

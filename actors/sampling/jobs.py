@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Literal
 
@@ -110,7 +110,7 @@ class RoutedGenerators:
         target, call.target = call.target, None
         if target is None:
             await self._router.avoid(generator, error)
-        elif not self._router.knows(target):
+        elif target.identity not in self._router.directory.members:
             target = None
         if call.sample.home is generator:
             call.sample.home = target
@@ -194,8 +194,7 @@ class TokensJob(Job):
 class RoutedRewards:
     """The reward actors and the scorers of the run. awaited: the rewards for whose actors a sample waits without a
     deadline, as it does for any scorer. on_refusal: called with the cause and the reason if a job is refused for the
-    first time. scorers: their names; those of reward models are also names of rewards. judges: the rewards that the
-    policy gives."""
+    first time. scorers: those that give rewards, by the reward's name. judges: the rewards that the policy gives."""
 
     def __init__(
         self,
@@ -204,7 +203,7 @@ class RoutedRewards:
         config: RewardConfig,
         awaited: Set[str],
         on_refusal: Callable[[Cause, str], None],
-        scorers: Collection[str] = (),
+        scorers: Mapping[str, str] | None = None,
         judges: PolicyJudges | None = None,
     ) -> None:
         self._router = router
@@ -212,7 +211,7 @@ class RoutedRewards:
         self._config = config
         self._awaited = awaited
         self._on_refusal = on_refusal
-        self._scorers = scorers
+        self._scorers = scorers or {}
         self._judges = judges
         self._quarantine = Quarantine(config.quarantine_after)
 
@@ -223,8 +222,8 @@ class RoutedRewards:
         if self._judges and name in self._judges:
             judged = partial(self._judges.score, name, prompt, completions, row)
             return await score_with_retries(name, self._config.retries, judged, self._on_refusal)
-        role: ScoringRole = "scorer" if name in self._scorers else "reward"
-        results: list[Result] = await self._do(ScoreJob(name, prompt, completions, row, tokens), role, name)
+        job, scorer = ScoreJob(name, prompt, completions, row, tokens), self._scorers.get(name)
+        results: list[Result] = await (self._do(job, "scorer", scorer) if scorer else self._do(job, "reward", name))
         return results
 
     async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:

@@ -1,4 +1,4 @@
-"""The policy as a judge of completions: the rewards `judge` and `group_judge` with `url: policy`.
+"""The policy as a judge of completions: rewards with `url: policy`.
 
 Whoever samples asks the run's generators, at the version that they have. What they answer is not trained.
 """
@@ -35,10 +35,10 @@ class PolicyJudges:
         judge = self._judges[name]
         return judge.results(await judge.call(prompt, completions, row), completions)
 
-    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int]:
-        """The policy's answer, and how many tokens it and the prompt have. Raises SampleFailed."""
+    async def _answer(self, sampling: SamplingConfig, text: str) -> tuple[str, int, bool]:
+        """As areal.rewards.judge.Answer. Raises SampleFailed."""
         talk = Conversation(self._tokenizer)
         prompt = np.asarray(talk.prompt([user(text)]), np.int32)
         sample = SampleState(sampling, min_version=0, home=None, slot=None, on_start=lambda version: None)
         sampled = await self._generators.sample(Call(sample, prompt, sampling.max_new_tokens, None))
-        return talk.text(sampled), len(prompt) + len(sampled.tokens)
+        return talk.text(sampled), len(prompt) + len(sampled.tokens), sampled.finish == "length"

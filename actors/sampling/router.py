@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import structlog
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from areal.generation.routing import GeneratorLoad, fullness
-from protocols.errors import BusError, BusyError, RefusedError
+from protocols.errors import BusError, BusyError, ConnectionLostError, RefusedError
 from protocols.messages import Member
 from protocols.transport import STREAM_SILENCE_SECONDS
 
@@ -50,12 +50,16 @@ class Router:
     reported, as the master passes it on.
     """
 
-    def __init__(self, directory: Directory, role: str, index: int, most: int) -> None:
-        """role, index: of this actor. most: the limit of a generator that has reported none."""
+    def __init__(
+        self, directory: Directory, role: str, index: int, most: int, on_lost: Callable[[Member], None]
+    ) -> None:
+        """role, index: of this actor. most: the limit of a generator that has reported none. on_lost: called when the
+        connection to an actor is lost for the first time."""
         self.directory = directory
         self._role = role
         self._index = index
         self._most = most
+        self._on_lost = on_lost
         self.requests: Counter[str] = Counter()
         self.room = Notifier()
         self.loads: dict[str, GeneratorLoad] = {}
@@ -66,7 +70,6 @@ class Router:
 
         serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
         """
-
         candidates = await self.directory.until(
             lambda: [m for m in self.directory.with_role(role) if serves in (None, *m.serves)]
         )
@@ -81,10 +84,6 @@ class Router:
             return held_back, self._seconds_avoided(m), self._load_of(m, askers, min_version)
 
         return min(candidates, key=cost)
-
-    def knows(self, member: Member) -> bool:
-        """True if the member is still in the run."""
-        return member.identity in self.directory.members
 
     @property
     def askers(self) -> int:
@@ -167,6 +166,8 @@ class Router:
             self._avoid[identity] = _Avoided(now + AVOID_SECONDS, AVOID_SECONDS, lost, listed.get(identity))
             if lost:
                 log.warning("others get its work until it answers again", actor=identity, error=str(error))
+            if isinstance(error, ConnectionLostError):
+                self._on_lost(member)
         elif before.tried or before.until <= now:  # not one of those that have failed together
             seconds = min(2 * before.seconds, AVOID_MOST_SECONDS)
             self._avoid[identity] = _Avoided(now + seconds, seconds, lost, listed.get(identity))

@@ -25,7 +25,7 @@ from areal.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
 from areal.workflows.parsers import Parsers
 from protocols.errors import text_of
-from protocols.messages import Cause, Done, ScoringFailed, Work
+from protocols.messages import Cause, ConnectionLost, Done, Member, ScoringFailed, Work
 
 log = structlog.get_logger()
 
@@ -65,7 +65,8 @@ class Sampler(Actor):
         self._source = source
         self._workflow = workflow
         self._causes: set[Cause] = set()  # of failures that were reported
-        self._routes = member.directory, self.role, member.index or 0, config.generator.max_concurrent_rollouts
+        limit = config.generator.max_concurrent_rollouts
+        self._routes = member.directory, self.role, member.index or 0, limit, self._report_lost
         self._router = Router(*self._routes)
         self._servers = Servers(member.bus, member.spawn)
         self.awaited_rewards = {*config.rewards}  # those of the run, which have an actor sooner or later
@@ -76,7 +77,7 @@ class Sampler(Actor):
             config.reward,
             self.awaited_rewards,
             self.report_failure,
-            config.scorers,
+            config.reward_scorers,
             PolicyJudges(config, generators, tokenizer),
         )
         self.services = Services(
@@ -110,6 +111,10 @@ class Sampler(Actor):
             self.member.spawn(
                 self.member.ask_master(ScoringFailed(cause=cause, reason=text_of(reason)), Done), "report failure"
             )
+
+    def _report_lost(self, actor: Member) -> None:
+        """Report to the master that this actor cannot reach another one."""
+        self.member.spawn(self.member.ask_master(ConnectionLost(identity=actor.identity), Done), "report lost")
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails

@@ -129,11 +129,9 @@ class SampleStore(HandlesRequests):
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., Any], *arguments: Any) -> Any:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
-        try:
+        with explain(TimeoutError, "the trainer waits for its disk", BusyError):
             async with parked(request):
                 return await self._on_disk("the spool", use, *arguments)
-        except TimeoutError:
-            raise BusyError("the trainer waits for its disk") from None
 
     async def _report_ready(self, group: Group | None) -> None:
         """Report a group that is complete to the master, and drop it if the master does not accept it."""

@@ -10,6 +10,7 @@ import structlog
 from actors.runtime.actor import HandlesRequests, handles, parked
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Beat
+from areal.config import explain
 from protocols.errors import BusError, BusyError
 from protocols.messages import Done, Member, TakeDevices, YieldDevices
 from protocols.transport import Request, ask_until
@@ -37,13 +38,11 @@ class Turns(HandlesRequests):
 
     @handles(TakeDevices)
     async def give_devices(self, request: Request[TakeDevices]) -> Done:
-        try:
+        with explain(TimeoutError, "the trainer computes on these devices", BusyError):
             async with parked(request):
                 await self._beat()  # fails if another trainer, to which the devices may belong, has this one's place
                 # Only generators in the directory are asked to yield.
                 await self._directory.until(lambda: not self._mine and request.sender in self._directory.members)
-        except TimeoutError:
-            raise BusyError("the trainer computes on these devices") from None
         return Done()
 
     async def _ask_to_yield(self, generator: Member) -> None:

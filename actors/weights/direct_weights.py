@@ -31,7 +31,6 @@ from areal.config import Config, UserError
 from areal.devices import visible_devices
 from areal.generation.engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
-from protocols.addresses import host_of, is_loopback
 from protocols.errors import BusError, RefusedError, StreamBrokenError
 from protocols.messages import Done, Message, Policy, SendWeights, TransferCall, TransferDone
 from protocols.transport import Bus, Request
@@ -54,14 +53,8 @@ async def load_transport(config: Config) -> None:
 
 def check_transport(config: Config) -> None:
     """Raises UserError if the trainer, on this machine, cannot send by `weights.transport`."""
-    backend = config.weights.backend
-    if backend == "nccl" and not visible_devices():
+    if config.weights.transport == "nccl" and not visible_devices():
         raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
-    if backend == "ipc" and not (len(visible_devices()) == 1 and is_loopback(host_of(config.master.address))):
-        raise UserError(
-            "weights.transport=ipc needs a trainer and a generator that share one GPU of one machine: set it to nccl "
-            "or folder."
-        )
 
 
 class DirectSender(HandlesRequests):

@@ -39,10 +39,8 @@ def check_settings(config: GeneratorConfig, transfer: str | None) -> None:
             f"generator.engine_options.data_parallel_size is {ranks}, but vLLM's data-parallel ranks cannot exchange "
             f"tokens on a CPU: leave it out, and raise generator.count."
         )
-    if transfer in ("nccl", "ipc"):
-        raise UserError(
-            f"weights.transport={transfer} needs GPUs, and this machine has none: set it to folder or stream."
-        )
+    if transfer == "nccl":
+        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
 
 
 def check_libraries() -> None:

@@ -37,12 +37,12 @@ Suspect = tuple[int, str]
 """Step and id of a trained group."""
 
 
-def run(options: Namespace) -> int:
+def run(record: Record, options: Namespace) -> int:
     """`areal replay --bisect`."""
     if options.overrides or any((options.sweep, options.without, options.until, options.output)):
         raise UserError("--bisect searches in a run as it was trained: leave out the other options.")
     set_allocator()
-    record, console = Record(options.run), terminal(160)
+    console = terminal(160)
     start_ranks(record.config, console)
     result = search(record, condition_of(options.bisect))
     _print(record, result, console)

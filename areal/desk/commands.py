@@ -68,6 +68,8 @@ def _declare_planning(tools: RoomTools) -> None:
     add = tools.add(
         "config", "settings_list:print_keys", "list the keys of the configuration, their values and meaning"
     ).add_argument
+    schema = "print the JSON schema of a configuration, by which editors complete YAML"
+    add("--schema", action="store_true", help=schema)
     add("words", nargs="*", metavar="WORD", help="only keys with these words, such as trainer.lora or staleness")
 
     add = tools.add(
@@ -120,8 +122,9 @@ def replay(options: Namespace) -> int:
     from areal.storage.disk import within
 
     within(options.run / FOLDER, options.run)
-    announce_code(options.run, Record(options.run).config.model_dump(mode="json"), options.trust)
-    return bisection.run(options) if options.bisect else run(options)
+    record = Record(options.run)
+    announce_code(options.run, record.config.model_dump(mode="json"), options.trust)
+    return bisection.run(record, options) if options.bisect else run(record, options)
 
 
 def report(options: Namespace) -> None:

@@ -153,18 +153,11 @@ class Replay:
         return json.dumps(settings)
 
 
-def run(options: Namespace) -> int:
+def run(record: Record, options: Namespace) -> int:
     """`areal replay`."""
     set_allocator()
-    replays = plan(
-        Record(options.run),
-        options.overrides,
-        options.sweep,
-        options.steps,
-        options.output,
-        options.without,
-        options.until,
-    )
+    settings = options.overrides, options.sweep, options.steps, options.output, options.without, options.until
+    replays = plan(record, *settings)
     return 0 if replay(replays, terminal(160)) else 1
 
 

@@ -33,6 +33,8 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def print_keys(options: Namespace) -> None:
     """`areal config`: the keys with all words in their names or descriptions, their values and meaning."""
+    if options.schema:
+        return print(json.dumps(Config.model_json_schema(), indent=2))
     words = [word.lower() for word in options.words]
     table = Table("key", "value", "meaning", box=None, pad_edge=False)
     for key, field in keys_of(Config):

@@ -114,9 +114,7 @@ class PolicyWorker:
                 _prepare_reload(self.model_runner.get_model())
                 self.start_weight_update()  # type: ignore[attr-defined]
             elif call == "update_weights":
-                from areal.weights.transfer import with_handles
-
-                self.update_weights(with_handles(info))  # type: ignore[attr-defined]
+                self.update_weights(info)  # type: ignore[attr-defined]
             else:
                 self.finish_weight_update()  # type: ignore[attr-defined]
                 _finish_reload(self.model_runner.get_model())

@@ -10,6 +10,7 @@ import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from areal.config import UserError
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
 from areal.record import Record
 from areal.run_files import ROLLOUTS
@@ -92,10 +94,8 @@ class Digests:
             # The early level first, then the newest steps: what lies between takes long in a long run.
             path = new.pop(0 if len(self._steps) < EARLY else -1)
             self._read.add(path)
-            try:
+            with suppress(UserError):  # such as of one that was just removed to make room
                 self._steps += digest(path)
-            except (OSError, pa.ArrowException):
-                continue  # such as one that was just removed to make room
             if time.monotonic() > end:
                 break
         self._steps.sort(key=attrgetter("step"))
@@ -109,7 +109,7 @@ def _rewards(config: Mapping[str, Any]) -> list[Any]:
 
 
 def digest(path: Path) -> list[Digest]:
-    """The digests of the steps in a file. Raises OSError or pa.ArrowException if it cannot be read."""
+    """The digests of the steps in a file. Raises UserError if it cannot be read."""
     with opened(path) as file:
         all_rows = _trained_rows(file.read(["step", "group", "prompt_index", "sample", "reward"]))
         numbers = range(file.num_row_groups)

@@ -23,13 +23,13 @@ A reward of groups scores all completions of a prompt at once, and returns a res
 It is a function with these parameters, or a class with a method `group_score`.
 
 The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `path/to/file.py:object`, or the name of
-an entry point in the group `areal.rewards` of an installed package.
+an entry point in the group `areal.rewards` of an installed package. `judge/strict` is `judge` with options of its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ from areal.data import addition, reasoning_tasks
 from areal.programs.code_tests import CodeTests
 from areal.result import Result, RewardError, as_result, as_results
 from areal.rewards import math_answers, verl_rewards
-from areal.rewards.judge import GroupJudge, Judge, ModelJudge
+from areal.rewards.judge import GroupJudge, Judge
 from areal.rewards.reward_model import RewardModel
 
 C = TypeVar("C", bound=ScoringConfig)
@@ -120,12 +120,12 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 
 
 def judge_by(
-    answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int]]], name: str, options: Mapping[str, Any]
+    answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int, bool]]], name: str, options: Mapping[str, Any]
 ) -> RewardFunction:
-    """The judge called `name`, one of JUDGES, with `url: policy`. answer: asks its model with a text, and returns the
-    answer and how many tokens both have. Raises UserError."""
-    kind: Any = check(name, options)
-    judge: ModelJudge = _make(name, kind, options)
+    """The judge called `name`, whose model is in a run. answer: what that answers to a text, as
+    areal.rewards.judge.Answer. Raises UserError."""
+    kind: Any = find(name)
+    judge: Judge = _make(name, kind, options)
     judge.answer = partial(answer, judge.sampling)
     return of_object(name, judge)
 
@@ -133,9 +133,8 @@ def judge_by(
 def with_groups(config: C) -> C:
     """`config` whose `reward.groups` has those of the rewards that it serves which score all completions of a group at
     once. Raises UserError."""
-    kinds = {name: find(name) for name in [*config.own_rewards, *config.policy_judges]}
+    kinds = {name: find(name) for name in [*config.own_rewards, *config.judges]}
     groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
-    groups += config.group_scorers
     groups += [name for name in config.reward.groups if name not in {*kinds, *groups}]
     return config.model_copy(update={"reward": config.reward.model_copy(update={"groups": groups})})
 
@@ -153,17 +152,19 @@ def check_groups(rewards: Mapping[str, Traits], config: RewardConfig) -> None:
 
 def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
     """The function or class called `name`. Raises UserError if it cannot be called, or instantiated with `options`."""
-    target = find(name)
+    target: Any = find(name)
     is_class = inspect.isclass(target)
     if options and not is_class:
         raise UserError(f"reward {name!r} has options (reward.options, key=value), but is a function: make it a class")
     if is_class:
         with explain(
             TypeError,
-            f"reward {name!r}: {{why}}: its options are {_names(options)}; correct them in reward.options, or "
-            f"give them to its actor as key=value",
+            f"reward {name!r}: {{why}}: its options are {_names(_parameters(target))}; correct them in reward.options, "
+            f"or give them to its actor as key=value",
         ):
             inspect.signature(target).bind(**options)
+        if issubclass(target, Judge):  # which needs nothing but its options
+            _make(name, target, options)
     return target
 
 
@@ -228,10 +229,10 @@ def _takes_groups(parameters: Mapping[str, Any]) -> bool:
 
 
 def _find(name: str) -> Any:
-    if name in BUILT_IN:
-        return BUILT_IN[name]
     if ":" in name:
         return plugins.load(name, "reward")
+    if built_in := BUILT_IN.get(name.partition("/")[0]):
+        return built_in
     installed = {point.name: point for point in entry_points(group=GROUP)}
     if name not in installed:
         raise UserError(
@@ -242,12 +243,15 @@ def _find(name: str) -> Any:
 
 
 def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
+    if issubclass(kind, Judge):
+        with explain(UserError, f"reward {name!r}: {{why}}"):
+            return kind(**options)
     # The user's own code may raise anything.
     with explain(Exception, f"reward {name!r} could not be made with the options {_names(options)}: {{why}}"):
         return kind(**options)
 
 
-def _names(options: Mapping[str, Any]) -> str:
+def _names(options: Iterable[str]) -> str:
     """Without the values, one of which may be a secret."""
     return ", ".join(options) or "none"
 

@@ -1,9 +1,9 @@
-"""The rewards `judge` and `group_judge`: a model behind an OpenAI-compatible address, or the policy itself, reads a
-completion, or those of a group, and a rule reads its verdict.
+"""The rewards `judge` and `group_judge`: a model reads a completion, or those of a group, and a rule reads its verdict.
 
-They are async rewards, so a reward actor asks for `reward.concurrent_calls` verdicts at once. The policy is asked by
-the actors that sample (actors.sampling.policy_judges). A verdict that the rule cannot read, and an address that does
-not answer, is a failed sample, never a score.
+Its address (`url`) is that of any server that speaks OpenAI's protocol, which a reward actor asks, for
+`reward.concurrent_calls` verdicts at once; or it is the policy, which the actors that sample ask
+(actors.sampling.policy_judges); or one of the run's scorers, which asks itself (actors.scorer). A verdict that the rule
+cannot read, and an address that does not answer, is a failed sample, never a score.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jinja2
-from pydantic import ValidationError
+from pydantic import Field
 
-from areal.config import POLICY, SamplingConfig, UserError, explain
+from areal.config import SamplingConfig, Section, UserError, explain, is_in_run, validated
 from areal.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
@@ -52,10 +52,54 @@ _LIST = re.compile(r"\[[^\[\]]*\]")
 # In 8/10 or "8 out of 10" the first number is the verdict.
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?")
 V = TypeVar("V")
-Answer = Callable[[str], Awaitable[tuple[str, int]]]
-"""A model's answer to a text, and how many tokens both have. Raises RewardError."""
+Answer = Callable[[str], Awaitable[tuple[str, int, bool]]]
+"""A model's answer to a text, how many tokens both have, and whether it was cut at `max_tokens`. Raises RewardError."""
 # For an address that asks for no key.
 _NO_KEY = "none"
+
+
+class JudgeOptions(Section):
+    """url, model: where the judge is (such as http://host:8000/v1), and its name there; or url: policy, the policy of
+    the run; or url: scorer:NAME, one of its `scorers`. template: Jinja. samples: judgements, whose mean is the score.
+    sampling: further arguments of the request, such as {temperature: 0.5}; in a run, keys of `sampling`. retries: of a
+    request, on top of `reward.retries`. api_key: by default that in OPENAI_API_KEY."""
+
+    url: str
+    model: str = ""
+    template: str = ""
+    samples: int = Field(1, ge=1)
+    max_tokens: int = Field(1024, ge=1)
+    sampling: dict[str, Any] = {}
+    retries: int = Field(3, ge=0)
+    api_key: str | None = None
+
+    def conflicts(self) -> Iterator[str]:
+        if not (is_in_run(self.url) or self.url.startswith("http")):
+            yield f"its url, {self.url!r}, is neither http://ADDRESS nor policy nor scorer:NAME: correct it"
+        if not (self.model or is_in_run(self.url)):
+            yield "it names no model: add model=NAME"
+        try:
+            jinja2.Environment().parse(self.template)
+        except jinja2.TemplateSyntaxError as error:
+            yield f"its template is not a Jinja template ({error}): correct it"
+
+
+class VerdictOptions(JudgeOptions):
+    """verdict: how the model's text is read. "number": the last one in it, from `low` to `high`, which become 0 and 1.
+    "choice": the last of the words in `choices`, each with its score. "json": `field` of the last JSON object, from
+    `low` to `high`."""
+
+    max_tokens: int = Field(512, ge=1)
+    verdict: Literal["number", "choice", "json"] = "number"
+    low: float = 0.0
+    high: float = 10.0
+    choices: dict[str, float] = {}
+    field: str = "score"
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if (self.verdict == "choice") != bool(self.choices) or not self.low < self.high:
+            yield "choices belong to verdict=choice, and low is below high: correct them"
 
 
 def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
@@ -66,104 +110,75 @@ def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
 
 
-async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str) -> tuple[str, int]:
+async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
     """As an Answer. request: the arguments of the request besides the text."""
     from openai import OpenAIError
 
     messages: Any = [{"role": "user", "content": text}]
     with explain(OpenAIError, f"the judge at {client.base_url} did not answer: {{why}}", RewardError):
         answer = await client.chat.completions.create(messages=messages, **request)
-    content = (answer.choices[0].message.content if answer.choices else None) or ""
-    return content, answer.usage.total_tokens if answer.usage else 0
+    tokens = answer.usage.total_tokens if answer.usage else 0
+    if not answer.choices:
+        return "", tokens, False
+    choice = answer.choices[0]
+    return choice.message.content or "", tokens, choice.finish_reason == "length"
 
 
-async def _no_policy(text: str) -> tuple[str, int]:
-    raise RewardError("the judge is the policy (url: policy), which only a run has")
+async def _no_run(text: str) -> tuple[str, int, bool]:
+    raise RewardError("the judge is the policy or a scorer, which only a run has")
 
 
-class ModelJudge:
-    """A model that is asked with a text made of a template. `answer`: that of the model; where the model is the policy,
-    whoever has it sets this, and samples as `sampling` says. Raises UserError."""
+class Judge:
+    """Asks a model with a text made of `template`, of `prompt`, `completion` and `row`. `answer`: that of the model;
+    whoever has a model in a run sets it, and samples as `sampling` says."""
 
     deterministic = False
-    sampling: SamplingConfig
+    kind: type[JudgeOptions] = VerdictOptions
+    template = TEMPLATE
 
-    def __init__(
-        self, reward: str, url: str, model: str, template: str, samples: int, max_tokens: int,
-        sampling: Mapping[str, Any] | None, retries: int, api_key: str | None,
-    ) -> None:  # fmt: skip
-        if samples < 1:
-            raise UserError(f"the options of reward {reward} do not fit: samples is at least 1")
-        if not model and url != POLICY:
-            raise UserError(f"reward {reward} names no model: add model=NAME to its options")
-        with explain(
-            jinja2.TemplateSyntaxError, f"the template of reward {reward} is not a Jinja template ({{why}}): correct it"
-        ):
-            self._template = jinja2.Environment().from_string(template)
-        self._samples = samples
-        self.answer: Answer = _no_policy
-        if url != POLICY:
-            request = {"model": model, "max_tokens": max_tokens, **(sampling or {})}
-            self.answer = partial(_ask_server, client_of(url, api_key, retries), request)
-            return
-        try:
-            self.sampling = SamplingConfig.model_validate({"max_new_tokens": max_tokens, **(sampling or {})})
-        except ValidationError as error:
-            key, why = error.errors()[0]["loc"], error.errors()[0]["msg"]
-            raise UserError(
-                f"the options of reward {reward} do not fit the policy: {'.'.join(map(str, key))} in sampling: {why}"
-            ) from None
+    def __init__(self, **options: Any) -> None:
+        """options: as `kind` says. Raises UserError."""
+        self.options: Any = validated(options, "its options", self.kind)
+        self._template = jinja2.Environment().from_string(self.options.template or self.template)
+        self.answer: Answer = _no_run
+        sampling = self.options.sampling
+        if is_in_run(self.options.url):
+            sampling = {"max_new_tokens": self.options.max_tokens, **sampling}
+            self.sampling = validated(sampling, "its option sampling", SamplingConfig)
+            if self.sampling.stop:  # that of a sample ends the turns of a workflow
+                raise UserError("stop ends no answer of a judge: leave it out of its option sampling")
+        else:
+            client = client_of(self.options.url, self.options.api_key, self.options.retries)
+            request = {"model": self.options.model, "max_tokens": self.options.max_tokens, **sampling}
+            self.answer = partial(_ask_server, client, request)
+
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Result:
+        """The mean verdict, and as the part `tokens` what all judgements cost, in and out. Raises RewardError."""
+        read = {"number": self._number, "choice": self._choice, "json": self._json}[self.options.verdict]
+        values = {"prompt": prompt, "completion": completion, "row": row}
+        answers = await asyncio.gather(*(self._ask(read, **values) for _ in range(self.options.samples)))
+        return Result(fmean(score for score, _ in answers), {"tokens": float(sum(tokens for _, tokens in answers))})
 
     async def _ask(self, read: Callable[[str], V | None], **values: Any) -> tuple[V, int]:
         """What `read` makes of the model's answer, and how many tokens both have. Raises RewardError."""
         # An expression in a template may raise anything.
         with explain(Exception, "the judge's template cannot be rendered: {why}", RewardError):
             text = self._template.render(**values)
-        content, tokens = await self.answer(text)
+        content, tokens, is_cut = await self.answer(text)
+        if is_cut:  # numbers on the way to a verdict would be read as one
+            raise RewardError(f"the judge's answer was cut at its max_tokens, {self.options.max_tokens}: raise them")
         if (verdict := read(content)) is None:
             raise RewardError(f"the judge's answer has no verdict: {content[-200:]!r}")
         return verdict, tokens
-
-
-class Judge(ModelJudge):
-    """url, model: where the judge is (such as http://host:8000/v1), and its name there; or url: policy, the
-    policy of the run. template: Jinja, of `prompt`, `completion` and `row`. verdict: how its text is read. "number":
-    the last one in it, from `low` to `high`, which become 0 and 1. "choice": the last of the words in `choices`, each
-    with its score. "json": `field` of the last JSON object, from `low` to `high`. samples: judgements of a completion,
-    whose mean is the score. sampling: further arguments of the request, such as {temperature: 0.5}. retries: of a
-    request, on top of `reward.retries`. api_key: by default that in OPENAI_API_KEY."""
-
-    def __init__(
-        self, url: str, model: str = "", template: str = TEMPLATE,
-        verdict: Literal["number", "choice", "json"] = "number", low: float = 0.0, high: float = 10.0,
-        choices: Mapping[str, float] | None = None, field: str = "score", samples: int = 1, max_tokens: int = 512,
-        sampling: Mapping[str, Any] | None = None, retries: int = 3, api_key: str | None = None,
-    ) -> None:  # fmt: skip
-        """Raises UserError."""
-        rules = {"number": self._number, "choice": self._choice, "json": self._json}
-        if verdict not in rules or (verdict == "choice") != bool(choices) or not low < high:
-            raise UserError(
-                "the options of reward judge do not fit: verdict is number, choice or json; choices belong to choice; "
-                "low is below high"
-            )
-        super().__init__("judge", url, model, template, samples, max_tokens, sampling, retries, api_key)
-        self._read = rules[verdict]
-        self._low, self._high, self._choices, self._field = low, high, dict(choices or {}), field
-
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Result:
-        """The mean verdict, and as the part `tokens` what all judgements cost, in and out. Raises RewardError."""
-        values = {"prompt": prompt, "completion": completion, "row": row}
-        answers = await asyncio.gather(*(self._ask(self._read, **values) for _ in range(self._samples)))
-        return Result(fmean(score for score, _ in answers), {"tokens": float(sum(tokens for _, tokens in answers))})
 
     def _number(self, text: str) -> float | None:
         numbers = _NUMBER.findall(text)
         return self._scaled(float(numbers[-1])) if numbers else None
 
     def _choice(self, text: str) -> float | None:
-        words = "|".join(sorted(map(re.escape, self._choices), key=len, reverse=True))
+        words = "|".join(sorted(map(re.escape, self.options.choices), key=len, reverse=True))
         choices = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text)
-        return float(self._choices[choices[-1]]) if choices else None
+        return float(self.options.choices[choices[-1]]) if choices else None
 
     def _json(self, text: str) -> float | None:
         """The last object that can be read, from each brace on."""
@@ -173,42 +188,32 @@ class Judge(ModelJudge):
                 verdict, _ = decoder.raw_decode(text[brace.start() :])
             except ValueError:
                 continue
-            value = verdict.get(self._field, value)
+            value = verdict.get(self.options.field, value)
         return None if value is None else self._scaled(as_score(value))
 
     def _scaled(self, value: float) -> float | None:
         """A verdict from `low` to `high` as a score from 0 to 1; None for another one."""
-        return (value - self._low) / (self._high - self._low) if self._low <= value <= self._high else None
+        low, high = self.options.low, self.options.high
+        return (value - low) / (high - low) if low <= value <= high else None
 
 
-class GroupJudge(ModelJudge):
+class GroupJudge(Judge):
     """Ranks the completions of a group: the best gets 1, the worst 0, the only one 0.5. template: of `prompt`,
-    `completions` and `row`; the verdict is the last list of all their numbers, the best first. samples: rankings, of
-    which each begins with another completion, and which count alike. The others are those of Judge."""
+    `completions` and `row`. The verdict is the last list of all their numbers, the best first. Of several samples each
+    begins with another completion."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str = "",
-        template: str = GROUP_TEMPLATE,
-        samples: int = 1,
-        max_tokens: int = 1024,
-        sampling: Mapping[str, Any] | None = None,
-        retries: int = 3,
-        api_key: str | None = None,
-    ) -> None:
-        """Raises UserError."""
-        super().__init__("group_judge", url, model, template, samples, max_tokens, sampling, retries, api_key)
+    kind = JudgeOptions
+    template = GROUP_TEMPLATE
 
     async def group_score(
         self, prompt: str, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> list[Result]:
         """The mean of each completion's scores, and as the part `tokens` its share of what was read and written. Raises
         RewardError."""
-        count = len(completions)
+        count, samples = len(completions), self.options.samples
         if count == 1:
             return [Result(0.5, {})]
-        firsts = [sample * count // self._samples for sample in range(self._samples)]
+        firsts = [sample * count // samples for sample in range(samples)]
         answers = await asyncio.gather(
             *(
                 self._ask(_ranking_of(count), prompt=prompt, completions=_turned(completions, first), row=rows[0])

@@ -150,11 +150,8 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
         logprobs[places] = logps.detach()
     exact = _backward_alone(exact_model, flat, weights)
     gap = float((logprobs - exact).abs().sum() / (len(exact) - len(flat.lengths)))
-    pairs = [
-        (parameter.grad, reference.grad)
-        for parameter, reference in zip(model.parameters(), exact_model.parameters(), strict=True)
-        if parameter.grad is not None and reference.grad is not None
-    ]
+    parameters = zip(model.parameters(), exact_model.parameters(), strict=True)
+    pairs = [(p.grad, q.grad) for p, q in parameters if p.grad is not None and q.grad is not None]
     share = share_of_error(*zip(*pairs, strict=True))
     holds = "a prefix tree" if apart[:1] == [True] else "several sequences" if apart else "one sequence"
     return judged(

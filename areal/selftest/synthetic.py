@@ -59,9 +59,8 @@ def tiny_runs(model: Path, dtype: str, gpus: int) -> dict[str, Config]:
     parallel = 2 if gpus > 2 else 1
     ranks = max(1, gpus - parallel)
     trainer = {"ranks": ranks, "zero_stage": 3 if ranks > 1 else 0}
-    apart = tiny_config(
-        model, dtype, "nccl" if gpus > 1 else "ipc", trainer=trainer, generator={"tensor_parallel": parallel}
-    )
+    transport = "nccl" if gpus > 1 else "folder"  # NCCL refuses two ranks on one GPU
+    apart = tiny_config(model, dtype, transport, trainer=trainer, generator={"tensor_parallel": parallel})
     parallel = min(2, gpus)
     everywhere = {"ranks": gpus, "zero_stage": 2 if gpus > 1 else 0}
     taking_all = {"tensor_parallel": parallel, "kv_cache_gib": None}

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.sampled import COLUMNS, NOT_SAMPLED, Column
 from areal.storage.disk import rename, shortage
 from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory
@@ -312,7 +312,7 @@ def move_rollouts(folder: Path, to: Path, moved: Callable[[str], bool]) -> None:
         try:
             table = pq.read_table(path)
         except (OSError, pa.ArrowException) as error:
-            log.error(str(unreadable(path, error)))
+            log.error(f"The rollouts in {path} cannot be read ({error}): move the file away.")
             continue
         gone = pa.array([moved(group) for group in table["group"].to_pylist()], pa.bool_())
         if not pc.any(gone).as_py():
@@ -365,14 +365,11 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
             yield step, [_group(list(of_group)) for _, of_group in groupby(rows, key=itemgetter("place"))]
 
 
-def unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.")
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """A file of rollouts to read. Raises OSError, or pa.ArrowException also if its columns are not those of SCHEMA."""
-    with pq.ParquetFile(path) as file:
+    """A file of rollouts to read. Raises UserError if it cannot be read, or if its columns are not those of SCHEMA."""
+    message = f"The rollouts in {path} cannot be read ({{why}}): move the file away."
+    with explain((OSError, pa.ArrowException), message), pq.ParquetFile(path) as file:
         there = file.schema_arrow
         if wrong := [c.name for c in SCHEMA if c.name not in there.names or there.field(c.name).type != c.type]:
             raise pa.ArrowInvalid(f"rollouts of this format have other columns {', '.join(wrong)}")
@@ -384,18 +381,14 @@ def check(path: Path) -> None:
     try:
         with opened(path):
             pass
-    except FileNotFoundError:  # a run removes its oldest files
-        pass
-    except (OSError, pa.ArrowException) as error:
-        raise unreadable(path, error) from None
+    except UserError:
+        if path.exists():  # a run removes its oldest files
+            raise
 
 
 def _read(path: Path, columns: list[str]) -> pa.Table:
-    try:
-        with opened(path) as file:
-            return file.read(columns)
-    except (OSError, pa.ArrowException) as error:
-        raise unreadable(path, error) from None
+    with opened(path) as file:
+        return file.read(columns)
 
 
 def _run_of(path: Path) -> str:

@@ -1,9 +1,8 @@
 """Reads and writes the run folder.
 
-It has config.yaml, changes.jsonl, fork.json if it is a fork, journal.db, spool.db, metrics.jsonl, evaluations.jsonl,
-events.jsonl, summary.json, report.html, tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/;
-secrets.json if the configuration has secrets; and, while the run goes on, address and keys/ (areal.storage.claim) and
-reserve (areal.storage.disk).
+It has the files of areal.run_files (fork.json if it is a fork, secrets.json if the configuration has secrets),
+tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/, and, while the run goes on, address and keys/
+(areal.storage.claim) and reserve (areal.storage.disk).
 """
 
 from __future__ import annotations
@@ -277,7 +276,8 @@ def configuration_to_resume(
     The run goes on in `folder`, wherever it was made. Raises UserError if there is no run, if it has reached its end or
     has trained more than `steps`, or if the configuration differs in a key that may not change.
     """
-    if not all((folder / name).is_file() for name in (CONFIG, JOURNAL)):
+    begun = from_step is not None or (folder / METRICS).exists()  # else it was stopped while its model was made
+    if not (folder / CONFIG).is_file() or (begun and not (folder / JOURNAL).is_file()):
         raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
     stored = config_of_run(folder, secrets=True)
     place = {"run_dir": folder.resolve().parent, "name": folder.resolve().name}

@@ -8,10 +8,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-
 from areal.run_files import ROLLOUTS
-from areal.storage.rollouts import files, opened, rows_of, unreadable
+from areal.storage.rollouts import files, opened, rows_of
 
 COLUMNS = ("group", "sample", "reward", "finish")
 """What choosing needs of each row."""
@@ -37,16 +35,9 @@ def read_rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     Raises UserError if a file cannot be read.
     """
     for path in files(folder):
-        for batch in _batches(path, columns):
-            yield from rows_of(batch)
-
-
-def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    try:
         with opened(path) as parquet:
-            yield from parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns))
-    except (OSError, pa.ArrowException) as error:
-        raise unreadable(path, error) from None
+            for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
+                yield from rows_of(batch)
 
 
 def groups_of(rows: Iterable[dict[str, Any]]) -> Iterator[list[RolloutSample]]:

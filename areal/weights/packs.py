@@ -32,6 +32,4 @@ def packs(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[
 
 def sending_bytes(backend: str | None, largest: int) -> int:
     """Memory that the trainer's first GPU needs to send weights by `backend`. largest: bytes of the largest tensor."""
-    if backend == "nccl":
-        return SENDS_AT_ONCE * (PACKED_BYTES + largest)
-    return max(PACKED_BYTES, largest) if backend == "ipc" else 0
+    return SENDS_AT_ONCE * (PACKED_BYTES + largest) if backend == "nccl" else 0

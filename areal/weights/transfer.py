@@ -1,11 +1,11 @@
 """Sends weights straight into the engines of generators, by vLLM's weight transfer.
 
-vLLM has the two ends of `nccl` and `ipc`. `gloo` is defined here: it is `nccl` with another process group and without
-streams of a GPU, so that all else can run on the CPU. Each generator has a group of its own, with the trainer as rank 0
-and one rank for each process of the engine.
+vLLM has the two ends of `nccl`. `gloo` is defined here: it is `nccl` with another process group and without streams of
+a GPU, so that all else can run on the CPU. Each generator has a group of its own, with the trainer as rank 0 and one
+rank for each process of the engine.
 
-The trainer's end of `nccl` packs tensors by itself, too. vLLM's own has each one twice in the GPU's memory, and all
-groups of a process share its two streams: a generator that does not answer would hold the transfers to all others.
+The trainer's end packs tensors by itself, too. vLLM's own has each one twice in the GPU's memory, and all groups of a
+process share its two streams: a generator that does not answer would hold the transfers to all others.
 
 The trainer uses `Sender`. vLLM imports `GlooEngine` by name in its workers (`areal.generation.vllm_worker`).
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -28,7 +27,6 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
 from vllm.distributed.utils import create_tcp_store
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
@@ -70,8 +68,8 @@ class Sender:
         source = self._client.source = _Stored(folder)
         with contextlib.nullcontext() if self._backend == "gloo" else _stream():
             if self._engine is None:
-                kind, info = _ENDS[self._backend], self._init_info(source.largest)
-                self._engine = kind.trainer_init(info, client=self._client, source=source)
+                kind = _ENDS[self._backend]
+                self._engine = kind.trainer_init(self._init_info(), client=self._client, source=source)
             self._engine.source = source
             self._engine.send_weights()
         return source.size
@@ -81,9 +79,7 @@ class Sender:
         if self._engine is not None:
             self._engine.shutdown()
 
-    def _init_info(self, largest: int) -> Any:
-        if self._backend == "ipc":  # its one buffer has to take the largest tensor
-            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=max(PACKED_BYTES, largest))
+    def _init_info(self) -> NCCLTrainerInitInfo:
         return NCCLTrainerInitInfo(
             rank=0,
             master_address=self._host,
@@ -122,10 +118,6 @@ class _Stored(WeightSource):
     def size(self) -> int:
         return sum(tensor.nbytes for _, tensor in self._tensors)
 
-    @property
-    def largest(self) -> int:
-        return max(tensor.nbytes for _, tensor in self._tensors)
-
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors]
 
@@ -148,43 +140,10 @@ class _Client:
         self._call("start_weight_update", {meta.name: meta.shape for meta in self.source.metadata()})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        if handles := update_info.get("ipc_handles"):
-            update_info |= {"ipc_handles": {gpu: [_plain(part) for part in handle] for gpu, handle in handles.items()}}
         self._call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call("finish_weight_update", {})
-
-
-# The types in a handle of memory that `ipc` shares. vLLM itself would pickle handles.
-_NAMED = {
-    "Tensor": torch.Tensor,
-    "TypedStorage": torch.storage.TypedStorage,
-    "UntypedStorage": torch.UntypedStorage,
-    "uint8": torch.uint8,
-}
-
-
-def _plain(part: Any) -> Any:
-    """A part of a handle as JSON has it. Raises KeyError for a type that handles do not have."""
-    if isinstance(part, bytes):
-        return {"bytes": b64encode(part).decode()}
-    if isinstance(part, (type, torch.dtype)):
-        return {"type": {kind: name for name, kind in _NAMED.items()}[part]}
-    return list(part) if isinstance(part, tuple) else part
-
-
-def with_handles(info: dict[str, Any]) -> dict[str, Any]:
-    """The argument of `update_weights` as vLLM takes it, from that which came as JSON."""
-    if not (handles := info.get("ipc_handles")):
-        return info
-    return info | {"ipc_handles": {gpu: tuple(map(_part, handle)) for gpu, handle in handles.items()}}
-
-
-def _part(plain: Any) -> Any:
-    if isinstance(plain, dict):
-        return b64decode(plain["bytes"]) if "bytes" in plain else _NAMED[plain["type"]]
-    return tuple(plain) if isinstance(plain, list) else plain
 
 
 class GlooGroup:
@@ -272,7 +231,7 @@ class GlooTrainerEngine(NcclTrainerEngine):
         return engine
 
 
-_ENDS = {"nccl": NcclTrainerEngine, "gloo": GlooTrainerEngine, "ipc": IPCTrainerWeightTransferEngine}
+_ENDS = {"nccl": NcclTrainerEngine, "gloo": GlooTrainerEngine}
 
 
 class GlooEngine(NCCLWeightTransferEngine):

@@ -64,11 +64,9 @@ async def agent(
     Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
     """
     async with session.endpoint() as api:
-        reward_key = api.reward_key if agent_reward else ""
-        environment = plain_environment(pass_env)
-        work = asyncio.create_task(
-            _call(agent, api, row, reward_key) if agent else _execute(command or "", environment, api, row, reward_key)
-        )
+        arguments = api, row, api.reward_key if agent_reward else ""
+        called = _call(agent, *arguments) if agent else _execute(command or "", plain_environment(pass_env), *arguments)
+        work = asyncio.create_task(called)
         try:
             ends: set[asyncio.Future[Any]] = {work, api.chat.failure}
             await asyncio.wait(ends, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)

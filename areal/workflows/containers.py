@@ -92,12 +92,12 @@ class Container:
             stderr=subprocess.PIPE,
         )
         assert self._container.stdout is not None and self._container.stderr is not None  # they are pipes
-        try:
+        with explain(
+            TimeoutError, f"{self._image} did not start within timeout_seconds ({self._timeout:g} s)", TimeoutError
+        ):
             async with asyncio.timeout(self._timeout):
                 started = await self._container.stdout.readline()
                 reason = b"" if started else await self._container.stderr.read()
-        except TimeoutError:
-            raise TimeoutError(f"{self._image} did not start within timeout_seconds ({self._timeout:g} s)") from None
         if not started:
             raise RuntimeError(
                 f"{self._program} does not start {self._image}: {reason.decode(errors='replace').strip()}"

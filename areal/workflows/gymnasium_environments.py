@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from areal import plugins
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row, extended, seed_of
 
 _INTEGER = re.compile(r"(?<!\d)-?\d+")
@@ -76,11 +76,11 @@ class GymnasiumEnvironment:
         self._thread.shutdown(wait=False)
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
+        with explain(
+            TimeoutError, f"gymnasium:{self._id} took longer than timeout_seconds ({self._timeout:g} s)", TimeoutError
+        ):
             async with asyncio.timeout(self._timeout):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-        except TimeoutError:
-            raise TimeoutError(f"gymnasium:{self._id} took longer than timeout_seconds ({self._timeout:g} s)") from None
 
     def _begin(self, seed: int) -> str:
         self._world = _make(self._id, self._options)

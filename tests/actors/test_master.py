@@ -60,7 +60,9 @@ from protocols.messages import (
     BenchmarkScores,
     CheckpointSaved,
     CommitStep,
+    ConnectionLost,
     DiskShortage,
+    Done,
     Engagement,
     EvaluationAbandoned,
     EvaluationDone,
@@ -89,6 +91,7 @@ from protocols.security import Keys, make_keys
 from protocols.transport import Bus, Publisher
 
 SECONDS = 60.0
+UNUSED = "tcp://127.0.0.1:1"
 METRICS = {
     "trainer_wait_seconds": 0.0,
     "publish_wait_seconds": 0.0,
@@ -420,6 +423,31 @@ async def test_groups_of_a_manager_that_leaves_are_admitted_again(config):
         await first.ask(Leave(reason="a test"))
         again = {permit.prompt_index for permit in (await second.ask(AskPermits(count=100))).permits}
         assert again == left
+
+
+@pytest.mark.parametrize("lives", ["listens", "beats", "neither"])
+async def test_an_actor_that_another_cannot_reach_is_removed_before_its_lease_ends_if_it_neither_listens_nor_beats(
+    config, monkeypatch, lives
+):
+    monkeypatch.setattr(master_module, "SILENT_SECONDS", 0.5)
+
+    async def refuse(request):
+        raise RefusedError("this generator does not answer 'ask_status'")
+
+    async with master_of(without_evaluation(config)), callers(config, "rollout_manager") as (manager,):
+        generator = Caller("generator", config.master.address)
+        address = generator.bus.serve("tcp://127.0.0.1:*", refuse, print) if lives == "listens" else UNUSED
+        lost = (await generator.join(listens=address)).identity
+        asking = asyncio.create_task(manager.ask(ConnectionLost(identity=lost)))
+        while lives == "beats" and not asking.done():
+            await generator.beat()
+        assert isinstance(await asking, Done)
+        members = {member["identity"] for member in (await manager.ask(AskStatus())).values["members"]}
+        assert (lost in members) == (lives != "neither")
+        if lives == "neither":
+            with pytest.raises(FencedError, match="nobody listens at tcp://127.0.0.1:1"):
+                await generator.beat()
+        await generator.bus.close()
 
 
 async def test_an_actor_that_fell_silent_is_removed_and_then_refused(config):

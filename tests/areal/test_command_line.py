@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -75,6 +76,15 @@ def test_the_keys_of_the_configuration_are_listed(capsys):
     assert "evaluator.benchmarks.NAME.top_p" in capsys.readouterr().out
 
 
+def test_editors_get_the_schema_of_a_configuration_and_anybody_the_version(capsys):
+    assert main(["config", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["properties"]["max_staleness"]["description"] and "batch_size" in schema["required"]
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == areal.__version__
+
+
 @pytest.mark.parametrize("tool", ["", *TOOLS])
 def test_every_tool_has_help_and_refuses_what_it_does_not_know(tool, capsys):
     for words, status in (([tool, "--help"], 0), ([tool, "--no-such-option"], 2)):
@@ -89,6 +99,9 @@ def test_every_tool_has_help_and_refuses_what_it_does_not_know(tool, capsys):
     ("command", "told"),
     [
         ("no_such_tool", "invalid choice"),
+        ("rollout", "there is no tool 'rollout': did you mean 'rollouts'?"),
+        ("eval m --benchmarks gsm8k --batch_size 8", "settings have no dashes, write batch_size=VALUE"),
+        ("sweep x.yaml --learning-rate=8", "write trainer.lr=VALUE"),
         ("rollouts", "required: RUN_FOLDER"),
         ("rollouts missing --show x", "invalid int value"),
         ("rollouts missing --sort step --random", "not allowed with"),

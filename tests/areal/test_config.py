@@ -1,12 +1,14 @@
 import ast
 import inspect
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 
 from areal.config import (
     BenchmarkConfig,
@@ -19,9 +21,11 @@ from areal.config import (
     dump_config,
     from_message,
     load_config,
+    other_names,
     overridden,
     read_yaml,
 )
+from areal.desk.settings_list import keys_of
 from areal.engine_options import vllm_conflicts
 from areal.generation.engine import _engine_args
 from areal.roles import ROLES
@@ -238,6 +242,18 @@ def test_another_source_leaves_behind_what_belongs_to_the_old_one(tmp_path):
     assert data("data.split=dev", "data.source=hf:other") == ("dev", {}, None, "q")
 
 
+def test_names_of_other_libraries_are_those_of_the_table_and_lead_to_keys():
+    names, keys = other_names(), {key for key, _ in keys_of(Config)}
+    assert {*names.values()} <= keys
+    table = (ROOT / "docs" / "examples.md").read_text().split("| here | TRL |")[1].split("\n\n")[0]
+    ours = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| ([^|]+) \| (?:[^|]*)", table, re.M)]
+    trl = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| [^|]+ \| ([^|]*)", table, re.M)]
+    pairs = {name: here[0] for here, there in zip(ours, trl, strict=True) if here for name in there}
+    same = {name for name, key in pairs.items() if name == key}
+    assert len(pairs) > 15 and pairs.keys() - same <= names.keys()
+    assert all(names[name] == key or name == "loss_type" for name, key in pairs.items() if name not in same)
+
+
 def test_an_argument_of_vllm_that_a_key_sets_is_no_option():
     source = ast.parse(inspect.getsource(_engine_args))
     pairs = [zip(node.keys, node.values, strict=True) for node in ast.walk(source) if isinstance(node, ast.Dict)]
@@ -420,9 +436,10 @@ WISE = {"scorers": {"wise": {"model": "m"}}}
 LIKED = {"scorers": {"liked": {"model": "m", "kind": "reward_model"}}}
 
 
-def judge_of(kind="judge", **options):
-    strict = {"model": "m", "kind": kind, "options": {"samples": 2, **options}}
-    return {"scorers": {"strict": strict}, "reward": {"functions": "strict"}}
+def judge_of(kind="judge", url="scorer:big", **functions):
+    options = {"judge/strict": {"url": url, "samples": 2}}
+    reward = {"functions": {"judge/strict": 1, **functions}, "options": options}
+    return {"scorers": {"big": {"model": "m", "kind": kind}}, "reward": reward}
 
 
 @pytest.mark.parametrize(
@@ -437,12 +454,16 @@ def judge_of(kind="judge", **options):
             LIKED | {"trainer": {"teacher": "liked"}},
             "names the scorer 'liked', but scorers has none that gives log-probs",
         ),
-        (judge_of(kind="reward_model"), "scorers.strict.options are those of a judge: set scorers.strict.kind=judge"),
         (
-            judge_of(url="policy", retries=1),
-            "scorers.strict.options has url, retries, but the judge is the scorer itself",
+            judge_of(kind="reward_model"),
+            "reward judge/strict has the url scorer:big, but scorers has no big of kind judge",
         ),
-        (judge_of() | {"reward": {"functions": "strict", "options": {"strict": {}}}}, "set scorers.strict.options"),
+        (judge_of(url="scorer:bog"), "the scorer 'big' is not used: set reward.options.judge.url=scorer:big"),
+        (
+            judge_of() | {"scorers": {}},
+            "reward judge/strict has the url scorer:big, but scorers has no big of kind judge",
+        ),
+        (judge_of(big=1), "a scorer cannot have the name 'big', that of a reward"),
         (WISE | {"trainer": {"teacher_key": "t"}}, "trainer.teacher_key needs a teacher for the other rows"),
         ({"scorers": {"addition": {"model": "m"}}, "trainer": {"teacher": "addition"}}, "cannot have the name"),
         (
@@ -474,6 +495,8 @@ def test_distillation_needs_no_reward_and_then_no_reward_actor_but_a_scorer():
     assert [ROLES[name].started(Config.model_validate(evaluation)) for name in ("scorer", "reward")] == [1, 0]
     judged = {"functions": {"judge": 0.5, "liked": 0.5}, "options": {"judge": {"url": "policy"}}}
     assert ROLES["reward"].started(Config.model_validate(RUN | LIKED | {"reward": judged})) == 0
+    judged = Config.model_validate(RUN | judge_of())
+    assert [ROLES[name].started(judged) for name in ("scorer", "reward")] == [1, 0]
     away = Config.model_validate(config.model_dump() | {"scorers": {"wise": {"model": "m", "count": 0}}})
     assert (ROLES["scorer"].started(away), ROLES["scorer"].processes(away)) == (0, 1)
 

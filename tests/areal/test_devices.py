@@ -88,7 +88,7 @@ child.serve = lambda checks: None
 parts.selftest_part(SimpleNamespace(part="trainer", path=SimpleNamespace(read_bytes=lambda: sys.argv[1])))
 os.environ.clear()
 os.environ.update(environment)
-run.ask_config = lambda arguments: config
+command.ask_config = lambda arguments: config
 command.join_ranks(SimpleNamespace(master="tcp://127.0.0.1:1"))
 assert "torch" not in sys.modules  # it reads them when it is imported
 say()
@@ -99,14 +99,11 @@ say()
     ("transport", "own", "found"),
     [
         ("folder", {}, "expandable_segments:True None"),
-        ("ipc", {}, "None None"),  # such segments are shared by pidfd_getfd, which Ubuntu's Yama and Docker refuse
         ("nccl", {"PYTORCH_ALLOC_CONF": "backend:native"}, "None backend:native"),
         ("stream", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native None"),
     ],
 )
-def test_a_trainer_and_the_one_of_the_self_test_have_segments_that_grow_unless_an_engine_opens_them_or_the_user_says_so(
-    transport, own, found
-):
+def test_a_trainer_and_the_one_of_the_self_test_have_segments_that_grow_unless_the_user_says_so(transport, own, found):
     config = run_of().model_copy(update={"weights": WeightsConfig(transport=transport)})
     names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
     environment = {name: value for name, value in os.environ.items() if name not in names} | own
@@ -132,7 +129,7 @@ def test_only_a_trainer_of_one_rank_and_one_generator_share_a_single_device(caps
 
 def test_two_on_one_device_cannot_send_weights_by_nccl():
     config = run_of().model_copy(update={"weights": WeightsConfig(transport="nccl")})
-    with pytest.raises(UserError, match=r"weights\.transport=nccl .* refuses two ranks on a device: set it to ipc or"):
+    with pytest.raises(UserError, match=r"weights\.transport=nccl .* refuses two ranks on a device: set it to folder"):
         deal_out_devices(config, ["trainer", "generator"], ["0"])
     assert dealt(config, "01") == {"trainer/0": "0", "generator/0": "1"}
     assert deal_out_devices(config, ["generator"], ["0"]) == {"generator/0": {"CUDA_VISIBLE_DEVICES": "0"}}

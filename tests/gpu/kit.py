@@ -377,12 +377,6 @@ def paper_run(kit: Kit) -> str:
     return trained("paper-run", *changes, gpu=[*PAPER_RUN, *offload], gap=GAP["bfloat16"])(kit)
 
 
-def direct_weights(kit: Kit) -> str:
-    """Weights straight into the engine, in the only way that this machine has."""
-    transport = "gloo" if kit.rehearsal else "ipc" if kit.machine.gpus == 1 else "nccl"
-    return f"{transport}: " + trained("direct", f"weights.transport={transport}")(kit)
-
-
 def parallel(name: str, *changes: str) -> Callable[[Kit], str]:
     """A run that needs three GPUs, or two in turns."""
     return lambda kit: trained(name, *changes, *["colocate=true"] * (kit.machine.gpus == 2))(kit)
@@ -443,9 +437,9 @@ STAGES = (
     # The prefix was computed by older weights: a part of the gap is no error (docs/generation.md).
     Stage("kept-kv", trained("kept-kv", "generator.kv_on_update=keep", gap=0.5), 120),
     Stage("offload", trained("offload", "trainer.offload=optimizer", "trainer.zero_stage=1"), 120),
-    Stage("direct", direct_weights, 120),
     Stage("kills", kills, 270),
     Stage("resume", resume, 200),
+    Stage("direct", trained("direct", *GLOO, gpu=["weights.transport=nccl"]), 120, gpus=2),
     Stage("tensor-parallel", parallel("tensor-parallel", "generator.tensor_parallel=2"), 200, gpus=2),
     Stage("zero-3", parallel("zero-3", *ZERO_3), 200, gpus=2),
     Stage("zero-3-direct", trained("zero-3-direct", *ZERO_3, *GLOO, gpu=["weights.transport=nccl"]), 200, gpus=3),

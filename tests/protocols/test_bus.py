@@ -69,7 +69,7 @@ class FakeNetwork:
         self.changed.set()
         return FakeLink(self, lambda frames: self._carry(self._askers[frames[0]], frames[1:], frames[1:])), address
 
-    def connect(self, address, receive, on_crash):
+    def connect(self, address, receive, on_crash, on_lost):
         route = b"%d" % len(self._askers)
         self._askers[route] = receive
 

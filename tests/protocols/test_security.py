@@ -54,7 +54,7 @@ def serve(bus, folder):
 
         runs = []
         server = bus("master/0#a", keys)
-        return server._network, server.serve(address, handle, pytest.fail), runs
+        return server.network, server.serve(address, handle, pytest.fail), runs
 
     return start
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import threading
 
 import msgpack
@@ -16,6 +17,7 @@ from protocols.codec import Header, decode_body, decode_header, encode
 from protocols.errors import (
     BusError,
     BusyError,
+    ConnectionLostError,
     DeadlineError,
     MalformedError,
     ProtocolVersionError,
@@ -617,25 +619,46 @@ async def test_closing_a_stream_cancels_the_handler(net):
     assert not peer._waiting and not net.crashes
 
 
-async def test_a_server_that_dies_in_the_middle_breaks_the_stream(net, monkeypatch):
-    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 2.0)
+async def test_a_server_that_is_silent_in_the_middle_breaks_the_stream(net, monkeypatch):
+    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 0.5)
+    socket = net.raw(zmq.ROUTER, LOOPBACK)
+    taking = asyncio.create_task(collect(net.peer(socket.last_endpoint.decode()).stream(fetch(), PATIENCE)))
+    route, *request = await received(socket)
+    socket.send_multipart([route, *frames(chunk(0), reply_to=decode_header(request).id, part=0)])
+    with pytest.raises(StreamBrokenError, match="stopped responding"):
+        await taking
+
+
+async def test_a_server_that_dies_in_the_middle_breaks_the_stream_at_once(net, monkeypatch):
+    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", math.inf)
 
     async def handle(request):
         yield chunk(0)
         await asyncio.Event().wait()
 
     bus, address = net.serve(handle)
-    parts = net.peer(address).stream(fetch(), PATIENCE)
+    peer = net.peer(address)
+    parts = peer.stream(fetch(), PATIENCE)
     assert number_of(await anext(parts)) == 0
     await bus.close()
-    with pytest.raises(StreamBrokenError, match="stopped responding"):
+    with pytest.raises(ConnectionLostError, match="was lost"):
         await anext(parts)
+    assert not peer._waiting
 
 
-async def test_a_server_that_cannot_be_reached_breaks_the_stream(net, monkeypatch):
-    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 0.1)
-    with pytest.raises(StreamBrokenError, match="cannot be reached"):
-        await anext(net.peer(unused_address()).stream(fetch(), PATIENCE))
+async def test_a_server_that_refuses_connections_breaks_the_stream_at_once_and_a_request_waits_for_it(net, monkeypatch):
+    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", math.inf)
+    address = unused_address()
+    peer = net.peer(address)
+    asking = asyncio.create_task(peer.ask(score(), PATIENCE))
+    with pytest.raises(ConnectionLostError, match="cannot be reached"):
+        await anext(peer.stream(fetch(), PATIENCE))
+
+    async def handle(request):
+        return Done()
+
+    net.serve(handle, address)
+    assert isinstance(await asking, Done)
 
 
 async def test_a_server_with_nothing_to_say_yet_keeps_the_stream_alive(net, monkeypatch):

@@ -631,6 +631,8 @@ class SimRewards:
 # The scorers of a simulation: a teacher, a reference, and a reward model or judge; the weight of the last one and its
 # highest verdict.
 TEACHER, REFERENCE, LIKED, LIKED_WEIGHT, LIKED_MOST = "wise", "first", "liked", 0.1, 8
+JUDGED = f"judge/{LIKED}"
+"""The reward of LIKED where it is a judge."""
 
 
 class SimScorer:
@@ -748,5 +750,5 @@ def text_of(calls: Sequence[Generation]) -> str:
 def reward_of(row: Row, calls: Sequence[Generation], branches: bool, rewards: Collection[str]) -> float:
     """The reward of a sample of `branching`, or else of a single call, in a run with these rewards."""
     text = text_of(calls)
-    model = LIKED_WEIGHT * liked(f"{row.prompt}{text}".encode()) if LIKED in rewards else 0.0
+    model = LIKED_WEIGHT * liked(f"{row.prompt}{text}".encode()) if {LIKED, JUDGED} & {*rewards} else 0.0
     return score_of(f"{row.prompt}", text, row.fields) + model + CALL_REWARD * branches

@@ -19,7 +19,7 @@ HANDLERS: dict[str, tuple[str, ...]] = {
         "join", "heartbeat", "leave", "ask_snapshot", "ask_permits", "renew_leases", "group_started", "group_failed",
         "ask_recovery", "publish_policy", "ask_reuse", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
         "training_finished", "training_failed", "step_failed", "ask_evaluation", "rows_scored", "evaluation_done",
-        "evaluation_abandoned", "scoring_failed",
+        "evaluation_abandoned", "scoring_failed", "connection_lost",
     ),
     "trainer": ("store_samples", "ask_samples", "store_calls", "ask_calls", "take_devices"),
     "generator": ("open_flow", "generate", "end_jobs", "yield_devices"),
@@ -247,6 +247,17 @@ def add_resume(random: Random, plan: Plan) -> None:
         plan.until = max(plan.until, fault.at + random.uniform(0.5, 2.0))
 
 
+def add_manager_kills(random: Random, plan: Plan) -> None:
+    """Add to a plan that both managers die, one after the other, while some samples take long, and that another actor
+    dies while it hands on what they had saved."""
+    plan.mishaps.straggler, plan.mishaps.straggler_times = 0.15, 4.0
+    plan.until = max(plan.until, 5.0)
+    for number in range(8):
+        plan.faults.append(Kill(0.5 * (1 + number), f"rollout_manager-{number % 2}", random.uniform(0.05, 0.3)))
+    role, kind = random.choice((("trainer", "ask_samples"), ("trainer", "ask_calls"), ("master", "ask_reuse")))
+    plan.points.append(FailPoint(role, kind, random.choice(POINTS), 1 + int(random.expovariate(0.3)), _restart(random)))
+
+
 def add_damage(random: Random, plan: Plan) -> None:
     """Add to some plans that the newest checkpoint is damaged."""
     if random.random() < DAMAGED:
@@ -313,6 +324,21 @@ def _draw_points(random: Random, plan: Plan, processes: list[str]) -> None:
 
 def _draw_trainer_kill(random: Random, plan: Plan, processes: list[str]) -> None:
     plan.faults.append(Kill(_when(random, plan), "trainer-0", random.uniform(0.05, 0.5)))
+
+
+def _draw_manager_kills(random: Random, plan: Plan, processes: list[str]) -> None:
+    """Managers die again and again, each after some work, so that what is stored of it is used."""
+    managers = [name for name in processes if name.startswith("rollout_manager")]
+    first = random.uniform(0.5, plan.until / 2)
+    for number in range(random.choice((2, 3, 4))):
+        at = min(plan.until, first + number * random.uniform(0.3, 0.8))
+        plan.faults.append(Kill(at, random.choice(managers), random.uniform(0.05, 0.3)))
+
+
+def _draw_server_kill(random: Random, plan: Plan, processes: list[str]) -> None:
+    """A server of jobs dies, and nobody takes its place for long."""
+    servers = [name for name in processes if name.startswith(("generator", "reward"))]
+    plan.faults.append(Kill(_when(random, plan), random.choice(servers), random.uniform(2.0, 6.0)))
 
 
 def _draw_leaves(random: Random, plan: Plan, processes: list[str]) -> None:
@@ -415,7 +441,11 @@ def _draw_scores(random: Random, plan: Plan, processes: list[str]) -> None:
 
 # Requests that are rare unless a fault leads to them, and the function that draws such a fault.
 _PROVOKED_BY = {
+    "ask_calls": _draw_manager_kills,
     "ask_recovery": _draw_trainer_kill,
+    "ask_reuse": _draw_manager_kills,
+    "ask_samples": _draw_manager_kills,
+    "connection_lost": _draw_server_kill,
     "group_failed": _draw_scores,
     "leave": _draw_leaves,
     "publish_policy": _draw_trainer_kill,
@@ -434,6 +464,7 @@ _DRAWS = {
     "leaves": _draw_leaves,
     "loads": _draw_loads,
     "loss": _draw_loss,
+    "managers": _draw_manager_kills,
     "partitions": _draw_partitions,
     "pauses": _draw_pauses,
     "reordering": _draw_reordering,

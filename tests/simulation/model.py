@@ -11,7 +11,7 @@ from areal.config import Config
 from areal.data.history import History
 from areal.staleness.standstills import UNKNOWN
 from protocols.codec import MAX_BODY_BYTES
-from simulation.engines import LIKED, LIKED_MOST, LIKED_WEIGHT, REFERENCE, TEACHER, TOGETHER, Pace
+from simulation.engines import JUDGED, LIKED, LIKED_MOST, LIKED_WEIGHT, REFERENCE, TEACHER, TOGETHER, Pace
 
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
@@ -111,8 +111,8 @@ class Model:
 @functools.lru_cache(maxsize=1024)
 def config_of(model: Model) -> Config:
     """The configuration of the run, cached for each model."""
-    options = {"template": "{{ prompt }}{{ completion }}", "high": LIKED_MOST}
-    liked = {"kind": "judge", "options": options} if model.judge else {"kind": "reward_model"}
+    options = {"url": f"scorer:{LIKED}", "template": "{{ prompt }}{{ completion }}", "high": LIKED_MOST}
+    is_judged = model.judge and LIKED in model.scorers
     teaching = {"teacher_coef": 0.5, "teacher_top_k": 2}
     return Config.model_validate(
         {
@@ -139,8 +139,9 @@ def config_of(model: Model) -> Config:
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {
                 "functions": {"addition": 1.0}
-                | ({LIKED: LIKED_WEIGHT} if LIKED in model.scorers else {})
+                | ({JUDGED if is_judged else LIKED: LIKED_WEIGHT} if LIKED in model.scorers else {})
                 | dict.fromkeys([TOGETHER] * model.groups, 1.0),
+                "options": {JUDGED: options} if is_judged else {},
                 "groups": [TOGETHER] * model.groups,
                 "timeout_seconds": 2.0,
                 "credit": "return_to_go",
@@ -172,7 +173,7 @@ def config_of(model: Model) -> Config:
                     "model": MODEL,
                     "count": model.scorers.count(name),
                     "chat": False,
-                    **(liked if name == LIKED else {}),
+                    **({"kind": "judge" if model.judge else "reward_model"} if name == LIKED else {}),
                 }
                 for name in dict.fromkeys(model.scorers)
             },

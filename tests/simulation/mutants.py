@@ -70,7 +70,7 @@ from protocols.messages import (
     StoreSamples,
     TokenColumns,
 )
-from protocols.transport import STREAM_SILENCE_SECONDS, Peer, RequestServer
+from protocols.transport import Peer, RequestServer
 from simulation.engines import HELDOUT, REFERENCE, TEACHER, SimLearner, SimSource
 
 Mutant = Callable[[], AbstractContextManager[None]]
@@ -454,12 +454,16 @@ def columns_mixed_up() -> AbstractContextManager[None]:
 def keep_alives_count_nothing() -> AbstractContextManager[None]:
     """A keep-alive does not tell how many parts were sent, so that a lost part is noticed only with the next one."""
     receive = Peer._receive
+    arrived: dict[tuple[Peer, str], int] = {}  # parts of each stream, as its asker counts them
 
     def receive_uncounted(peer: Peer, frames: list[Frame]) -> None:
-        if decode_header(frames).kind != KeepAlive.kind:
+        header = decode_header(frames)
+        stream = peer, header.reply_to
+        if header.kind != KeepAlive.kind:
+            arrived[stream] = header.part + 1
             receive(peer, frames)
-        elif inbox := peer._waiting.get(decode_header(frames).reply_to):
-            inbox._until = asyncio.get_running_loop().time() + STREAM_SILENCE_SECONDS
+        elif inbox := peer._waiting.get(header.reply_to):
+            inbox.put((header._replace(part=arrived.get(stream, 0)), KeepAlive()))
 
     return patch.multiple(Peer, _receive=receive_uncounted)
 

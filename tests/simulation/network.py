@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 from protocols.codec import Frame
-from protocols.network import OnCrash, Receive
+from protocols.network import OnCrash, OnLost, Receive
 from simulation.cluster.loop import Scheduler
 from simulation.cluster.network import (
     SPACING,
@@ -25,6 +25,7 @@ from simulation.cluster.network import (
     SimPublication,
     Way,
     Wire,
+    no_loss,
     no_receive,
 )
 from simulation.loop import DEAD, FaultyLoop
@@ -32,6 +33,8 @@ from simulation.loop import DEAD, FaultyLoop
 # Time after which the heartbeats of ZMTP give up a silent peer.
 SILENT_DEATH_SECONDS = 6.0
 RECONNECT_SECONDS = 0.2
+# Time between two attempts to connect to an address at which nobody listens.
+REFUSED_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class FaultyWire(Wire):
         self.digest = 0
         self._cut: set[tuple[str, str]] = set()
         self._waiting: dict[str, list[Any]] = {}
+        self.silent: set[str] = set()  # addresses on machines that are lost
 
     # --- faults
 
@@ -100,6 +104,7 @@ class FaultyWire(Wire):
 
     def open(self, door: SimDoor, address: str) -> str:
         bound = super().open(door, address)
+        self.silent.discard(bound)
         self._connect_waiting(bound)
         return bound
 
@@ -112,6 +117,18 @@ class FaultyWire(Wire):
             super().call(caller)
         elif caller not in (waiting := self._waiting.setdefault(caller.address, [])):
             waiting.append(caller)
+            self.scheduler.call_at(self.scheduler.now + self.weather.latency, self._refuse, caller)
+
+    def _refuse(self, caller: Any) -> None:
+        """Refuse one connection after another, where a machine runs on which nobody listens at the address."""
+        if caller.address not in self.doors and caller in self._waiting.get(caller.address, []):
+            if caller.address not in self.silent:
+                self._tell_lost(caller)
+            self.scheduler.call_at(self.scheduler.now + REFUSED_SECONDS, self._refuse, caller)
+
+    def _tell_lost(self, caller: Any) -> None:
+        if caller.on_lost is not no_loss:
+            self.scheduler.call_at(self.scheduler.now, caller.on_lost, loop=caller.network.loop)
 
     def connect(self, caller: Any, door: Any) -> None:
         if caller.closed or caller.door is not None or not caller.network.lives:
@@ -123,6 +140,8 @@ class FaultyWire(Wire):
     def shut_door(self, door: SimDoor, address: str, silently: bool) -> None:
         """The socket was closed, or its process died. `silently`: its peers notice only after SILENT_DEATH_SECONDS."""
         self.doors.pop(address, None)
+        if silently:
+            self.silent.add(address)
         for caller in list(door.callers.values()):
             self._later(silently, self._separate_from, caller, door)
 
@@ -152,6 +171,7 @@ class FaultyWire(Wire):
             caller.door.callers.pop(caller.route, None)
             caller.door = None
         if not caller.closed and caller.network.lives:
+            self._tell_lost(caller)
             self.call(caller)
 
     # --- messages
@@ -217,13 +237,16 @@ class FaultyNetwork(SimNetwork):
     def publish(self, address: str, on_crash: OnCrash) -> tuple[SimDoor, str]:
         return self._opened(FaultyPublication(self, no_receive, on_crash), address)
 
-    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> SimCaller:
-        caller = FaultyCaller(self, address, receive, on_crash)
+    def connect(self, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost = no_loss) -> SimCaller:
+        caller = FaultyCaller(self, address, receive, on_crash, on_lost)
         self._links.append(caller)
         self.wire.call(caller)
         return caller
 
     subscribe = connect
+
+    async def refuses(self, address: str) -> bool:
+        return address not in self.wire.doors and address not in self.wire.silent
 
     def _opened(self, door: FaultyDoor | FaultyPublication, address: str) -> tuple[SimDoor, str]:
         door.address = self.wire.open(door, address)
@@ -281,8 +304,10 @@ class FaultyCaller(SimCaller):
     to_door: FaultyWay
     from_door: FaultyWay
 
-    def __init__(self, network: FaultyNetwork, address: str, receive: Receive, on_crash: OnCrash) -> None:
-        super().__init__(network, address, receive, on_crash)
+    def __init__(
+        self, network: FaultyNetwork, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost
+    ) -> None:
+        super().__init__(network, address, receive, on_crash, on_lost)
         self.to_door, self.from_door = FaultyWay(), FaultyWay()
 
     def lose(self) -> None:

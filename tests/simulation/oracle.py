@@ -82,6 +82,10 @@ class Oracle:
         self.doubtful = doubtful
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.on_disk = 0
+        self.fault, self.fault_until = "", -1.0
+        """The last kind of fault, and until when it counts as one that is near."""
+        self.pairs: Counter[str] = Counter()
+        """How often each kind of event came near each kind of fault."""
         self.memory = self._book()
         self.disk = self._book()
         self.contents: list[bytes] = [stem(files.model.content)]
@@ -163,6 +167,8 @@ class Oracle:
 
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
+        if self.scheduler.now <= self.fault_until:
+            self.pairs[f"{kind}/{self.fault}"] += 1
         match kind:
             case "ready":
                 self._guard(self._check_ready, **body)
@@ -252,13 +258,14 @@ class Oracle:
         """The master hears of a member."""
         self._heard_at[member] = self.clock()
 
-    def removed(self, reason: str) -> None:
-        """The master has removed the member that left last. Only time in which the master itself ran counts as
-        silence."""
-        identity = next(body["identity"] for kind, body in reversed(self.events) if kind == "left")
+    def removed(self, reason: str) -> str:
+        """The master has removed the member that left last, which is returned. Only time in which the master itself ran
+        counts as silence."""
+        identity: str = next(body["identity"] for kind, body in reversed(self.events) if kind == "left")
         silence = self.clock() - self._heard_at.pop(identity, self._began)
         if reason.startswith("silent") and silence < self.config.master.lease_seconds - ROUNDING:
             self.fail(Violation(f"{identity} is fenced as {reason}, but was heard {silence:.2f} s ago", identity))
+        return identity
 
     def renewed(self, owner: str, groups: Collection[str]) -> None:
         """The master has renewed these leases, as far as the owner has them."""

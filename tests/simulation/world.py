@@ -98,6 +98,10 @@ from simulation.watched import (
 # LAST_SECONDS more.
 AFTERMATH_SECONDS = 20.0
 LAST_SECONDS = 12.0
+# An event within this time after a fault has come near it.
+NEAR_SECONDS = 1.0
+# The share of the runs with large groups, whose managers die again and again, so that stored samples are used again.
+SIBLINGS = 0.06
 # Time after which the supervisor restarts a process that ended by itself.
 SUPERVISOR_SECONDS = 0.3
 # Approximate duration of a commit.
@@ -149,6 +153,10 @@ class World:
         if plan is None:
             faults.add_resume(Random(f"resume {seed}"), self.plan)
             faults.add_damage(Random(f"damage {seed}"), self.plan)
+        siblings = Random(f"siblings {seed}")
+        if model is None and plan is None and siblings.random() < SIBLINGS:
+            self.model = replace(self.model, group_size=4, managers=2, max_new_tokens=30, concurrent=16)
+            faults.add_manager_kills(siblings, self.plan)
         hangs = Random(f"hang {seed}")
         if model is None and plan is None and hangs.random() < HANGS:
             self.model = with_hangs(self.model)
@@ -209,6 +217,7 @@ class World:
             finally:
                 self._bury()
         violation = self.violation
+        self.counters.update({f"near {pair}": number for pair, number in self.oracle.pairs.items()})
         return Result(
             self.seed,
             violation.what if violation else None,
@@ -601,12 +610,14 @@ class World:
 
     def _removed(self, name: str, reason: str) -> None:
         """The master has removed a member."""
-        self.oracle.removed(reason)
+        identity = self.oracle.removed(reason)
         if "no progress" in reason:
             self.oracle.remedied(f"{name} is fenced")
         one, model = self.processes[name.replace("/", "-")].running, self.model
         if reason.startswith("it hangs") and not (one and one.toil.hangs):
             self.fail(Violation(f"{name} is fenced, because {reason}, but nothing hangs in it", name))
+        if reason.startswith("nobody listens") and one and one.alive and one.bus.identity.name == identity:
+            self.fail(Violation(f"{name} is removed, because {reason}, but it lives", name))
         if reason.startswith("silent") and one is not None and one.alive and one.loop.state is RUNNING:
             heard = model.lease_seconds + 2 * model.heartbeat_seconds < self.scheduler.now - self.oracle.disturbed_until
             if heard and one.bus.identity.name in self.oracle.memory.members:
@@ -644,6 +655,7 @@ class World:
         self._disturb(_seconds_of(fault))
         self.counters[type(fault).__name__.lower()] += 1
         now = self.scheduler.now
+        self.oracle.fault, self.oracle.fault_until = type(fault).__name__.lower(), now + NEAR_SECONDS
         match fault:
             case faults.Kill(_, name, restart_after, silent, steps):
                 if one := self._running(name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -335,8 +336,8 @@ def test_a_run_that_prepares_itself_is_waited_for_and_one_that_is_gone_is_not(tm
     ("data", "sentence"),
     [
         ([], "data has no rows"),
-        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "line 2, has no 'answer'"),
-        ([{"prompt": ""}], "has an empty 'prompt'"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "Row 1 of data has no 'answer'"),
+        ([{"prompt": ""}], "Row 0 of data has an empty 'prompt'"),
         (["text"], "Row 0 of data is of type str"),
         ({"prompt": ["a"]}, "data is of type dict: give a list of dicts"),
         ([{"prompt": "a", "at": object()}], r"Row 0 of data is not JSON \(object is no value of JSON"),
@@ -346,6 +347,56 @@ def test_rows_that_cannot_be_used_are_found_before_the_start(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=sentence):
         settings_of(None, data, length, None, {"model": "m", "data.eval_size": 0})
+    assert not [*tmp_path.iterdir()]
+
+
+def no_score(prompt, completion, row):
+    return float("nan") if completion else None
+
+
+def no_column(prompt, completion, row):
+    return row["colour"] == completion
+
+
+def uneven(prompt, completion, row):
+    return 1 / len(completion)
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"), [(no_score, "NoneType, not a number"), (no_column, "KeyError: 'colour'")]
+)
+def test_a_reward_that_cannot_score_is_found_before_the_start(tmp_path, monkeypatch, reward, sentence):
+    monkeypatch.chdir(tmp_path)
+    words = f"{reward.__name__}' fails for the completion '' of the prompt '1'.*{sentence}"
+    with pytest.raises(UserError, match=words):
+        settings_of(None, [{"prompt": "1"}], reward, None, {"model": "m", "data.eval_size": 0})
+    assert not [*tmp_path.iterdir()]
+
+
+async def test_a_reward_that_cannot_score_an_empty_completion_is_told_in_a_note(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings_of(None, [{"prompt": "1"}], uneven, None, {"model": "m", "data.eval_size": 0})
+    note = "Note: reward 'uneven' fails for the completion '' of the prompt '1' (ZeroDivisionError"
+    assert note in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: areal.train("quickstart", length), "areal.train: too many positional arguments: write NAME=VALUE"),
+        (lambda: areal.train("quickstart"), 'the quickstart is a model: model="quickstart"'),
+        (lambda: areal.join(), "areal.join: missing a required argument: 'folder'"),
+        (lambda: areal.Config(model="m", steps="x"), "steps is 'x' in the call, but should be a valid integer"),
+        (lambda: areal.train(model="m", data=[{"prompt": "1"}]), "Rows of your own need a reward"),
+        (lambda: areal.train(model="quickstart", **{"trainer.objective": length}), "write it to a file, FILE.py:NAME"),
+        (lambda: areal.train(model="none", data=[{"prompt": "1"}], reward=length, data_=1), "Unknown key 'data_'"),
+    ],
+)
+def test_a_call_that_cannot_be_raises_a_user_error_and_leaves_nothing(tmp_path, monkeypatch, call, sentence):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        call()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_rows_come_from_tables(tmp_path):

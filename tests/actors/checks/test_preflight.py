@@ -339,14 +339,16 @@ def test_the_context_and_the_layers_of_the_quickstarts_model_are_known():
     [
         ("judge", {"verdict": "choice", "choices": {"GOOD": 1}, "samples": 3}, None),
         ("group_judge", {"sampling": {"temperature": 0.5}}, None),
-        ("group_judge", {"verdict": "json"}, "scorers.strict.options: reward 'group_judge': .* 'verdict'"),
-        ("judge", {"sampling": {"top_p": 2}}, "scorers.strict.options: .* top_p in sampling"),
-        ("judge", {"template": "{{"}, "scorers.strict.options: .* not a Jinja template"),
+        ("group_judge", {"verdict": "json"}, "reward 'group_judge/strict': Unknown key 'verdict' in its options"),
+        ("judge", {"sampling": {"top_p": 2}}, "reward 'judge/strict': top_p is 2 in its option sampling"),
+        ("judge", {"sampling": {"stop": ["."]}}, "reward 'judge/strict': stop ends no answer of a judge"),
+        ("judge", {"template": "{{"}, "reward 'judge/strict': its template is not a Jinja template"),
     ],
 )
-def test_the_options_of_a_judge_that_is_a_scorer_are_those_of_the_reward(kind, options, sentence):
-    strict = {"model": "m", "kind": kind, "options": options}
-    config = config_of("rows.jsonl", scorers={"strict": strict}, reward={"functions": "strict"})
+def test_the_options_of_a_judge_that_is_a_scorer_are_checked(kind, options, sentence):
+    name = f"{kind}/strict"
+    reward = {"functions": name, "options": {name: {"url": "scorer:big", **options}}}
+    config = config_of("rows.jsonl", scorers={"big": {"model": "m", "kind": "judge"}}, reward=reward)
     with pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext():
         preflight.check_code(config)
 

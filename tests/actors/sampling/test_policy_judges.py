@@ -19,13 +19,13 @@ class AnsweringPolicy:
     """Answers with these texts in turn, and keeps the calls."""
 
     def __init__(self, *answers: str) -> None:
-        self.answers = [*answers]
+        self.answers, self.finish = [*answers], "stop"
         self.calls = []
 
     async def sample(self, call) -> Generation:
         self.calls.append(call)
         tokens = np.array(Characters().encode(self.answers.pop(0), add_special_tokens=False), np.int32)
-        return Generation(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+        return Generation(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), self.finish)
 
 
 def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **options) -> RoutedRewards:
@@ -40,7 +40,7 @@ def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **optio
     )
     assert (config.policy_judges, config.own_rewards) == ([*options], ["math"])
     judges = PolicyJudges(config, policy, Characters())
-    return RoutedRewards(None, None, config.reward, set(), lambda *refusal: refusals.append(refusal), (), judges)
+    return RoutedRewards(None, None, config.reward, set(), lambda *refusal: refusals.append(refusal), {}, judges)
 
 
 async def test_the_policy_is_asked_as_the_options_say_and_its_verdict_is_the_score():
@@ -72,6 +72,13 @@ async def test_a_verdict_that_cannot_be_read_is_asked_again_and_then_fails_the_s
     assert [cause for cause, _ in refusals] == ["reward", "reward"]
 
 
+async def test_an_answer_that_was_cut_is_no_verdict():
+    policy = AnsweringPolicy("8", "7")
+    policy.finish = "length"
+    with pytest.raises(SampleFailed, match="reward 'judge': the judge's answer was cut at its max_tokens, 512"):
+        await judged_by(policy, [], judge={"url": "policy", "template": "?"}).score("judge", "2+2", ["4"], ROW, None)
+
+
 def test_the_policy_is_sampled_with_settings_that_it_has():
-    with pytest.raises(UserError, match="reward judge do not fit the policy: seed in sampling: Extra inputs"):
+    with pytest.raises(UserError, match="reward 'judge': Unknown key 'seed' in its option sampling"):
         judged_by(AnsweringPolicy(), [], judge={"url": "policy", "sampling": {"seed": 1}})

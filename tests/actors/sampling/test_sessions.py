@@ -30,7 +30,15 @@ from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import Conversation
 from areal.workflows.parsers import Parsers
-from protocols.errors import BusyError, FencedError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
+from protocols.errors import (
+    BusyError,
+    ConnectionLostError,
+    FencedError,
+    HarmfulError,
+    MalformedError,
+    RefusedError,
+    StreamBrokenError,
+)
 from protocols.messages import Member, Policy
 
 
@@ -51,7 +59,9 @@ class Cluster:
     def __init__(self, *members: Member) -> None:
         self.directory = Directory(Policy(lineage=0, version=0, folder=""), members)
         self.failures = []
-        self.router = Router(self.directory, "rollout_manager", 0, self.config.generator.max_concurrent_rollouts)
+        most = self.config.generator.max_concurrent_rollouts
+        self.lost = []
+        self.router = Router(self.directory, "rollout_manager", 0, most, self.lost.append)
         self.services = Services(
             self.config,
             Characters(),
@@ -161,6 +171,15 @@ async def test_a_generator_that_answers_again_is_trusted(monkeypatch, unhurried,
         await router.avoid(generator(0), StreamBrokenError("gone again"))
         assert not router.trusts(generator(0))
         assert len(logs) == 2
+
+
+async def test_of_a_generator_whose_connection_is_lost_the_master_hears_once(monkeypatch, unhurried):
+    Clock(monkeypatch)
+    cluster = Cluster(generator(0), generator(1))
+    await cluster.router.avoid(generator(1), StreamBrokenError("silent"))
+    for _ in range(72):  # all sequences of a flow fail with it
+        await cluster.router.avoid(generator(0), ConnectionLostError("refused"))
+    assert cluster.lost == [generator(0)]
 
 
 async def test_a_generator_that_the_directory_shows_anew_is_tried_at_once(monkeypatch, unhurried):

@@ -447,16 +447,17 @@ def test_the_last_minute_shows_who_did_what(folder):
     assert "Timeline: the last minute of training, by actor" in write_report(run).read_text()
 
 
-@pytest.mark.parametrize("activity", ["$\\frac{$", "a $ b", "$x$ and $", "\x1b[31m", "_", "", "$" * 99, "\\$"])
-def test_an_activity_may_have_any_text(folder, activity):
-    report = {"actor": f"generator/{activity}", "state": "healthy", "stats": {}}
-    events = [report | {"time": at, "activity": activity} for at in (990.0, 995.0)]
+def test_an_activity_may_have_any_text(folder):
+    activities = ["$\\frac{$", "a $ b", "$x$ and $", "\x1b[31m", "_", "", "$" * 99, "\\$"]
+    events = [
+        {"actor": f"generator/{activity}", "state": "healthy", "stats": {}, "time": at, "activity": activity}
+        for activity in activities
+        for at in (990.0, 995.0)
+    ]
     run = folder([BRIEF | {"time": 1000.0}])
     (run / "events.jsonl").write_text("".join(map(line_of, events)))
     page = write_report(run).read_text()
-    assert "Timeline: the last minute" in page and "\x1b" not in page
-    if activity == "a $ b":
-        assert activity in page
+    assert "Timeline: the last minute" in page and "a $ b" in page and "\x1b" not in page
 
 
 def test_without_steps_and_events_there_is_no_timeline(folder):

@@ -244,7 +244,6 @@ def test_weights_that_are_sent_directly_take_what_the_packs_of_two_transfers_tak
 
     assert [sending(name) for name in ("folder", "stream", "gloo")] == [0, 0, 0]
     assert sending("nccl") == 2 * (16 * 2**20 + 2 * largest)
-    assert sending("ipc") == 2 * largest
 
 
 def test_host_memory_has_the_copies_of_weights_and_of_a_checkpoint_and_what_is_offloaded():

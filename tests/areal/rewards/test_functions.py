@@ -177,10 +177,11 @@ def test_a_start_knows_which_of_its_rewards_score_groups(own):
     names = ["own_reward_module:short", "own_reward_module:longest", "theirs", "group_judge"]
     config = ScoringConfig(reward={"functions": names, "external": ["theirs"], "groups": ["theirs", names[0]]})
     assert with_groups(config).reward.groups == ["own_reward_module:longest", "group_judge", "theirs"]
-    scorers = {name: {"model": "m", "kind": kind} for name, kind in (("strict", "group_judge"), ("mild", "judge"))}
+    scorers, options = {"big": {"model": "m", "kind": "judge"}}, {"url": "scorer:big"}
+    reward = {"options": {"judge": options, "group_judge/strict": options}}
     values = {"model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
-    judged = Config(**values, scorers=scorers, reward={"functions": [*scorers]}, sampling={"max_new_tokens": 8})
-    assert with_groups(judged).reward.groups == ["strict"]
+    judged = Config(**values, scorers=scorers, reward={"functions": "judge", **reward}, sampling={"max_new_tokens": 8})
+    assert with_groups(judged).reward.groups == ["group_judge/strict"]
     with pytest.raises(UserError, match="scores all completions of a group at once, but .* of the run lacks it"):
         check_groups({"x": resolve("own_reward_module:longest")}, RewardConfig(functions="x"))
     with pytest.raises(UserError, match="does not score all completions .* of the run has it"):
@@ -209,8 +210,12 @@ def test_a_start_knows_which_of_its_rewards_score_groups(own):
         ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),
         ("rewards/nothing.py:short", {}, "there is no file .*/rewards/nothing.py: correct the path"),
         ("own_reward_module:short", {"x": 1}, "has options .*, but is a function"),
-        ("own_reward_module:Judge", {}, "missing a required argument: 'strict': its options are none; correct them in"),
-        ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "'modl': its options are strict, modl; correct"),
+        (
+            "own_reward_module:Judge",
+            {},
+            "required argument: 'strict': its options are strict, model; correct",
+        ),
+        ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "'modl': its options are strict, model; correct"),
     ],
 )
 def test_a_name_that_names_no_reward_is_told(own, name, options, sentence):
@@ -221,8 +226,10 @@ def test_a_name_that_names_no_reward_is_told(own, name, options, sentence):
 def test_a_class_that_cannot_be_made_says_why(own):
     with pytest.raises(UserError, match="could not be made with the options strict: OSError: no such server"):
         resolve("own_reward_module:Judge", {"strict": "never"})
-    with pytest.raises(UserError, match="with the options url, samples: TypeError"):
-        resolve("judge", {"url": "http://127.0.0.1:1", "samples": "secret"})
+    with pytest.raises(
+        UserError, match="reward 'judge': samples is 'x' in its options .*, but should be a valid integer"
+    ):
+        resolve("judge", {"url": "http://127.0.0.1:1", "samples": "x", "api_key": "secret"})
 
 
 def test_all_that_is_built_in_can_be_called():

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from areal.config import UserError
 from areal.result import RewardError
-from areal.rewards.functions import resolve
+from areal.rewards.functions import check, resolve
 
 
 @contextlib.asynccontextmanager
@@ -23,7 +23,7 @@ async def judge(*answers: str | int, reward: str = "judge", **options):
         if isinstance(said, int):
             return web.json_response({"error": {"message": "busy"}}, status=said, headers={"retry-after-ms": "1"})
         message = {"role": "assistant", "content": said}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        choice = {"index": 0, "finish_reason": "length" if said.endswith("…") else "stop", "message": message}
         usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
         told = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
         return web.json_response(told)
@@ -78,6 +78,12 @@ async def test_the_score_is_the_mean_of_several_judgements_which_are_asked_again
     assert (requests[0]["model"], requests[0]["temperature"], requests[0]["key"]) == ("wise", 0.5, "Bearer mine")
 
 
+async def test_an_answer_that_was_cut_is_no_verdict_whatever_numbers_it_has():
+    async with judge("Of its 3 steps 2 are…") as (reward, _):
+        with pytest.raises(RewardError, match="the judge's answer was cut at its max_tokens, 512: raise them"):
+            await reward.function("p", "c", {})
+
+
 async def test_a_judge_that_does_not_answer_gives_no_score():
     async with judge(503, 503, retries=1) as (reward, _):
         with pytest.raises(RewardError, match="did not answer"):
@@ -94,10 +100,20 @@ async def test_a_template_that_fails_on_a_row_gives_no_score_and_asks_nothing(te
     assert not requests
 
 
-@pytest.mark.parametrize("options", [{"verdict": "poem"}, {"verdict": "choice"}, {"samples": 0}, {"template": "{{"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"verdict": "poem"},
+        {"verdict": "choice"},
+        {"samples": 0},
+        {"template": "{{"},
+        {"url": "scorrer:big"},
+        {"model": ""},
+    ],
+)
 def test_options_that_do_not_fit_are_told_before_the_start(options):
-    with pytest.raises(UserError, match="reward judge"):
-        resolve("judge", {"url": "http://127.0.0.1:1/v1", "model": "m", **options})
+    with pytest.raises(UserError, match="reward 'judge/strict': "):
+        check("judge/strict", {"url": "http://127.0.0.1:1/v1", "model": "m", **options})
 
 
 async def test_a_group_is_ranked_with_the_best_first_and_one_completion_without_asking():

@@ -65,7 +65,7 @@ def test_some_checks_alone_pass_and_are_written_down(tmp_path):
 @pytest.mark.parametrize(
     ("gpus", "apart", "turns"),  # transport, ranks, ZeRO stage and tensor parallelism
     [
-        (1, ("ipc", 1, 0, 1), ("folder", 1, 0, 1)),
+        (1, ("folder", 1, 0, 1), ("folder", 1, 0, 1)),
         (2, ("nccl", 1, 0, 1), ("folder", 2, 2, 2)),
         (3, ("nccl", 1, 0, 2), ("folder", 3, 2, 2)),
         (8, ("nccl", 6, 3, 2), ("folder", 8, 2, 2)),

@@ -266,7 +266,7 @@ LENGTHS = st.lists(st.tuples(st.integers(2, 300), st.integers(0, 200)), min_size
 
 def row_of(lengths):
     """The samples as a tree, and then each by itself."""
-    samples = [([0] * shared + [n + 1] * item, 1) for n, (item, shared) in enumerate(lengths)]
+    samples = [([0] * shared + [n + 1] * private, 1) for n, (private, shared) in enumerate(lengths)]
     return whole_row(flat_tree(samples, *[[sample] for sample in samples]))
 
 
@@ -298,7 +298,10 @@ def test_the_mask_of_a_window_has_all_blocks_with_pairs_of_tokens_in_it_and_says
 @pytest.mark.parametrize("attention", [PACKED_SDPA, PACKED_FLEX])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_window_is_counted_along_the_path_in_any_tree(attention, lengths, window, at_once):
-    row, make = row_of([(item // 4 + 1, shared // 4) for item, shared in lengths]), torch.Generator().manual_seed(0)
+    row, make = (
+        row_of([(private // 4 + 1, shared // 4) for private, shared in lengths]),
+        torch.Generator().manual_seed(0),
+    )
     q, k, v = torch.randn(3, 1, 2, row.tokens.shape[1], 4, generator=make, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "QUERIES_AT_ONCE", at_once)
@@ -313,9 +316,9 @@ def test_private_tokens_of_one_sequence_are_nothing_to_the_others(model):
         row = whole_row(flat)
         assert row.added == [4, 3, 1]
         logps = logps_of(model, row)
-        remainder = logps[row.sequence != 1]
-        results.append([remainder, logps[row.sequence == 1], *gradients(model, remainder.sum())])
-    (remainder, item, *gradient), (others_then, own_then, *gradient_then) = results
-    assert not torch.allclose(item, own_then)
-    for first, second in zip([remainder, *gradient], [others_then, *gradient_then], strict=True):
+        others_now = logps[row.sequence != 1]
+        results.append([others_now, logps[row.sequence == 1], *gradients(model, others_now.sum())])
+    (others_now, own_now, *gradient), (others_then, own_then, *gradient_then) = results
+    assert not torch.allclose(own_now, own_then)
+    for first, second in zip([others_now, *gradient], [others_then, *gradient_then], strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=1e-6)

@@ -12,7 +12,7 @@ from itertools import count
 from random import Random
 
 from protocols.codec import Frame
-from protocols.network import Full, OnCrash, Receive, Unreachable
+from protocols.network import Full, OnCrash, OnLost, Receive, Unreachable
 from simulation.cluster.loop import ProcessLoop, Scheduler
 
 # Least time between two messages on one connection.
@@ -71,6 +71,10 @@ class Wire:
         return self.latency + self.random.random() * self.latency
 
 
+def no_loss() -> None:
+    """What an end does that does not care whether its connection is lost."""
+
+
 class SimNetwork:
     """The network of one process."""
 
@@ -87,12 +91,15 @@ class SimNetwork:
         publication = SimPublication(self, no_receive, on_crash)
         return publication, self.wire.open(publication, address)
 
-    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> SimCaller:
-        caller = SimCaller(self, address, receive, on_crash)
+    def connect(self, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost = no_loss) -> SimCaller:
+        caller = SimCaller(self, address, receive, on_crash, on_lost)
         self.wire.call(caller)
         return caller
 
     subscribe = connect
+
+    async def refuses(self, address: str) -> bool:
+        return address not in self.wire.doors
 
     def close(self) -> None:
         pass
@@ -160,8 +167,9 @@ class SimPublication(SimDoor):
 class SimCaller(SimLink):
     """The connecting side of a connection, like a DEALER or a SUB socket. `door`: None until it is connected."""
 
-    def __init__(self, network: SimNetwork, address: str, receive: Receive, on_crash: OnCrash) -> None:
+    def __init__(self, network: SimNetwork, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost) -> None:
         super().__init__(network, receive, on_crash)
+        self.on_lost = on_lost
         self.address = address
         self.door: SimDoor | None = None
         self.route = b""
