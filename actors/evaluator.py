@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import structlog
@@ -50,8 +50,9 @@ from protocols.messages import (
 )
 
 ASK_SECONDS = 20.0
-# The result shows a sample of each of the first rows. The master keeps no texts, so these rows are always scored anew.
-ROWS_SHOWN = 2
+# The result shows a sample of each of the first rows: of two, and of further ones while all together have at most
+# SHOWN_CHARACTERS. The master keeps no texts, so these rows are always scored anew.
+ROWS_SHOWN, SHOWN_CHARACTERS = 12, 20_000
 # Interval at which the master is told which rows are done.
 REPORT_SECONDS = 1.0
 # The evaluation of the first or the last version is given up after this many attempts in a row that failed, and before
@@ -371,13 +372,18 @@ class Evaluator(Sampler):
             version=evaluation.version,
             **_scores_of(evaluation.scores, sum(evaluation.tokens), self.config.evaluator),
             unfinished=sum(evaluation.unfinished),
-            samples=tuple(self._example(rows[n], evaluation.first[n]) for n in sorted(evaluation.first)[:ROWS_SHOWN]),
+            samples=tuple(self._examples(evaluation)),
             benchmarks=solved,
         )
 
-    def _example(self, row: Row, sample: Trajectory) -> Sample:
-        prompt, completion = self._texts(sample)
-        return Sample(prompt=prompt, completion=completion, answer=row.answer, score=sample.reward)
+    def _examples(self, evaluation: Evaluation) -> Iterator[Sample]:
+        characters = 0
+        for number in sorted(evaluation.first)[:ROWS_SHOWN]:
+            row, sample = evaluation.rows[number], evaluation.first[number]
+            prompt, completion = self._texts(sample)
+            characters += len(prompt) + len(completion)
+            if number < 2 or characters <= SHOWN_CHARACTERS:
+                yield Sample(prompt=prompt, completion=completion, answer=row.answer, score=sample.reward)
 
     def _texts(self, sample: Trajectory) -> tuple[str, str]:
         """The text before the first sampled token, and from there on."""

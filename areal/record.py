@@ -120,6 +120,18 @@ class Record:
         """The metrics of each step."""
         return self._all[0]
 
+    def sample_pairs(self) -> list[dict[str, Any]]:
+        """Samples of the same held-out prompt side by side: prompt, answer, before, after (None if there is none).
+        Those whose score has changed most come first."""
+        pairs: dict[str, dict[str, Any]] = {}
+        for when in ("before", "after"):
+            for sample in self.summary.get(f"samples_{when}") or ():
+                row = {"prompt": sample["prompt"], "answer": sample.get("answer"), "before": None, "after": None}
+                pairs.setdefault(sample["prompt"], row)[when] = sample
+        changes = [[pair[when]["score"] for when in ("before", "after") if pair[when]] for pair in pairs.values()]
+        ordered = sorted(zip(changes, pairs.values(), strict=True), key=lambda one: min(one[0]) - max(one[0]))
+        return [pair for _, pair in ordered]
+
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The results of each evaluated version."""

@@ -57,7 +57,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 29
+PROTOCOL_VERSION = 30
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -151,8 +151,8 @@ class Done(Message):
 
 # --- membership
 
-State = Literal["stale", "healthy", "draining"]
-"""`stale`: not ready yet. `draining`: takes no new work and is about to leave."""
+State = Literal["starting", "stale", "healthy", "draining"]
+"""`starting`: not ready yet. `stale`: cannot load new weights. `draining`: takes no new work and is about to leave."""
 
 
 class Policy(Part):

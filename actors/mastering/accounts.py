@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 from actors.mastering.run_state import RunState
@@ -18,7 +19,7 @@ from protocols.messages import CommitStep, EvaluationDone
 RECENT_STEPS = 512
 RECENT = (
     "step", "reward_mean", "reward_mean_all", "groups_filtered", "groups_ready", "staleness_mean", "staleness_max",
-    "tokens_generated", "tokens_trained", "step_seconds", "trainer_wait_seconds",
+    "tokens_generated", "tokens_trained", "step_seconds", "step_seconds_median", "trainer_wait_seconds",
 )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ class StepMeter:
             "staleness_histogram": record.staleness_histogram,
             **{name: n if name.endswith("_seconds") else int(n) for name in COUNTERS for n in [self._counted[name]]},
             "step_seconds": seconds,
+            "step_seconds_median": median([*(step["step_seconds"] for step in self._recent), seconds][-20:]),
             "effective_throughput": trained / seconds if trained is not None and seconds else None,
             "groups_trained": len(groups),
             "tokens_per_mixed_group": self._counted["tokens_generated"] / mixed if mixed else None,

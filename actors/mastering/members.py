@@ -27,7 +27,7 @@ REMOVED_KEPT = 64
 # So much of the members' numbers is in a status, which is one message too.
 MAX_STATUS_BYTES = MAX_BODY_BYTES // 2
 
-NO_BEAT = Heartbeat(state="stale", serves=(), activity="starting", stats={})
+NO_BEAT = Heartbeat(state="starting", serves=(), activity="starting", stats={})
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Members:
             taken = {m.index for m in self.with_role(join.role, healthy=False)}
             index = next(i for i in range(len(taken) + 1) if i not in taken)
         identity = f"{join.role}/{index}#{mark}"
-        return Member(identity=identity, role=join.role, index=index, address=join.address, state="stale")
+        return Member(identity=identity, role=join.role, index=index, address=join.address, state="starting")
 
     def add(self, member: Member) -> None:
         """Raises BusyError if the directory has no room for the member."""

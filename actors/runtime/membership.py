@@ -121,7 +121,7 @@ class Membership:
         self.kind, self.bus, self.master, self.index = kind, bus, master, index
         self.listen_address = listen_address or ListenAddress.towards(master)
         self.role = Actor()  # until it is made
-        self.state: State = "stale"
+        self.state: State = "starting"
         self.activity = "starting"
         self.outcome = ""
         self.engine_seed = 0

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from actors.watching.health import status_of
 from areal.config import Config
+from areal.data import addition
 from areal.observe.alert_inputs import alerts_of
 from areal.record import Record, new_steps
 from areal.text import shown
@@ -32,6 +33,13 @@ ASK_SECONDS = 5.0
 LOST_SECONDS = 60.0
 # Number of the latest evaluations shown, besides the first one.
 EVALUATIONS_SHOWN = 3
+PAIRS_SHOWN = 2
+BAR = 30  # characters of the bar of the progress
+END = """  its report        {folder}/report.html
+  its curves        python -m areal dashboard {folder}
+  its completions   python -m areal rollouts {folder}
+  to train it on    python run.py --resume {folder} steps={steps}"""
+STYLES = {"healthy": "green", "starting": "dim"}
 
 
 async def watch_live(feed: Feed, console: Console) -> None:
@@ -137,15 +145,16 @@ def step_line(m: dict[str, Any], steps: int, max_staleness: int) -> str:
         f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {max_staleness})  "
         f"{_rate(m, 'tokens_generated')} tok/s generated, {_rate(m, 'tokens_trained')} trained  "
         f"step {m['step_seconds']:.2f} s, waited {m['trainer_wait_seconds']:.2f} s  ready {m['groups_ready']}"
+        f"{_left(m, steps)}"
     )
 
 
 def render(status: dict[str, Any]) -> Panel:
     """The live view of a run, from its status."""
-    m = status["metrics"]
     numbers = Table.grid(padding=(0, 3))
-    for row in _numbers(status, m):
-        numbers.add_row(*(Text.from_markup(cell) for cell in row))
+    numbers.add_column(style="dim", no_wrap=True)
+    for name, value in _numbers(status, status["metrics"]):
+        numbers.add_row(name, Text(value))
     alerts = [Text(alert, style="red") for alert in status["alerts"]]
     body = Group(
         numbers, Text(), actors_table(status["members"]), Text(), Text(status["waiting"], style="italic"), *alerts
@@ -155,36 +164,29 @@ def render(status: dict[str, Any]) -> Panel:
 
 def actors_table(members: list[dict[str, Any]]) -> Table:
     """A table of the actors: what each one does, and its load."""
-    actors = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("actor", "state", "doing"):
-        actors.add_column(column)
+    actors = Table.grid(padding=(0, 2))
     for member in sorted(members, key=lambda member: member["identity"]):
-        style = "green" if member["state"] == "healthy" else "yellow"
-        name = actor_name(member["identity"])
-        actors.add_row(name, Text(member["state"], style=style), Text(_doing(member)))
+        state = Text(member["state"], style=STYLES.get(member["state"], "yellow"))
+        actors.add_row(actor_name(member["identity"]), state, Text(_doing(member)))
     return actors
 
 
-def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]:
-    evaluated = [f"v{version} {value:.3f}" for version, value in status["accuracy"].items()]
-    accuracy = "  ".join([*evaluated[:1], *evaluated[1:][-EVALUATIONS_SHOWN:]]) or "–"
-    rows: list[tuple[str, ...]] = [
-        (
-            "[dim]held-out accuracy[/]",
-            accuracy,
-            "[dim]alive / ready / free[/]",
-            f"{status['alive']} / {status['ready']} / {status['capacity']}",
-        ),
-    ]
+def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, str]]:
+    evaluated = [f"{value:.3f} at version {version}" for version, value in status["accuracy"].items()]
+    accuracy = ", ".join([*evaluated[:1], *evaluated[1:][-EVALUATIONS_SHOWN:]]) or "–"
+    groups = f"{status['alive']} admitted, {status['ready']} of them ready; room for {status['capacity']} more"
+    done = BAR * status["version"] // max(status["steps"], 1)
+    progress = f"{'█' * done}{'░' * (BAR - done)} {_left(m, status['steps'])}"
+    rows = [("progress", progress), ("held-out accuracy", accuracy), ("groups", groups)]
     if m:
+        mean, most, bound = m["staleness_mean"], m["staleness_max"], status["max_staleness"]
         rows += [
-            ("[dim]reward[/]", f"{m['reward_mean']:.3f}{_filtered(m)}", "[dim]staleness mean / max / bound[/]",
-             f"{m['staleness_mean']:.1f} / {m['staleness_max']} / {status['max_staleness']}"),
-            ("[dim]tok/s generated / trained[/]", f"{_rate(m, 'tokens_generated')} / {_rate(m, 'tokens_trained')}",
-             "[dim]step / waited[/]", f"{m['step_seconds']:.2f} s / {m['trainer_wait_seconds']:.2f} s"),
-            ("[dim]reloads / s each[/]", f"{m['reloads']} / {_reload_seconds(m):.3f}",
-             "[dim]sequences interrupted / tokens recomputed[/]",
-             f"{m['sequences_interrupted']:,} / {m['tokens_recomputed']:,}"),
+            ("reward", f"{m['reward_mean']:.3f}{_filtered(m)}"),
+            ("staleness", f"{mean:.1f} on average, {most} at most; the bound is {bound}"),
+            ("tokens a second", f"{_rate(m, 'tokens_generated')} generated, {_rate(m, 'tokens_trained')} trained"),
+            ("last step", f"{m['step_seconds']:.2f} s, of which {m['trainer_wait_seconds']:.2f} s waiting for data"),
+            ("weight updates", f"{m['reloads']}, {_reload_seconds(m):.3f} s each"),
+            ("interrupted", f"{m['sequences_interrupted']:,} sequences, {m['tokens_recomputed']:,} tokens recomputed"),
         ]  # fmt: skip
     return rows
 
@@ -216,6 +218,12 @@ def _rate(metrics: dict[str, Any], key: str) -> str:
     return f"{metrics[key] / max(metrics['step_seconds'], 1e-9):,.0f}"
 
 
+def _left(m: dict[str, Any], steps: int) -> str:
+    """The time that the steps after this one of `steps` will take, in words."""
+    seconds = m.get("step_seconds_median", 0.0) * (steps - m.get("step", steps))
+    return f"  about {seconds / 60:.0f} min left" if seconds >= 120 else f"  about {seconds:.0f} s left" * (seconds > 0)
+
+
 def _reload_seconds(metrics: dict[str, Any]) -> float:
     seconds = sum(metrics[f"{part}_seconds"] for part in ("pause", "load", "resume"))
     return float(seconds / max(metrics["reloads"], 1))
@@ -237,12 +245,25 @@ def print_summary(folder: Path, console: Console) -> None:
     results = [evaluation for evaluation in summary["evaluations"] if evaluation["benchmarks"]]
     if results:
         console.print(_benchmarks_table(results))
-    for when in ("before", "after"):
-        for sample in summary[f"samples_{when}"]:
-            console.print(f"[bold]{when}[/] (score {sample['score']:g})")
-            line = f"  {sample['prompt']} → {sample['completion']}   [answer: {sample['answer']}]"
-            console.print(Text(shown(line)))
+    _print_samples(record, console)
     console.print(f"Everything is in {folder}", highlight=False, soft_wrap=True)
+    if summary["steps"]:
+        console.print(Text(END.format(folder=folder, steps=2 * summary["steps"])), soft_wrap=True)
+
+
+def _print_samples(record: Record, console: Console) -> None:
+    """Print the held-out rows whose score has changed most."""
+    pairs = record.sample_pairs()[:PAIRS_SHOWN]
+    if pairs:
+        console.print("[bold]Held-out rows before and after the training, those that changed most first[/]")
+    if pairs and record.settings.get("data", {}).get("source") == "addition":
+        console.print(addition.WORKING_IN_WORDS)
+    for pair in pairs:
+        console.print(Text(shown(f"  {pair['prompt']}   [answer: {pair['answer']}]")), soft_wrap=True)
+        for when in ("before", "after"):
+            if s := pair[when]:
+                line = f"  {when:<7}{s['completion']}   (score {s['score']:g})"
+                console.print(Text(shown(line)), soft_wrap=True)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -284,7 +305,7 @@ def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("steps", str(s["steps"])),
         ("held-out accuracy", f"{_number(s['accuracy_before'], '.3f')} → {_number(s['accuracy_after'], '.3f')}"),
-        ("staleness, max (bound)", f"{s['staleness_max']} ({s['max_staleness']})"),
+        ("staleness, at most", f"{s['staleness_max']}; the bound is {s['max_staleness']}"),
         ("log-prob gap, max", _number(s["logprob_gap_max"], ".1e")),
         ("samples trained", f"{s['samples_trained']} ({_number(s['samples_per_second'], '.1f')} a second)"),
         ("seconds of training", f"{s['seconds']:.0f}"),

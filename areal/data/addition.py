@@ -25,6 +25,7 @@ LABELS = string.ascii_letters[:40]
 ALPHABET = string.digits + LABELS + "="
 MAX_DIGITS = len(LABELS)
 COLUMN_CHARACTERS = 5
+WORKING_IN_WORDS = "For each column, the model writes its name, its two digits, the carry, and the digit of the sum."
 
 _WORKING = re.compile(r"(?:[a-zA-Z][0-9]{4})+")
 _HELD_OUT_SHARE = 16

@@ -46,6 +46,7 @@ MOST_POINTS = 400
 LOG_FROM = 10.0
 # Values that are cut off are named, this many of them.
 NAMED_CUTS = 3
+PAIRS_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def write_report(folder: Path) -> Path:
         forks=fork_lines([run]),
         figures=figures,
         timeline=draw_timeline(run),
-        samples=paired_samples(run.summary),
+        samples=run.sample_pairs()[:PAIRS_SHOWN],
     )
     path = folder / "report.html"
     replace(path, html)
@@ -413,16 +414,6 @@ def _style(axes: Any, grid: str = "y", spines: Sequence[str] = ("left", "bottom"
             loc="lower right", bbox_to_anchor=(1, 1), ncols=LEGEND_COLUMNS, borderaxespad=0, handlelength=1,
             columnspacing=1, handletextpad=0.4, frameon=False, labelcolor=INK, fontsize=8,
         )  # fmt: skip
-
-
-def paired_samples(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Samples of the same prompt side by side: prompt, answer, before, after (None if there is none)."""
-    pairs: dict[str, dict[str, Any]] = {}
-    for when in ("before", "after"):
-        for sample in summary.get(f"samples_{when}") or ():
-            row = {"prompt": sample["prompt"], "answer": sample.get("answer"), "before": None, "after": None}
-            pairs.setdefault(sample["prompt"], row)[when] = sample
-    return list(pairs.values())
 
 
 def _ratios(parts: Sequence[float], totals: Sequence[float]) -> list[float]:

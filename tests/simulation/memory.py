@@ -26,7 +26,7 @@ def check_actor(one: Incarnation, model: Model, processes: int) -> None:
             _check_policy(one, directory.policy)
             bounds["members"] = len(directory.members), links
     match one.role:
-        case "rollout_manager" if actor.state != "stale":
+        case "rollout_manager" if actor.state != "starting":
             most = (model.max_staleness + 1) * model.batch_size
             bounds["groups in hand"] = len(actor.role._groups), 2 * most
             bounds["routes"] = len(actor.role._router.requests) + len(actor.role._router._avoid), links

@@ -59,6 +59,63 @@ def test_the_benchmarks_of_a_model_are_a_table(tmp_path):
     assert "before" not in lines and "Summary" not in lines
 
 
+def drawn(**more: Any) -> list[str]:
+    """The live view at 80 columns, without its frame."""
+    counts = {"alive": 37, "ready": 3, "capacity": 11, "max_staleness": 4, "accuracy": {"0": 0.4, "60": 0.7}}
+    status = {"run": "demo", "version": 37, "steps": 120, "members": [], "waiting": "", "alerts": []} | counts
+    out = io.StringIO()
+    Console(file=out, width=80).print(monitor.render(status | more))
+    return [line[2:-2].rstrip() for line in out.getvalue().splitlines()[1:-1]]
+
+
+def test_at_80_columns_each_number_has_its_label_and_its_words_on_one_line():
+    metrics = step(37, step_seconds_median=2.0, reloads=1, pause_seconds=0.0, load_seconds=0.25, resume_seconds=0.0)
+    lines = drawn(metrics=metrics | {"sequences_interrupted": 123456, "tokens_recomputed": 12345678})
+    assert lines[: lines.index("")] == [
+        "progress            █████████░░░░░░░░░░░░░░░░░░░░░   about 3 min left",
+        "held-out accuracy   0.400 at version 0, 0.700 at version 60",
+        "groups              37 admitted, 3 of them ready; room for 11 more",
+        "reward              3.700",
+        "staleness           1.5 on average, 2 at most; the bound is 4",
+        "tokens a second     500 generated, 400 trained",
+        "last step           2.00 s, of which 0.50 s waiting for data",
+        "weight updates      1, 0.250 s each",
+        "interrupted         123,456 sequences, 12,345,678 tokens recomputed",
+    ]
+
+
+def test_the_time_left_is_that_of_the_steps_to_come_and_is_left_out_where_there_are_none():
+    assert monitor.step_line(step(8, step_seconds_median=30.0), 10, 4).endswith("  about 60 s left")
+    assert monitor.step_line(step(10, step_seconds_median=30.0), 10, 4).endswith("ready 3")
+    assert "left" not in drawn(metrics={})[0]
+
+
+def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
+    def samples(**scores: float) -> list[dict[str, Any]]:
+        return [{"prompt": p, "completion": f"{p}!", "answer": p, "score": score} for p, score in scores.items()]
+
+    summary = {
+        "steps": 5, "accuracy_before": 0.5, "accuracy_after": 1.0, "staleness_max": 3, "max_staleness": 4, "seconds": 9,
+        "logprob_gap_max": None, "samples_trained": 40, "samples_per_second": None, "evaluations": [],
+        "samples_before": samples(same=1.0, risen=0.0, little=0.5, fallen=1.0),
+        "samples_after": samples(same=1.0, risen=1.0, little=0.75, fallen=0.0),
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "config.yaml").write_text("data: {source: addition}\n")
+    out = io.StringIO()
+    monitor.print_summary(tmp_path, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    rows = [line for line in lines if "answer:" in line or "(score" in line]
+    assert rows == [
+        "  risen   [answer: risen]", "  before risen!   (score 0)", "  after  risen!   (score 1)",
+        "  fallen   [answer: fallen]", "  before fallen!   (score 1)", "  after  fallen!   (score 0)",
+    ]  # fmt: skip
+    assert "For each column, the model writes its name, its two digits, the carry," in out.getvalue()
+    for command in ("areal dashboard", "areal rollouts", "run.py --resume"):
+        assert f" {command} {tmp_path}" in out.getvalue() or f"{command} {tmp_path} steps=10" in out.getvalue()
+    assert f"{tmp_path}/report.html" in out.getvalue()
+
+
 def test_alerts_are_named_when_a_run_has_ended(tmp_path):
     records = [{"step": step, "cut_share": 0.5 if step > 20 else 0.0} for step in range(1, 31)]
     (tmp_path / "metrics.jsonl").write_text("".join(map(line_of, records)))
@@ -176,7 +233,11 @@ async def test_on_a_terminal_a_live_view_shows_who_does_what_and_survives_a_sile
     assert await follow(Feed(master, "tcp://m:1"), Console(file=out, force_terminal=True)) == 0
     first, silent, again = screens
     assert "generating, 7 running of 8, 2 queued, KV 25%" in first and "loading [1/2]" in first
-    assert "the trainer waits: 3 of 4 groups are ready" in first and "step 2 of 9" in first and "v0 0.250" in first
+    assert (
+        "the trainer waits: 3 of 4 groups are ready" in first
+        and "step 2 of 9" in first
+        and "0.250 at version 0" in first
+    )
     assert "first failure (reward)" in first
     assert "The master does not answer: no answer" in silent and "the trainer waits" in again
     assert "the run reached its end" in out.getvalue()
