@@ -50,9 +50,10 @@ from protocols.messages import (
 )
 
 ASK_SECONDS = 20.0
-# The result shows a sample of each of the first rows: of two, and of further ones while all together have at most
-# SHOWN_CHARACTERS. The master keeps no texts, so these rows are always scored anew.
-ROWS_SHOWN, SHOWN_CHARACTERS = 12, 20_000
+# The result shows a sample of each of the first rows. The master keeps no texts, so these rows are always scored anew.
+ROWS_SHOWN = 2
+# Further rows that it shows, where this attempt has scored them and all texts have no more characters than this.
+FURTHER_ROWS, SHOWN_CHARACTERS = 10, 20_000
 # Interval at which the master is told which rows are done.
 REPORT_SECONDS = 1.0
 # The evaluation of the first or the last version is given up after this many attempts in a row that failed, and before
@@ -378,11 +379,11 @@ class Evaluator(Sampler):
 
     def _examples(self, evaluation: Evaluation) -> Iterator[Sample]:
         characters = 0
-        for number in sorted(evaluation.first)[:ROWS_SHOWN]:
+        for number in sorted(evaluation.first.keys() & range(ROWS_SHOWN + FURTHER_ROWS)):
             row, sample = evaluation.rows[number], evaluation.first[number]
             prompt, completion = self._texts(sample)
             characters += len(prompt) + len(completion)
-            if number < 2 or characters <= SHOWN_CHARACTERS:
+            if number < ROWS_SHOWN or characters <= SHOWN_CHARACTERS:
                 yield Sample(prompt=prompt, completion=completion, answer=row.answer, score=sample.reward)
 
     def _texts(self, sample: Trajectory) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from areal.config import Config, LoraConfig, UserError, explain
-from areal.processes import ROOT, tied
+from areal.processes import ROOT, cache_folder, tied
 
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
 # Where models say how long sequences may be.
@@ -201,8 +201,8 @@ def quickstart_folder(parent: Path, seed: int = 0) -> Path:
 
 def lacks_quickstart(config: Config) -> bool:
     """Whether the run has to make the quickstart's model first."""
-    folder = quickstart_folder(config.run_dir.resolve() / "models", config.seed)
-    return config.model == "quickstart" and not folder.exists()
+    places = config.run_dir.resolve() / "models", cache_folder() / "areal"
+    return config.model == "quickstart" and not any(quickstart_folder(p, config.seed).exists() for p in places)
 
 
 def _make_quickstart(config: Config) -> Path:

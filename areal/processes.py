@@ -40,6 +40,11 @@ PARENT_SECONDS = 0.5
 LEADER_SECONDS = 0.1
 
 
+def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
+    """The folder of the user's caches."""
+    return Path(variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME") or Path.home(), ".cache"))
+
+
 def raise_open_files() -> None:
     """Raise the soft limit on open files as far as the hard limit allows, up to OPEN_FILES."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from helpers import find_free_port, keys_folder, made_once
 
 from areal.cpu import op_folder
 from areal.cpu.processor import avoid_broken_amx
+from areal.processes import cache_folder
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -39,6 +43,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # A trainer's engine sets it. Set any later, it would have vLLM's engines spawned that can be forked.
     os.environ[op_folder.ROOT_VARIABLE] = str(op_folder.extensions_folder())
+
+    # The quickstart's model is kept in the user's cache: tests share one of their own. Other libraries keep theirs.
+    if "CACHE_OF_TESTS" not in os.environ:
+        users = cache_folder()
+        os.environ["CACHE_OF_TESTS"] = os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder)
+        for variable, name in {"HF_HOME": "huggingface", "VLLM_CACHE_ROOT": "vllm"}.items():
+            os.environ.setdefault(variable, str(users / name))
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 from helpers import Process, descendants
 
@@ -16,6 +17,11 @@ from actors.watching.runs import runs_here, stop_run
 from areal.processes import KEYS
 
 CALLER = "import areal; areal.train(model='quickstart', steps=1)"
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def making(process: subprocess.Popen) -> list[Process]:

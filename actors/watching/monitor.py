@@ -56,12 +56,19 @@ async def watch_live(feed: Feed, console: Console) -> None:
 async def print_steps(config: Config, console: Console, skipped: int = 0) -> None:
     """Print a line for every step of the run in `config.folder` but the first `skipped`, until cancelled."""
     read = new_steps(config.folder)
+
+    def print_new() -> None:
+        for metrics in read():
+            if metrics["step"] > skipped:
+                line = step_line(metrics, config.steps, config.max_staleness)
+                console.print(line, highlight=False, soft_wrap=True)
+
     try:
         while True:
-            _print_steps(read, config, console, skipped)
+            print_new()
             await asyncio.sleep(REFRESH_SECONDS)
     finally:
-        _print_steps(read, config, console, skipped)
+        print_new()
 
 
 async def print_progress(bus: Bus, master: str, console: Console) -> None:
@@ -75,13 +82,6 @@ async def print_progress(bus: Bus, master: str, console: Console) -> None:
                 console.print(shown(doing), highlight=False, markup=False, soft_wrap=True)
             last = doing
         await asyncio.sleep(PROGRESS_SECONDS)
-
-
-def _print_steps(read: Callable[[], list[dict[str, Any]]], config: Config, console: Console, skipped: int) -> None:
-    for metrics in read():
-        if metrics["step"] > skipped:
-            line = step_line(metrics, config.steps, config.max_staleness)
-            console.print(line, highlight=False, soft_wrap=True)
 
 
 class Feed:
@@ -273,8 +273,7 @@ def _number(value: float | None, form: str) -> str:
 def _benchmarks_table(results: list[dict[str, Any]]) -> Table:
     """The scores of each benchmark at its last version; if there are several versions, also at the first one."""
     versions = sorted(results, key=lambda evaluation: evaluation["version"])
-    first: dict[str, Any] = {}
-    last: dict[str, Any] = {}
+    first, last = dict[str, Any](), dict[str, Any]()
     for evaluation in versions:
         first, last = evaluation["benchmarks"] | first, last | evaluation["benchmarks"]
     table = Table(title="Benchmarks", title_justify="left", box=SIMPLE)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from areal.processes import cache_folder
+
 ROOT_VARIABLE = "TORCH_EXTENSIONS_DIR"
 OP = "deepspeed_shm_comm"
 BUILDS = "DeepSpeed's op for the CPU is compiled, once in this environment, for about a minute"
@@ -20,11 +22,6 @@ def extensions_folder(variables: Mapping[str, str] = os.environ) -> Path:
         return Path(variables[ROOT_VARIABLE])
     environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
     return cache_folder(variables).resolve() / "torch_extensions" / environment
-
-
-def cache_folder(variables: Mapping[str, str]) -> Path:
-    """The folder of the user's caches."""
-    return Path(variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME") or Path.home(), ".cache"))
 
 
 def is_built() -> bool:

@@ -7,6 +7,7 @@ Reinforcement learning finds this change from the outcome alone. It would learn 
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import shutil
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -27,6 +29,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from areal.config import explain
 from areal.data import addition
 from areal.models import quickstart_folder
+from areal.processes import cache_folder
 
 EOS, PAD = "<eos>", "<pad>"
 MAX_LENGTH = 512
@@ -64,10 +67,27 @@ def make(options: Namespace) -> None:
 
 
 def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None = None) -> Path:
-    """Return the model's folder in `parent`, and build the model if the folder does not exist."""
+    """Return the model's folder in `parent`. If it does not exist, it is a copy of the model in the user's cache, which
+    is built first if need be, by one process while others wait. A cache that takes no files is left out."""
     folder = quickstart_folder(parent, seed)
-    if not folder.exists():
+    if folder.exists():
+        return folder
+    made = quickstart_folder(cache_folder() / "areal", seed)
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        lock = made.with_suffix(".lock").open("w")
+    except OSError as error:
+        if progress:
+            progress(f"the model is not kept for other runs: {error}")
         build(folder, seed, progress)
+        return folder
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or this process killed
+        if not made.exists():
+            build(made, seed, progress)
+        if not folder.exists():  # another process may have waited for the same one
+            with _complete(folder) as unfinished:
+                shutil.copytree(made, unfinished, dirs_exist_ok=True)
     return folder
 
 
@@ -93,11 +113,18 @@ def build(
             warm_up(model, tokenizer, seed, recipe, progress)
     finally:
         torch.set_num_threads(threads_before)
+    with _complete(folder) as unfinished:
+        tokenizer.save_pretrained(unfinished)
+        model.save_pretrained(unfinished)
+
+
+@contextmanager
+def _complete(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` once the block has ended without an exception."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        tokenizer.save_pretrained(unfinished)
-        model.save_pretrained(unfinished)
+        yield unfinished
         os.replace(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

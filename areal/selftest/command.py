@@ -23,10 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from areal.config import Config, UserError, dump_config, explain, load_config
-from areal.cpu.op_folder import cache_folder, extensions_folder
+from areal.cpu.op_folder import extensions_folder
 from areal.devices import deal_out, host_memory, visible_devices
 from areal.models import with_folders
-from areal.processes import torchrun
+from areal.processes import cache_folder, torchrun
 from areal.roles import ROLES
 from areal.selftest.child import LINES, LOG_LINES, CheckProcess, ChildFailed, ChildGone, ChildSlow
 from areal.selftest.engines import CHECKS_OF_ENGINES, KERNELS, EngineTest

@@ -1,6 +1,7 @@
 """The quickstart's model folder: complete, loadable, deterministic, and built whole or not at all."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -76,18 +77,43 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ensure_builds_once_for_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    built: list[Path] = []
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that a user with an empty cache has had a model built in."""
+    folders: list[Path] = []
 
     def build(folder: Path, *_: object) -> None:
-        built.append(folder)
-        folder.mkdir()
+        folders.append(folder)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text(folder.name)
 
     monkeypatch.setattr(quickstart, "build", build)
-    first = quickstart.ensure(tmp_path, 0)
-    assert quickstart.ensure(tmp_path, 0) == first
-    assert quickstart.ensure(tmp_path, 1) != first
-    assert len(built) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folders
+
+
+def test_a_model_is_built_once_for_a_user_and_a_seed(tmp_path: Path, places: list[Path]):
+    first = quickstart.ensure(tmp_path / "a", 0)
+    assert quickstart.ensure(tmp_path / "a", 0) == first
+    again = quickstart.ensure(tmp_path / "b", 0)
+    assert (again.parent, again.name) == (tmp_path / "b", first.name)
+    assert (again / "model.safetensors").read_text() == first.name
+    assert quickstart.ensure(tmp_path / "a", 1) != first
+    assert len(places) == 2 and {folder.parent for folder in places} == {tmp_path / "cache" / "areal"}
+
+
+def test_whoever_needs_a_model_that_is_being_built_waits_for_it(tmp_path: Path, places: list[Path]):
+    with ThreadPoolExecutor(4) as threads:
+        folders = list(threads.map(quickstart.ensure, [tmp_path / name for name in "aabb"]))
+    assert len(places) == 1 and all((folder / "model.safetensors").exists() for folder in folders)
+    assert [file.name for file in (tmp_path / "a").iterdir()] == [places[0].name]
+
+
+def test_a_cache_that_takes_no_files_costs_nothing_but_the_time(tmp_path: Path, places: list[Path]):
+    (tmp_path / "cache").write_text("no folder")
+    said: list[str] = []
+    folder = quickstart.ensure(tmp_path / "a", 0, said.append)
+    assert places == [folder] and "is not kept for other runs" in said[0]
 
 
 def test_the_longest_problem_fits_the_model():
