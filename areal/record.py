@@ -129,7 +129,7 @@ class Record:
                 row = {"prompt": sample["prompt"], "answer": sample.get("answer"), "before": None, "after": None}
                 pairs.setdefault(sample["prompt"], row)[when] = sample
         changes = [[pair[when]["score"] for when in ("before", "after") if pair[when]] for pair in pairs.values()]
-        ordered = sorted(zip(changes, pairs.values(), strict=True), key=lambda one: min(one[0]) - max(one[0]))
+        ordered = sorted(zip(changes, pairs.values(), strict=True), key=lambda item: min(item[0]) - max(item[0]))
         return [pair for _, pair in ordered]
 
     @property

@@ -175,14 +175,14 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, str]]
     evaluated = [f"{value:.3f} at version {version}" for version, value in status["accuracy"].items()]
     accuracy = ", ".join([*evaluated[:1], *evaluated[1:][-EVALUATIONS_SHOWN:]]) or "–"
     groups = f"{status['alive']} admitted, {status['ready']} of them ready; room for {status['capacity']} more"
-    done = BAR * status["version"] // max(status["steps"], 1)
-    progress = f"{'█' * done}{'░' * (BAR - done)} {_left(m, status['steps'])}"
+    filled = BAR * status["version"] // max(status["steps"], 1)
+    progress = f"{'█' * filled}{'░' * (BAR - filled)} {_left(m, status['steps'])}"
     rows = [("progress", progress), ("held-out accuracy", accuracy), ("groups", groups)]
     if m:
-        mean, most, bound = m["staleness_mean"], m["staleness_max"], status["max_staleness"]
+        mean, oldest, bound = m["staleness_mean"], m["staleness_max"], status["max_staleness"]
         rows += [
             ("reward", f"{m['reward_mean']:.3f}{_filtered(m)}"),
-            ("staleness", f"{mean:.1f} on average, {most} at most; the bound is {bound}"),
+            ("staleness", f"{mean:.1f} on average, {oldest} at most; the bound is {bound}"),
             ("tokens a second", f"{_rate(m, 'tokens_generated')} generated, {_rate(m, 'tokens_trained')} trained"),
             ("last step", f"{m['step_seconds']:.2f} s, of which {m['trainer_wait_seconds']:.2f} s waiting for data"),
             ("weight updates", f"{m['reloads']}, {_reload_seconds(m):.3f} s each"),

@@ -72,10 +72,10 @@ def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None =
     folder = quickstart_folder(parent, seed)
     if folder.exists():
         return folder
-    made = quickstart_folder(cache_folder() / "areal", seed)
+    original = quickstart_folder(cache_folder() / "areal", seed)
     try:
-        made.parent.mkdir(parents=True, exist_ok=True)
-        lock = made.with_suffix(".lock").open("w")
+        original.parent.mkdir(parents=True, exist_ok=True)
+        lock = original.with_suffix(".lock").open("w")
     except OSError as error:
         if progress:
             progress(f"the model is not kept for other runs: {error}")
@@ -83,11 +83,11 @@ def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None =
         return folder
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or this process killed
-        if not made.exists():
-            build(made, seed, progress)
+        if not original.exists():
+            build(original, seed, progress)
         if not folder.exists():  # another process may have waited for the same one
             with _complete(folder) as unfinished:
-                shutil.copytree(made, unfinished, dirs_exist_ok=True)
+                shutil.copytree(original, unfinished, dirs_exist_ok=True)
     return folder
 
 
