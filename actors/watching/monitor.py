@@ -180,12 +180,13 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, str]]
     rows = [("progress", progress), ("held-out accuracy", accuracy), ("groups", groups)]
     if m:
         mean, oldest, bound = m["staleness_mean"], m["staleness_max"], status["max_staleness"]
+        seconds = sum(m[f"{part}_seconds"] for part in ("pause", "load", "resume")) / max(m["reloads"], 1)
         rows += [
             ("reward", f"{m['reward_mean']:.3f}{_filtered(m)}"),
             ("staleness", f"{mean:.1f} on average, {oldest} at most; the bound is {bound}"),
             ("tokens a second", f"{_rate(m, 'tokens_generated')} generated, {_rate(m, 'tokens_trained')} trained"),
             ("last step", f"{m['step_seconds']:.2f} s, of which {m['trainer_wait_seconds']:.2f} s waiting for data"),
-            ("weight updates", f"{m['reloads']}, {_reload_seconds(m):.3f} s each"),
+            ("weight updates", f"{m['reloads']}, {seconds:.3f} s each"),
             ("interrupted", f"{m['sequences_interrupted']:,} sequences, {m['tokens_recomputed']:,} tokens recomputed"),
         ]  # fmt: skip
     return rows
@@ -224,11 +225,6 @@ def _left(m: dict[str, Any], steps: int) -> str:
     return f"  about {seconds / 60:.0f} min left" if seconds >= 120 else f"  about {seconds:.0f} s left" * (seconds > 0)
 
 
-def _reload_seconds(metrics: dict[str, Any]) -> float:
-    seconds = sum(metrics[f"{part}_seconds"] for part in ("pause", "load", "resume"))
-    return float(seconds / max(metrics["reloads"], 1))
-
-
 def print_summary(folder: Path, console: Console) -> None:
     """Print the results of a run, from its summary.json."""
     record = Record(folder)
@@ -242,8 +238,7 @@ def print_summary(folder: Path, console: Console) -> None:
         console.print(Text.assemble((alert.name, "bold red"), f": {alert.sentence}"))
         if command:
             console.print(Text(f"  {command}"), soft_wrap=True)
-    results = [evaluation for evaluation in summary["evaluations"] if evaluation["benchmarks"]]
-    if results:
+    if results := [evaluation for evaluation in summary["evaluations"] if evaluation["benchmarks"]]:
         console.print(_benchmarks_table(results))
     _print_samples(record, console)
     console.print(f"Everything is in {folder}", highlight=False, soft_wrap=True)
