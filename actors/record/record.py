@@ -5,6 +5,7 @@ from __future__ import annotations
 from actors.mastering.run_state import RunState
 from actors.record.rollback import go_back
 from areal.config import Config, UserError
+from areal.run_files import METRICS
 from areal.storage.journal import journal_copy
 from areal.storage.run_folder import compare_record, keep_changes
 
@@ -13,6 +14,8 @@ def check_record(config: Config, from_step: int | None = None) -> list[str]:
     """Raises UserError if what the folder of a run to resume has is not the whole record of one run, or if it has
     trained more than `steps`. The journal is not changed, so that a missing log may be put back beside it, unless the
     run goes back to `from_step`. Returns that, and what is changed in the configuration, in words."""
+    if from_step is None and not (config.folder / METRICS).exists():  # it was stopped before it began
+        return []
     state, lines = _state(config), []
     if state.abandoning is None:
         compare_record(config.folder, state.journal.run, state.ledger.version)

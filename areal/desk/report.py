@@ -158,6 +158,10 @@ def _headlines_of_benchmarks(evaluations: Sequence[dict[str, Any]]) -> list[tupl
     return [(name, " → ".join(dict.fromkeys((shares[0], shares[-1])))) for name, shares in at.items()]
 
 
+def _mean_and_max(key: str) -> dict[str, str]:
+    return {"mean": f"{key}_mean", "max": f"{key}_max"}
+
+
 def panels(run: Record) -> list[Panel]:
     """The figures of a run, in this order: learning, staleness, speed, stability."""
     steps, derived = run.steps, _derived_series(run)
@@ -165,9 +169,6 @@ def panels(run: Record) -> list[Panel]:
     rewards = {"trained groups": "reward_mean", "all groups": "reward_mean_all"}
     idle = {"waiting for data": "waiting_share", "waiting to publish": "publishing_share"}
     updates = {part: f"{part}_seconds" for part in UPDATE_PARTS}
-
-    def mean_and_max(key: str) -> dict[str, str]:
-        return {"mean": f"{key}_mean", "max": f"{key}_max"}
 
     def series(keys: Mapping[str, str] | str) -> list[tuple[str, list[float]]]:
         keys = {"": keys} if isinstance(keys, str) else keys
@@ -187,16 +188,16 @@ def panels(run: Record) -> list[Panel]:
         lines("Rows of which a prompt was admitted, share", "coverage", limits=SHARE),
         _accuracy(run.evaluations),
         _benchmarks(run.evaluations),
-        lines("Staleness", mean_and_max("staleness"), "versions", limits=FROM_0, bound=bound),
+        lines("Staleness", _mean_and_max("staleness"), "versions", limits=FROM_0, bound=bound),
         _ages(run),
         lines("Throughput", {"generated": "generated", "trained": "trained"}, "tokens / s", limits=FROM_0),
         stack("Step time", {part: part for part in (*STEP_PARTS, "other")}, STEP_COLOURS),
         lines("Trainer idle, share", idle, limits=SHARE, colours=WAITS),
-        lines("Completion length", mean_and_max("completion_tokens"), "tokens", limits=FROM_0),
+        lines("Completion length", _mean_and_max("completion_tokens"), "tokens", limits=FROM_0),
         lines("Share of completions cut at the limit", "cut_share", limits=SHARE),
         stack("Weight updates of all generators", updates, tuple(UPDATE_PARTS.values())),
         lines("Log-prob gap, engine and trainer", {"sampled": "logprob_gap", "probed": "engine_gap"}, log=True),
-        lines("Importance weight", mean_and_max("weight"), log=True),
+        lines("Importance weight", _mean_and_max("weight"), log=True),
         lines("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
         lines("KL divergence", {"to behaviour": "kl_behaviour", "to reference": "kl_reference"}, "nats"),
         lines("KL divergence to the teacher", "kl_teacher", "nats"),

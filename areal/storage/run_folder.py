@@ -276,7 +276,8 @@ def configuration_to_resume(
     The run goes on in `folder`, wherever it was made. Raises UserError if there is no run, if it has reached its end or
     has trained more than `steps`, or if the configuration differs in a key that may not change.
     """
-    if not all((folder / name).is_file() for name in (CONFIG, JOURNAL)):
+    begun = from_step is not None or (folder / METRICS).exists()  # else it was stopped while its model was made
+    if not (folder / CONFIG).is_file() or (begun and not (folder / JOURNAL).is_file()):
         raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
     stored = config_of_run(folder, secrets=True)
     place = {"run_dir": folder.resolve().parent, "name": folder.resolve().name}

@@ -10,7 +10,7 @@ import pytest
 import scripted_policy
 
 from actors.evaluator import Evaluator
-from actors.rollout_manager import RolloutManager, _GroupStart, _Scored
+from actors.rollout_manager import RolloutManager, _GroupStart, _GroupStore, _Scored
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.calls import SampleFailed
@@ -255,7 +255,8 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
     manager = alone(RolloutManager, workflow=counted)
     manager._source = SimpleNamespace(row=lambda index: Row(index, "", "", None, {}))
     manager._router = SimpleNamespace(choose=choose, slot_at=lambda home: None, room=Notifier())
-    manager._unfinished, manager._sessions, manager._samples_finished, manager._ask_trainer = {}, {}, 0, refuse
+    manager._unfinished, manager._sessions, manager._stores, manager._ask_trainer = {}, {}, {}, refuse
+    manager._samples_finished = 0
     reports = []
 
     async def report(message, answer):
@@ -266,3 +267,25 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
     (failed,) = reports
     assert "the trainer refused the group: a token is outside" in failed.reason
     assert (failed.cause, failed.discarded) == ("trainer", 2 * (SAMPLED + 4))
+
+
+async def test_samples_that_are_scored_soon_after_each_other_are_stored_with_one_request(monkeypatch):
+    requests, timer = [], Notifier()
+
+    async def store(scored):
+        requests.append(list(scored))
+        timer.notify()
+
+    monkeypatch.setattr("actors.rollout_manager.STORE_AFTER_SECONDS", 0.0)
+    group = _GroupStore(store)
+    group.add("first")
+    group.add("second")
+    assert requests == []
+    await asyncio.wait_for(timer.until(lambda: requests), 10)
+    group.add("last")
+    await asyncio.gather(*group.flush())
+    assert requests == [["first", "second"], ["last"]]
+    group.add("unused")
+    group.cancel()
+    await asyncio.sleep(0)
+    assert len(requests) == 2
