@@ -254,6 +254,7 @@ class Approach(Handshakes):
         self._address = address
         self._keys = keys
         self._on_lost = on_lost
+        self._connected = False
         self._timer: asyncio.TimerHandle | None = None
         self._connect(keys.generations[0])
 
@@ -262,10 +263,13 @@ class Approach(Handshakes):
         super().close()
 
     def _ended(self, event: zmq.Event) -> None:
-        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+        if event in (zmq.Event.DISCONNECTED, zmq.Event.CLOSED):
+            if self._connected or event == zmq.Event.CLOSED:  # else a handshake failed, and other keys are tried
+                self._on_lost()
+            self._connected = False
+        elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._connected = True
             self._wait()
-        elif event in (zmq.Event.DISCONNECTED, zmq.Event.CLOSED):
-            self._on_lost()
         elif self._timer is None:
             self._timer = self._loop.call_later(OTHER_KEYS_SECONDS, self._try_next)
 

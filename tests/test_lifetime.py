@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 from helpers import Process, descendants
 
@@ -45,6 +46,15 @@ def test_a_run_of_areal_train_ends_with_its_caller_even_if_that_is_killed(tmp_pa
     wait_for_end(below)
 
 
+@pytest.fixture
+def heard_hangup():
+    """Children hear SIGHUP, also if the tests themselves run below nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard_hangup")
 def test_a_run_that_is_stopped_while_its_model_is_made_ends_at_once_and_can_be_resumed(run, tmp_path):
     folder = tmp_path / "runs" / "quickstart"
     started = run()

@@ -42,7 +42,8 @@ FEW_ROWS = 512
 def check_rows(config: Config, source: PromptSource) -> None:
     """Check answers and tests of some rows, as `check_answers` and `check_tests`, and rewards of the user's own."""
     check_answers(config, source)
-    check_own_rewards(config, source.row(0))
+    for row in source.held_out[:1] if source.size == 0 else [source.row(0)]:  # an evaluation has held-out rows alone
+        check_own_rewards(config, row)
     if "code" in config.rewards and not config.rollout_manager.gives_rewards:
         check_tests(config, source)
 

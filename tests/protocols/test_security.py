@@ -204,7 +204,8 @@ async def test_old_and_new_actors_talk_in_both_directions_while_keys_rotate(bus,
     _, new_server, _ = serve()
     new = bus("reward/1#b", folder)
     assert await new.peer(new_server).ask(AskStatus(), PATIENCE) == Done()
-    assert await new.peer(old_server).ask(AskStatus(), PATIENCE) == Done()
+    async with contextlib.aclosing(new.peer(old_server).stream(AskStatus(), PATIENCE)) as parts:
+        assert await anext(parts) == Done()  # a handshake with other keys first is no lost connection
     assert await old.peer(new_server).ask(AskStatus(), PATIENCE) == Done()
 
 

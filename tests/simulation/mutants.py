@@ -492,7 +492,8 @@ def rows_for_another_scorer() -> AbstractContextManager[None]:
     score_tokens = RoutedRewards.score_tokens
 
     def scores_of_another(rewards: RoutedRewards, name: str, tokens: np.ndarray) -> Coroutine[Any, Any, TokenScores]:
-        others = [other for other in (TEACHER, REFERENCE) if other in rewards._scorers and other != name]
+        served = {other for member in rewards._router.directory.with_role("scorer") for other in member.serves}
+        others = [other for other in (TEACHER, REFERENCE) if other in served and other != name]
         return score_tokens(rewards, next(iter(others), name), tokens)
 
     return patch.multiple(RoutedRewards, score_tokens=scores_of_another)

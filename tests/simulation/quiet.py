@@ -31,6 +31,7 @@ from simulation.model import Model
 
 # Small intervals, because most simulated sequences take less than a second.
 BALANCE_SECONDS = 0.15
+STORE_AFTER_SECONDS = 0.05
 REPORT_SECONDS = 0.1
 
 place_of = sessions.place_of
@@ -79,7 +80,8 @@ def quiet(world: Simulated) -> Iterator[None]:
         settings.enter_context(patch.multiple(transport, decode_body=_decode_body))
         settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)
-        settings.enter_context(patch.multiple(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
+        intervals: dict[str, Any] = {"BALANCE_SECONDS": BALANCE_SECONDS, "STORE_AFTER_SECONDS": STORE_AFTER_SECONDS}
+        settings.enter_context(patch.multiple(rollout_manager, plan_moves=moves, **intervals))
         settings.enter_context(patch.multiple(sessions, place_of=_place_in_checkout))
         settings.enter_context(
             patch.multiple(disk, free_bytes=lambda _: 0, _inodes=lambda _: "", _same_disk=lambda *_: False)

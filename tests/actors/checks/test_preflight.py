@@ -75,7 +75,8 @@ def test_answers_that_cannot_be_read_are_refused_before_the_run(check, bad, eval
     ],
 )
 def test_options_that_the_engines_refuse_are_refused_in_a_rehearsal(tmp_path, changes, sentence):
-    config = config_of("rows.jsonl", model=str(make_model(tmp_path)), **changes)
+    (make_model(tmp_path) / "tokenizer_config.json").write_text("{}")
+    config = config_of("rows.jsonl", model=str(tmp_path), **changes)
     with pytest.raises(UserError, match=sentence):
         preflight.check_options(config)
 

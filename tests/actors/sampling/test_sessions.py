@@ -810,7 +810,7 @@ async def test_a_workflow_of_the_user_s_may_ask_a_scorer_for_log_probs():
     settings = {"scorers": {"wise": {"model": "m"}}, "rollout_manager": {"workflow": "mine.py:play"}}
     config = Config(**cluster.config.model_dump() | settings)
     assert config.started_scorers == ["wise"]
-    with pytest.raises(ValueError, match="the scorer 'wise' is not used"):
+    with pytest.raises(UserError, match="the scorer 'wise' is not used"):
         Config(**config.model_dump() | {"rollout_manager": {"workflow": "single_turn"}})
 
     async def scored(scorer, tokens):

@@ -226,9 +226,7 @@ def test_a_name_that_names_no_reward_is_told(own, name, options, sentence):
 def test_a_class_that_cannot_be_made_says_why(own):
     with pytest.raises(UserError, match="could not be made with the options strict: OSError: no such server"):
         resolve("own_reward_module:Judge", {"strict": "never"})
-    with pytest.raises(
-        UserError, match="reward 'judge': samples is 'x' in its options .*, but should be a valid integer"
-    ):
+    with pytest.raises(UserError, match="reward 'judge': samples is 'x' in its options, but should be a valid integer"):
         resolve("judge", {"url": "http://127.0.0.1:1", "samples": "x", "api_key": "secret"})
 
 
