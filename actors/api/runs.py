@@ -371,7 +371,7 @@ class LiveRun:
 
 
 class RolloutTable:
-    """The rollouts of a run: all samples that it keeps (docs/observe.md)."""
+    """The rollouts of a run: all samples that it keeps (docs/record.md)."""
 
     def __init__(self, record: Record) -> None:
         self._record = record

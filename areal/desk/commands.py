@@ -18,7 +18,7 @@ def _declare_readers(tools: RoomTools) -> None:
     compare = tools.add("compare", "comparison:compare", "print in what runs differ, and the figures they end with")
     compare.add_argument("folders", nargs="+", **RUN)
 
-    rollouts = tools.add("rollouts", "rollout_print:print_rollouts", "print rollouts of a run (docs/observe.md)")
+    rollouts = tools.add("rollouts", "rollout_print:print_rollouts", "print rollouts of a run (docs/record.md)")
     add = rollouts.add_argument
     add("folder", **RUN)
     add("--where", metavar="SQL", help='condition on their columns: "reward < 0.1 and step > 50"')
@@ -106,7 +106,7 @@ def _declare_replays(tools: RoomTools) -> None:
     add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)
 
     summary = "check a finished run by its record alone: data, bound, token versions, and the weights by training again"
-    epilog = "Exit code 1: a check fails, or the record does not have what it takes (docs/observe.md)."
+    epilog = "Exit code 1: a check fails, or the record does not have what it takes (docs/record.md)."
     add = tools.add("audit", "audit:run", summary, epilog).add_argument
     add("run", **RUN)
     add("--trust", action="store_true", help="run code that the configuration of another user's run names")
