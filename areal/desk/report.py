@@ -77,12 +77,13 @@ def write_report(folder: Path) -> Path:
     import jinja2
 
     run = Record(folder)
-    figures = [draw(panel) for panel in panels(run) if not panel.empty]
+    figures = [(panel.title, draw(panel)) for panel in panels(run) if not panel.empty]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(PAGE.read_text(encoding="utf-8"))
     html = page.render(
         run=run,
         ending=_ending(run.summary),
+        account=account(run),
         alerts=alerts_of(run),
         headlines=headlines(run.summary),
         forks=fork_lines([run]),
@@ -132,6 +133,26 @@ def fork_lines(runs: Iterable[Record]) -> list[str]:
             tree[*path, (step, each)] = "    " * len(path) + name + f", from step {step} on" * bool(step)
             path = (*path, (step, each))
     return [tree[path] for path in sorted(tree)] if any(len(path) > 1 for path in tree) else []
+
+
+def account(run: Record) -> str:
+    """What the run has done, in sentences: what it trained, from where to where, how stale, and what was lost."""
+    summary, rewards = run.summary, run.series("reward_mean")
+    if not rewards:
+        return ""
+    few = max(1, min(10, len(rewards) // 3))
+    first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
+    says = [f"{run.settings.get('model', 'The model')} was trained for {_shown(summary, 'steps', ',.0f')} steps in "
+            f"{_shown(summary, 'seconds', ',.0f')} s. Its mean reward was {first:.3f} in the first {few} of them and "
+            f"{last:.3f} in the last {few}."]  # fmt: skip
+    if summary.get("accuracy_before") is not None and summary.get("accuracy_after") is not None:
+        accuracy = [_shown(summary, f"accuracy_{when}", ".1%") for when in ("before", "after")]
+        says.append(f"On rows that it never trained on, its accuracy went from {' to '.join(accuracy)}.")
+    oldest, bound = (_shown(summary, key, "g") for key in ("staleness_max", "max_staleness"))
+    says.append(f"No group was more than {oldest} versions behind the weights that it trained; {bound} were allowed.")
+    if (lost := summary.get("tokens_untrained_share")) is not None:
+        says.append(f"{lost:.1%} of the generated tokens were not trained on.")
+    return " ".join(says)
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -375,14 +396,16 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def _draw_line(axes: Any, label: str, x: Sequence[float], y: Sequence[float], colour: str) -> None:
-    """The smoothed curve over its faint points. So few points that none is smoothed are marked on the curve. Values
-    that are missing are left out: gaps are measured in few steps."""
+    """The smoothed curve over its faint points. So few points that none is smoothed are marked, and joined
+    if none is missing and there are more than two."""
     points = [(place, value) for place, value in zip(x, y, strict=True) if math.isfinite(value)]
     if not points:
         return
+    joined = len(points) == len(x) > 2
     x, y = zip(*points, strict=True)
     if len(x) < SMOOTHED_FROM:
-        axes.plot(x, y, color=colour, label=label or None, marker="o", markersize=3, linewidth=1.5)
+        style = "-" if joined else ""
+        axes.plot(x, y, style, color=colour, label=label or None, marker="o", markersize=3, linewidth=1.5)
         return
     look = {"linewidth": 0.6} if len(x) > MOST_POINTS else {"linestyle": "", "marker": "o", "markersize": 3}
     axes.plot(x, y, color=colour, alpha=0.4, markeredgewidth=0, **look)
@@ -425,8 +448,9 @@ def _ages(run: Record) -> Panel:
     counts = [record.get("staleness_histogram") for record in run.records]
     histograms = [histogram if isinstance(histogram, list) else [] for histogram in counts]
     oldest = max(map(len, histograms), default=0)
+    labels = range(oldest) if oldest <= LEGEND_COLUMNS else (0, oldest - 1)
     stack = [
-        (f"{age}" if age in (0, oldest - 1) else "", [sum(histogram[age : age + 1]) for histogram in histograms])
+        (f"{age}" if age in labels else "", [sum(histogram[age : age + 1]) for histogram in histograms])
         for age in range(oldest)
     ]
     return Panel("Groups by staleness", stack=stack, steps=run.steps, colours=ramp(oldest))
