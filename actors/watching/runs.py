@@ -80,6 +80,7 @@ def print_runs(_options: Namespace) -> None:
 
 
 def stop(options: Namespace) -> int:
+    process_of(options.folder)  # nothing is said of a run that is not there
     print(f"The run in {options.folder} is told to stop; a step in progress ends first.", file=sys.stderr, flush=True)
     if survivors := stop_run(options.folder):
         print(shown(f"It was told to stop, and these go on: {', '.join(survivors)}."), file=sys.stderr)
