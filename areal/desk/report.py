@@ -142,7 +142,8 @@ def account(run: Record) -> str:
         return ""
     few = max(1, min(10, len(rewards) // 3))
     first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
-    says = [f"{Path(run.settings.get('model', 'The model')).name} was trained for {_shown(summary, 'steps', ',.0f')} steps in "
+    model = Path(run.settings.get("model", "The model")).name
+    says = [f"{model} was trained for {_shown(summary, 'steps', ',.0f')} steps in "
             f"{_shown(summary, 'seconds', ',.0f')} s. Its mean reward was {first:.3f} in the first {few} of them and "
             f"{last:.3f} in the last {few}."]  # fmt: skip
     if summary.get("accuracy_before") is not None and summary.get("accuracy_after") is not None:
