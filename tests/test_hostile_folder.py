@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from aiohttp.test_utils import TestClient, TestServer
 
+import areal
 from actors.mastering.run_state import RunState
+from actors.watching.dashboard import RunView, application
 from areal.__main__ import main
 from areal.config import dump_config, load_config
 from areal.plugins import announce_code
@@ -90,6 +94,19 @@ def test_code_in_the_folder_of_another_user_is_named_and_does_not_run(
     if words[0] in ("audit", "replay"):
         error = capsys.readouterr().err
         assert f"{hostile / 'loss.py'}:loss" in error and "repeat the command with --trust" in error
+
+
+async def test_who_looks_at_the_folder_in_a_browser_or_a_notebook_runs_nothing_and_sees_nothing_of_the_user(
+    armed, hostile, private
+):
+    async with TestClient(TestServer(application(RunView(hostile), None))) as page:
+        shown = [await (await page.get(path)).text() for path in ("/", "/data")]
+    run = await asyncio.to_thread(areal.join, hostile)
+    assert "checkpoint" in run.summary and len(run.metrics) == 1
+    shown.append((await asyncio.to_thread(run.report)).read_text())
+    assert "private text" not in "".join(shown) and '"reward_mean": 0.5' in shown[1]
+    assert (private / "private.json").read_text() == PRIVATE
+    assert not armed.exists()
 
 
 def test_a_resume_names_the_code_of_the_folder_before_it_runs(armed, hostile, capsys):

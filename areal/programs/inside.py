@@ -45,9 +45,9 @@ import types
 from errno import EINVAL, ENOSYS, EPERM
 
 TICK_SECONDS = 0.01
-# What a look at the memory of a program may take, and what is read of one file in /proc. A program can make both large.
-# What exceeds these bounds counts as the most that it can be.
-LOOK_SECONDS = 2.0
+# The CPU time that a look at the memory of a program may take, by the clock BUSY times that, since the machine may have
+# other work; and what is read of one file in /proc. A program can make each large. What exceeds it counts as the most.
+LOOK_SECONDS, BUSY = 2.0, 5
 READ_BYTES = 1 << 18
 PAGE = resource.getpagesize()
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -627,8 +627,8 @@ class PolledUsage:
         if not self.looking and self.memory_bytes(most_bytes) > self.job["memory_bytes"]:
             self.looking = True
             _thread.start_new_thread(self.watch_memory, ())
-        began = self.look_began
-        late = began is not None and time.monotonic() - began > LOOK_SECONDS
+        cpu, began = self.look_began or (math.inf, math.inf)
+        late = time.process_time() - cpu > LOOK_SECONDS or time.monotonic() - began > BUSY * LOOK_SECONDS
         return "memory" if self.memory_exceeded or late else None
 
     def cpu_seconds(self):
@@ -656,7 +656,7 @@ class PolledUsage:
         and CPU time are checked."""
         limit = self.job["memory_bytes"]
         while not self.memory_exceeded:
-            cpu_start, self.look_began = time.thread_time(), time.monotonic()
+            cpu_start, self.look_began = time.thread_time(), (time.process_time(), time.monotonic())
             self.memory_exceeded = self.memory_bytes(most_bytes) > limit and self.memory_bytes(exact_bytes) > limit
             self.look_began = None
             time.sleep(max(TICK_SECONDS, time.thread_time() - cpu_start))

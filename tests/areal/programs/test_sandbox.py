@@ -145,14 +145,36 @@ async def test_processes_that_nobody_waits_for_count_towards_the_cpu_time(weaken
     )
 
 
-@pytest.mark.parametrize(("seconds", "status"), [("0.5", "memory"), ("10**6", "timeout")])
+@pytest.mark.parametrize(("seconds", "status"), [("0.1", "memory"), ("10**6", "timeout")])
 async def test_a_look_at_the_memory_that_does_not_end_delays_no_limit(weakened, seconds, status):
     weakened("def exact_bytes(tasks):", "def exact_bytes(tasks):\n    threading.Event().wait()\n\ndef unused(tasks):")
     weakened("import time\n", "import threading\nimport time\n")
-    weakened("LOOK_SECONDS = 2.0", f"LOOK_SECONDS = {seconds}")
+    weakened("LOOK_SECONDS, BUSY = 2.0, 5", f"LOOK_SECONDS, BUSY = {seconds}, 5")
     with contextlib.closing(open_sandbox(SandboxConfig(**HURRIED))) as sandbox:
         outcome = await sandbox.run(f"{attacks.PRELUDE}\nx = [bytearray(40 << 20)]\nin_children(10, int)")
     assert outcome.status == status
+
+
+FORKS = """
+import os, time
+x = [bytearray(40 << 20)]
+for _ in range(10):
+    if os.fork() == 0:
+        time.sleep(1)
+        os._exit(0)
+for _ in range(10):
+    os.wait()
+print(1)
+"""
+
+
+async def test_a_look_at_the_memory_that_waits_for_the_processor_is_no_verdict(weakened):
+    slow = "def exact_bytes(tasks):\n    time.sleep(0.3)\n    return 0\n\ndef unused(tasks):"
+    weakened("def exact_bytes(tasks):", slow)
+    weakened("LOOK_SECONDS, BUSY = 2.0, 5", "LOOK_SECONDS, BUSY = 0.2, 50")
+    with contextlib.closing(open_sandbox(SandboxConfig(**LIMITS))) as sandbox:
+        outcome = await sandbox.run(FORKS)
+    assert (outcome.status, outcome.stdout) == ("ok", "1\n")
 
 
 WRITES = """
