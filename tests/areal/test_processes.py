@@ -62,7 +62,8 @@ def test_torchrun_opens_no_port_but_that_at_which_the_ranks_meet(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os\nfrom pathlib import Path\n"
-        "opened = {os.readlink(file) for file in Path(f'/proc/{os.getppid()}/fd').iterdir()}\n"
+        "files = Path(f'/proc/{os.getppid()}/fd').iterdir()\n"
+        "opened = {os.readlink(file) for file in files if file.is_socket()}\n"  # others may be closed meanwhile
         "lines = [line.split() for name in ('tcp', 'tcp6') for line in open(f'/proc/net/{name}')]\n"
         "own = [int(w[1].split(':')[-1], 16) for w in lines if w[3] == '0A' and f'socket:[{w[9]}]' in opened]\n"
         "print('listens', own == [int(os.environ['MASTER_PORT'])], os.environ['WORLD_SIZE'])\n"
