@@ -66,7 +66,8 @@ def test_torchrun_opens_no_port_but_that_at_which_the_ranks_meet(tmp_path):
         "opened = {os.readlink(file) for file in files if file.is_socket()}\n"  # others may be closed meanwhile
         "lines = [line.split() for name in ('tcp', 'tcp6') for line in open(f'/proc/net/{name}')]\n"
         "own = [int(w[1].split(':')[-1], 16) for w in lines if w[3] == '0A' and f'socket:[{w[9]}]' in opened]\n"
-        "print('listens', own == [int(os.environ['MASTER_PORT'])], os.environ['WORLD_SIZE'])\n"
+        "listens = own == [int(os.environ['MASTER_PORT'])]\n"
+        "os.write(1, f'listens {listens} {os.environ[\"WORLD_SIZE\"]}\\n'.encode())\n"  # in one piece
     )
     ran = subprocess.run([*torchrun(2), str(script)], capture_output=True, text=True, timeout=120)
     assert ran.stdout.splitlines() == ["listens True 2"] * 2, ran.stderr
