@@ -449,22 +449,30 @@ class _Inbox:
         self.closed = closed
         self.sending: asyncio.Timeout | None = None
         self._arrived: deque[_Arrived] = deque()
-        self._woken = asyncio.Event()
+        self._woken: asyncio.Future[None] | None = None
 
     def put(self, arrived: _Arrived) -> None:
         self._arrived.append(arrived)
-        self._woken.set()
+        self._wake()
 
     def take(self) -> _Arrived | None:
         return self._arrived.popleft() if self._arrived else None
 
     async def wait(self, until: float) -> _Arrived | None:
         """The next message; None if nothing has arrived at `until`, by the loop's time."""
-        self._woken.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._woken.wait()
+        loop = asyncio.get_running_loop()
+        self._woken = loop.create_future()
+        timer = loop.call_at(until, self._wake)  # half the CPU time of asyncio.timeout_at, for each part of each stream
+        try:
+            await self._woken
+        finally:
+            timer.cancel()
+            self._woken = None
         return self.take()
+
+    def _wake(self) -> None:
+        if self._woken and not self._woken.done():
+            self._woken.set_result(None)
 
 
 class _EventLink:
