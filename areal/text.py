@@ -7,6 +7,8 @@ expressions easily do, and nothing that is shown can steer a terminal.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from traceback import TracebackException
 from typing import Any
 
@@ -65,9 +67,20 @@ def error_text(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, on one line. Code that comes with a model never runs."""
-    needs_code = "custom code" in str(error)
-    return "it needs Python code of its own, which is never run" if needs_code else " ".join(str(error).split())
+    """What an error says, on one line."""
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """Load something with transformers. Raises ValueError if that needs Python code that comes with a model: it never
+    runs."""
+    try:
+        yield
+    except ValueError as error:
+        if "custom code" not in str(error):
+            raise
+        raise ValueError("it needs Python code of its own, which is never run") from error
 
 
 def all_shown(value: Any) -> Any:

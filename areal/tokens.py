@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from areal.config import RowsConfig, UserError, explain
-from areal.text import reason_of
+from areal.text import reason_of, without_code
 
 
 def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
@@ -29,7 +29,8 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
     else:
         from transformers import AutoTokenizer as Tokenizer
     try:
-        tokenizer = Tokenizer.from_pretrained(folder, trust_remote_code=False)
+        with without_code():
+            tokenizer = Tokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises this very class
         reason = reason_of(error)
         raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({reason}).") from None

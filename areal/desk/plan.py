@@ -27,6 +27,7 @@ from areal.desk.split import (
     step_tokens,
 )
 from areal.record import Record, number_or_nan
+from areal.text import without_code
 from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
 
@@ -168,7 +169,8 @@ def read_modules(model: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with explain((OSError, ValueError), f"The model {model} cannot be read ({{why}}): set model=FOLDER."):
+    message = f"The model {model} cannot be read ({{why}}): set model=FOLDER."
+    with explain((OSError, ValueError), message), without_code():
         sizes = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         with torch.device("meta"):
             return sizes, AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)

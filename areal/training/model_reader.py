@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from areal.config import TrainerConfig, UserError, explain
 from areal.processes import importing
+from areal.text import without_code
 from areal.training.optimizer import deepspeed_config
 
 
@@ -78,10 +79,9 @@ class ModelReader:
         transformers_logging.disable_progress_bar()
         # Where each rank has all weights, not first into host memory, where there would be a whole model for each rank.
         place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self.stage < 3 else None
-        with explain(
-            (ImportError, KeyError, OSError, SafetensorError, ValueError),
-            f"{folder} does not hold a model that transformers can load: {{why}}",
-        ):
+        causes = ImportError, KeyError, OSError, SafetensorError, ValueError
+        message = f"{folder} does not hold a model that transformers can load: {{why}}"
+        with explain(causes, message), without_code():
             module, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 trust_remote_code=False,
