@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from helpers import Process, descendants
 
-from actors.watching.runs import runs_here, stop_run
+from actors.watching.runs import run_in, runs_here, stop_run
 from areal.processes import KEYS
 
 CALLER = "import areal; areal.train(model='quickstart', steps=1)"
@@ -64,7 +64,7 @@ def test_a_run_that_is_stopped_while_its_model_is_made_ends_at_once_and_can_be_r
     folder = tmp_path / "runs" / "quickstart"
     started = run()
     below = making(started.process)
-    assert stop_run(folder) == []
+    assert stop_run(run_in(folder)) == []
     wait_for_end(below)
     assert "told to stop by SIGTERM" in started.wait(60) and started.code == 1
     assert "killed" not in started.output and not [*tmp_path.glob("runs/models/*")]

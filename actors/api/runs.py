@@ -26,7 +26,7 @@ from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.runtime.addresses import locate
 from actors.watching.monitor import render
-from actors.watching.runs import STOP_SECONDS, stop_run
+from actors.watching.runs import STOP_SECONDS, run_in, stop_run
 from areal.config import Config, UserError
 from areal.processes import START, SUPERVISED
 from areal.record import Record, new_steps
@@ -269,7 +269,7 @@ class LiveRun:
         if self._ended:
             return
         if self._process is None:
-            stop_run(self.folder)
+            stop_run(run_in(self.folder))
         else:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import pwd
-import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from areal.command_line import output
 from areal.config import UserError
@@ -38,34 +39,35 @@ def runs_here() -> Iterator[RunHere]:
     """The runs that are in progress on this machine, of this user; for root, of all users."""
     for descriptor in PROC.glob("[0-9]*/fd/*"):
         try:
-            target, process = Path(os.readlink(descriptor)), descriptor.parents[1]
+            target, process = Path(os.readlink(descriptor)), psutil.Process(int(descriptor.parents[1].name))
             if target.name == ADDRESS and claimed_address(target.parent) is not None:
-                owner = pwd.getpwuid(process.stat().st_uid).pw_name
-                program = _command(_parent(int(process.name))) or "a program that has ended"
-                yield RunHere(target.parent, int(process.name), f"{owner}: {program}", target.stat().st_mtime)
-        except (OSError, KeyError):  # the process has ended meanwhile, or is another user's
+                starter = process.parent()
+                program = _command(starter) if starter else "a program that has ended"
+                yield RunHere(target.parent, process.pid, f"{process.username()}: {program}", target.stat().st_mtime)
+        except (OSError, psutil.Error):  # the process has ended meanwhile, or is another user's
             continue
 
 
-def process_of(folder: Path) -> int:
-    """The process to stop the run in a folder by. Raises UserError if none is in progress there."""
+def run_in(folder: Path) -> RunHere:
+    """The run that is in progress in a folder. Raises UserError if there is none."""
     for run in runs_here():
         if run.folder == folder.resolve():
-            return run.process
+            return run
     raise UserError(f"No run of yours is in progress in {folder} on this machine: `areal ps` lists those that are.")
 
 
-def stop_run(folder: Path) -> list[str]:
-    """Stop the run in a folder in order, and wait until it has ended. Returns the processes that remain after the time
-    that it has for that. Raises UserError."""
-    process = process_of(folder)
-    descendants = _descendants(process)
-    seconds = config_of_run(folder).master.drain_seconds + STOP_SECONDS
-    os.kill(process, signal.SIGTERM)
-    until = time.monotonic() + seconds
-    while (survivors := [pid for pid in (process, *descendants) if _command(pid)]) and time.monotonic() < until:
+def stop_run(run: RunHere) -> list[str]:
+    """Stop a run in order, and wait until it has ended. Returns the processes that remain after the time that it has
+    for that. Raises UserError."""
+    until = time.monotonic() + config_of_run(run.folder).master.drain_seconds + STOP_SECONDS
+    processes: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        process = psutil.Process(run.process)
+        processes = [process, *process.children(recursive=True)]
+        process.terminate()
+    while (survivors := [child for child in processes if _goes_on(child)]) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
-    return [f"{pid} ({_command(pid)})" for pid in survivors]
+    return [f"{survivor.pid} ({_command(survivor)})" for survivor in survivors]
 
 
 def print_runs(_options: Namespace) -> None:
@@ -80,42 +82,24 @@ def print_runs(_options: Namespace) -> None:
 
 
 def stop(options: Namespace) -> int:
-    process_of(options.folder)  # nothing is said of a run that is not there
+    run = run_in(options.folder)
     print(f"The run in {options.folder} is told to stop; a step in progress ends first.", file=sys.stderr, flush=True)
-    if survivors := stop_run(options.folder):
+    if survivors := stop_run(run):
         print(shown(f"It was told to stop, and these go on: {', '.join(survivors)}."), file=sys.stderr)
         return 1
     print(f"The run in {options.folder} has ended: `areal run --resume {options.folder}` goes on with it.")
     return 0
 
 
-def _command(process: int) -> str:
-    """The beginning of its command line; empty for one that has ended, or was never there."""
-    try:
-        words = (PROC / f"{process}" / "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-    return words.replace("\0", " ").strip()[:60]
-
-
-def _parent(process: int) -> int:
-    stat = (PROC / f"{process}" / "stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1])
-
-
-def _descendants(process: int) -> list[int]:
-    """The processes below one, of all generations."""
-    parents: dict[int, int] = {}
-    for entry in PROC.glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = _parent(int(entry.name))
-        except OSError:  # it has ended meanwhile
-            continue
-    return [pid for pid in parents if _is_below(pid, process, parents)]
-
-
-def _is_below(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
-    while pid := parents.get(pid, 0):
-        if pid == ancestor:
-            return True
+def _goes_on(process: psutil.Process) -> bool:
+    """False of a process that has ended, also if nobody has waited for it."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+def _command(process: psutil.Process) -> str:
+    """The beginning of its command line; empty for one that has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())[:60]
+    return ""
