@@ -343,13 +343,7 @@ class Evaluator(Sampler):
         home = home or await router.choose("generator")
         generators = RoutedGenerators(router, self._servers)
         session = SampleSession(
-            self.services,
-            row,
-            sampling,
-            version,
-            home=home,
-            slot=router.slot_at(home),
-            generators=generators,
+            self.services, row, sampling, version, home=home, slot=router.slot_at(home), generators=generators
         )
         try:
             sample = await self.run_workflow(session, row)

@@ -408,9 +408,7 @@ class RolloutManager(Sampler):
             row=row_text(row.fields) if self._keeps_rollouts else "",
             samples=tuple(
                 ScoredSample(
-                    place=sample.place,
-                    frame=np.frombuffer(sample.sample.frame(), np.uint8),
-                    **sample.note._asdict(),
+                    place=sample.place, frame=np.frombuffer(sample.sample.frame(), np.uint8), **sample.note._asdict()
                 )
                 for sample in scored
             ),

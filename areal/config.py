@@ -64,9 +64,9 @@ def explain(causes: Causes, message: str, error: type[Exception] = UserError) ->
 # A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`, and no option of a command.
 NAME = r"(?!\.+$|-)[\w.-]{1,100}"
 
-# Benchmarks that `evaluator.benchmarks` names without a file.
 # A link to the folder of a clone; in a wheel a copy of it.
 CONFIGS = Path(__file__).with_name("configs")
+# Benchmarks that `evaluator.benchmarks` names without a file.
 BENCHMARKS = CONFIGS / "benchmarks"
 
 
@@ -1155,7 +1155,7 @@ class _Checked(type(BaseModel)):  # type: ignore[misc]
     """Mistakes in a call of Config are told as those in a file."""
 
     def __call__(cls, **values: Any) -> Any:
-        return validated(values, Path("the call"), cls)
+        return validated(values, "the call", cls)
 
 
 class Config(ScoringConfig, metaclass=_Checked):
@@ -1469,7 +1469,7 @@ def from_message(values: Any) -> Config:
     """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code. Raises
     UserError if another version of this program has made it."""
     with explain(UserError, "Install the version of this program that the master has: {why}"):
-        return validated(json.loads(json.dumps(values)), Path("the master's configuration"))
+        return validated(json.loads(json.dumps(values)), "the master's configuration")
 
 
 def load_config(
@@ -1522,8 +1522,8 @@ def validated(
     except ValidationError as error:
         key = ".".join(str(part) for part in error.errors()[0]["loc"])
         if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name, _ in overrides):
-            file = Path("the overrides")
-        raise UserError(_explain(error, file, kind)) from None
+            file = "the overrides"
+        raise UserError(_sentence_of(error, file, kind)) from None
 
 
 # The most values of a configuration, of which each use of an alias counts: nine levels of nine would stop every reader.
@@ -1775,7 +1775,7 @@ def advice(option: str) -> str:
     return f"; settings have no dashes, write {key}=VALUE" if is_key else ""
 
 
-def _explain(error: ValidationError, file: Path | str | None, kind: type[Section]) -> str:
+def _sentence_of(error: ValidationError, file: Path | str | None, kind: type[Section]) -> str:
     place = str(file or "the command line").removeprefix(f"{CONFIGS.parent}/")
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])

@@ -103,7 +103,7 @@ def _configured(values: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
     """The configuration with the given keys, which may have dots, over other values. Raises UserError."""
     dotted = {key: value for key, value in given.items() if "." in key}
     plain = {key: value for key, value in given.items() if "." not in key}
-    config: Config = validated(overridden(merged(dict(values), plain), settings=dotted), Path("the call"))
+    config: Config = validated(overridden(merged(dict(values), plain), settings=dotted), "the call")
     return config
 
 

@@ -23,10 +23,7 @@ from areal.staleness.ledger import Ledger
 from areal.storage.disk import DiskRetry, Shortage
 from areal.storage.journal import Journal
 from protocols.errors import FencedError, RefusedError
-from protocols.messages import (
-    Member,
-    Message,
-)
+from protocols.messages import Member, Message
 from protocols.transport import Request
 
 # States that are kept besides those of the checkpoints that are: their checkpoints are being written.

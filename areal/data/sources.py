@@ -119,13 +119,7 @@ class OneSource(PromptSource):
     """The rows of one source. held_out: its own held-out rows. apart: prompts that may not be trained on."""
 
     def __init__(
-        self,
-        source: Table | Draw,
-        held_out: Sequence[Row],
-        apart: Set[str],
-        size: int | None,
-        seed: int,
-        what: str,
+        self, source: Table | Draw, held_out: Sequence[Row], apart: Set[str], size: int | None, seed: int, what: str
     ) -> None:
         super().__init__(held_out)
         self._source = source

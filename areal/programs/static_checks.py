@@ -189,9 +189,7 @@ def _beyond(
             case ast.Attribute(value=base, attr=attribute) if attribute not in ATTRIBUTES | own_names:
                 if not _is_of_module(base, modules):
                     return f".{attribute}, which no plain data have"
-            case ast.Call(func=ast.Name(id=name), args=[value, *_]) if name in LOOKS and not _is_of_module(
-                value, modules
-            ):
+            case ast.Call(ast.Name(name), [value, *_]) if name in LOOKS and not _is_of_module(value, modules):
                 return f"{name}, which looks into an object"
             case ast.Call(func=ast.Call(func=ast.Name(id=name))) if name in names:
                 return f"a call of what {name} returns"

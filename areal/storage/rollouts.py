@@ -431,8 +431,5 @@ def _trajectory(rows: Sequence[dict[str, Any]]) -> Trajectory:
     }
     branches = [Branch(row["shared"], len(row["tokens"]) - row["shared"]) for row in rows]
     return Trajectory(
-        **arrays,
-        reward=rows[0]["reward"],
-        finish=rows[0]["finish"],
-        branches=tuple(branches if len(rows) > 1 else ()),
+        **arrays, reward=rows[0]["reward"], finish=rows[0]["finish"], branches=tuple(branches if len(rows) > 1 else ())
     )
