@@ -99,7 +99,8 @@ def _goes_on(process: psutil.Process) -> bool:
 
 
 def _command(process: psutil.Process) -> str:
-    """The beginning of its command line; empty for one that has ended."""
+    """The beginning of its command line, its program without the folder; empty for one that has ended."""
     with suppress(psutil.Error):
-        return " ".join(process.cmdline())[:60]
+        program, *arguments = process.cmdline() or [""]
+        return " ".join((Path(program).name, *arguments))[:60]
     return ""
