@@ -243,7 +243,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
-        check_trainable(folder, config.trainer.sequence_parallel)
+        check_trainable(folder, config.trainer.sequence_parallel, config.generator.max_model_len)
     context = context_of(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
