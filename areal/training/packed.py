@@ -191,10 +191,10 @@ def _shared_prefixes(members: Sequence[_Member], routes: Sequence[np.ndarray]) -
     for number, (previous, member) in enumerate(pairwise(members)):
         count = common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
         if routes:
-            before, own = routes[number][:count], routes[number + 1][:count]
-            differ = own.any(1) & (own != before).any(1)
+            of_previous, of_member = routes[number][:count], routes[number + 1][:count]
+            differ = of_member.any(1) & (of_member != of_previous).any(1)
             count = int(np.append(differ, True).argmax())
-            own[:count] = before[:count]
+            of_member[:count] = of_previous[:count]
         counts.append(count)
     return np.array(counts, dtype=np.int32)
 

@@ -39,8 +39,8 @@ class RouteReplay:
         """The logits of all experts [T, experts], and the weights and the numbers of the chosen ones [T, chosen]."""
         if self._routes is None:
             return None
-        logits, weights, own = output
-        chosen = torch.where(self._has_routes, self._routes[:, layer].to(own.dtype), own)
+        logits, weights, by_router = output
+        chosen = torch.where(self._has_routes, self._routes[:, layer].to(by_router.dtype), by_router)
         return logits, self._weights(router, logits, chosen).to(weights.dtype), chosen
 
     def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:

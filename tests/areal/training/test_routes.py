@@ -134,8 +134,8 @@ def test_a_router_weighs_given_experts_as_transformers_does(tmp_path, kind):
         name: part for name, part in model.named_modules() if type(part).__name__.endswith(("KRouter", "kRouter"))
     }
     layers = [int(name.split(".layers.")[1][0]) for name in routers]
-    (own,) = with_routes([Group("0", 0, (trajectory(40, prompt=10),))], routing, layers)
-    routes = torch.from_numpy(own.trajectories[0].routes)
+    (group,) = with_routes([Group("0", 0, (trajectory(40, prompt=10),))], routing, layers)
+    routes = torch.from_numpy(group.trajectories[0].routes)
     numbers = routes.view(40, routing.layers, routing.chosen).long()
     hidden = torch.randn(40, SIZES["hidden_size"])
     replayed = RouteReplay(model, routing)
