@@ -725,6 +725,11 @@ class TrainerConfig(Section):
     vespo_negative: tuple[float, PositiveFloat] = Field(
         (3.0, 2.0), description="vespo: k and lambda of tokens with A < 0"
     )
+    routing: Literal["own", "replay"] = Field(
+        "own",
+        description="experts of a mixture in training: those that its router chooses, or, for sampled tokens, those of "
+        "sampling (docs/objectives.md)",
+    )
     proximal: Literal["recompute", "interpolate"] = Field(
         "recompute",
         description="pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)",

@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from areal.config import Config, LoraConfig, UserError, explain
@@ -121,6 +122,64 @@ def is_mixture(folder: Path) -> bool:
     """Whether the model in `folder` is a mixture of experts. Raises UserError if its config.json cannot be read."""
     counts = map(_sizes(folder).get, _EXPERTS)
     return any(isinstance(count, list) or (count or 0) > 1 for count in counts)  # a list has that of each layer
+
+
+Gates = Literal["softmax", "sigmoid", "logits"]
+GATES: dict[str, Gates] = {
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), "softmax"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), "sigmoid"),
+    "gpt_oss": "logits",
+}
+"""What the weights of the chosen experts are made of, by model_type, in mixtures whose routers can be given them."""
+
+
+class Routing(NamedTuple):
+    """How a model routes: in each of `layers`, dense ones included, to `chosen` of `experts`.
+
+    The routes of a token are the numbers of its experts, layer by layer, in a byte each or, beyond 256 experts, in two
+    (little-endian): `width` bytes. A dense layer has zeros. All are 0 for a token without routes, because the experts
+    of a layer differ.
+    """
+
+    gates: Gates
+    layers: int
+    experts: int
+    chosen: int
+
+    @property
+    def dtype(self) -> str:
+        return "u1" if self.experts <= 256 else "<u2"
+
+    @property
+    def width(self) -> int:
+        return self.layers * self.chosen * np.dtype(self.dtype).itemsize
+
+    def check(self, routes: np.ndarray | None, sampled: np.ndarray) -> None:
+        """Raises ValueError if tokens do not have routes of this model. routes: uint8 [T, any]. sampled: bool [T]."""
+        if routes is None:
+            raise ValueError("its tokens have no routes, which trainer.routing=replay needs")
+        if routes.shape[1] != self.width:
+            raise ValueError(
+                f"its tokens have {routes.shape[1]} bytes of routes, but the model has {self.width}: {self.chosen} "
+                f"experts in each of {self.layers} layers"
+            )
+        if not routes[sampled].any(1).all():
+            raise ValueError("one of its sampled tokens has no routes, which trainer.routing=replay needs")
+        if routes.size and np.ascontiguousarray(routes).view(self.dtype).max() >= self.experts:
+            raise ValueError(f"one of its routes names an expert that is not one of the model's {self.experts}")
+
+
+def routing_of(folder: Path) -> Routing:
+    """How the model in `folder` routes. Raises UserError if its experts cannot be replayed."""
+    sizes = _sizes(folder)
+    experts = next((sizes[name] for name in _EXPERTS if sizes.get(name)), 0)
+    kind, chosen = sizes.get("model_type"), sizes.get("num_experts_per_tok") or 0
+    if kind not in GATES or not chosen > 1 or not chosen < experts:
+        raise UserError(
+            f"trainer.routing is replay, but the model {folder} of the kind {kind} is no mixture of experts for which "
+            f"that is possible ({', '.join(GATES)}, with at least two experts a token): set it to own."
+        )
+    return Routing(GATES[kind], sizes["num_hidden_layers"], experts, chosen)
 
 
 def context_of(folder: Path) -> int | None:

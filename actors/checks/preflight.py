@@ -30,6 +30,7 @@ from areal.models import (
     hub_id,
     resolve_model,
     resolve_reference,
+    routing_of,
     weight_sizes,
 )
 from areal.observe import tracking
@@ -246,6 +247,8 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
         check_trainable(folder, config.trainer.sequence_parallel)
+    if config.steps and config.trainer.routing == "replay":
+        routing_of(folder)
     context = context_of(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
