@@ -34,7 +34,8 @@ from areal.trajectory import Group, Trajectory, common, paths
 
 log = structlog.get_logger()
 
-FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed"
+FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_paths"
+"""Names in transformers. In one with "sdpa" it would look for a support that only its own function needs."""
 MASK_BLOCK = 128
 """Tokens a block of flex attention's mask, PyTorch's default."""
 FLEX_KERNEL = {"BACKEND": "TRITON"}
@@ -405,7 +406,8 @@ def packed_sdpa(
         query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         attend = partial(_attend_by_scores, softcap=softcap, sinks=s_aux)
     parts = (query.split(row.added, 2), key.split(row.lengths, 2), value.split(row.lengths, 2))
-    chunk, outputs = chunk_of(module), []
+    chunk = chunk_of(module)
+    outputs: list[Tensor] = []
     for q, k, v in (piece for part in zip(*parts, strict=True) for piece in _chunks(chunk, *part)):
         added, length = q.shape[2], k.shape[2]
         if not added:
