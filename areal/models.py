@@ -124,10 +124,10 @@ def check_trainable(folder: Path, ranks: int = 1, longest: int | None = None) ->
         )
 
 
-def _why_untrainable(whole: Mapping[str, Any], sizes: Mapping[str, Any], kind: str | None, longest: int) -> str | None:
+def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: str | None, longest: int) -> str | None:
     """Why the trainer cannot train a model, and what to do instead; None: config.json shows no reason. sizes: what
-    `whole` says of the model of text."""
-    if whole.get("quantization_config"):
+    `facts`, config.json, says of the model of text."""
+    if facts.get("quantization_config"):
         return "its weights are quantized: name the original one, or a copy of it in bf16"
     if _rope(sizes)[0] == "dynamic":
         return (
