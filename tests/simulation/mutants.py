@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import numpy as np
 
@@ -49,6 +50,7 @@ from areal.staleness.ledger import (
     Requeued,
     event_record,
 )
+from areal.sampled import Finish, Generation, TokenTable
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
@@ -257,6 +259,28 @@ def tokens_twice_after_a_break() -> AbstractContextManager[None]:
         return await leave(generators, call, *more)
 
     return patch.multiple(RoutedGenerators, _leave=leave_with_more)
+
+
+def end_tokens_dropped() -> AbstractContextManager[None]:
+    """A completion of several tokens that ends by itself arrives without its last token."""
+    add = Call.add
+
+    def add_less(call: Call, new: TokenTable, finish: Finish | None) -> Generation | None:
+        drops = finish == "stop" and len(new) and call.sampled + len(new) > 1
+        return add(call, new.view(0, len(new) - 1) if drops else new, finish)
+
+    return patch.multiple(Call, add=add_less)
+
+
+def the_same_random_numbers() -> AbstractContextManager[None]:
+    """A generator that is started again begins with the random numbers that it began with before."""
+
+    async def join(member: Membership, address: str) -> None:
+        await joined(member, address)
+        member.engine_seed = crc32(f"{member.config.seed}/{member.index}".encode())
+
+    joined = Membership._join
+    return patch.multiple(Membership, _join=join)
 
 
 def shared_tokens_trained_twice() -> AbstractContextManager[None]:
@@ -776,6 +800,8 @@ MUTANTS: dict[str, Mutant] = {
     "no wait for the write": no_wait_for_the_write,
     "checkpoint before it is written": checkpoint_reported_before_it_is_written,
     "tokens twice after a break": tokens_twice_after_a_break,
+    "end tokens dropped": end_tokens_dropped,
+    "the same random numbers": the_same_random_numbers,
     "shared tokens trained twice": shared_tokens_trained_twice,
     "branches lost on the way": branches_lost_on_the_way,
     "start versions not reported": start_versions_not_reported,
