@@ -15,7 +15,18 @@ from typing import Any
 from areal.config import Config, UserError, read_values
 from areal.data.files import read_object
 from areal.models import QUICKSTART_FOLDER
-from areal.run_files import CHANGES, CONFIG, EVALUATIONS, EVENTS, JOURNAL, METRICS, OLDER_EVENTS, OLDER_METRICS, ROLLOUTS, SUMMARY
+from areal.run_files import (
+    CHANGES,
+    CONFIG,
+    EVALUATIONS,
+    EVENTS,
+    JOURNAL,
+    METRICS,
+    OLDER_EVENTS,
+    OLDER_METRICS,
+    ROLLOUTS,
+    SUMMARY,
+)
 from areal.storage import rollouts
 from areal.storage.disk import leaves, within
 from areal.storage.journal import Journal, journal_copy
@@ -145,7 +156,8 @@ class Record:
         """Take in the steps and evaluations since the last call, and return all of them."""
         new = self._in_short(self._new_steps.read())
         if self._read is None:  # what a crash has left in both files is there once
-            older, first = self._in_short(read_records(self.folder / OLDER_METRICS)), new[0]["step"] if new else math.inf
+            first = new[0]["step"] if new else math.inf
+            older = self._in_short(read_records(self.folder / OLDER_METRICS))
             new = [*(record for record in older if record["step"] < first), *new]
         steps, evaluations = self._read = self._read or ([], [])
         steps += new

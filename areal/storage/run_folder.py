@@ -30,7 +30,18 @@ from areal.config import (
 )
 from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
-from areal.run_files import CHANGES, CONFIG, EVALUATIONS, FORK, JOURNAL, METRICS, OLDER_METRICS, REPORT, SECRETS, SUMMARY
+from areal.run_files import (
+    CHANGES,
+    CONFIG,
+    EVALUATIONS,
+    FORK,
+    JOURNAL,
+    METRICS,
+    OLDER_METRICS,
+    REPORT,
+    SECRETS,
+    SUMMARY,
+)
 from areal.settings import MAY_CHANGE, REDONE, differences, is_under
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog

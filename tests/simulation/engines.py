@@ -89,7 +89,8 @@ def are_of_one(tokens: np.ndarray) -> bool:
 def ends_right(call: Generation) -> bool:
     """True if the last token of a call, and no other, is the end of a sequence, unless the call has ended for its
     length."""
-    return np.flatnonzero(call.tokens >= END).tolist() == [len(call.tokens) - 1] * (call.finish == "stop")
+    ends: list[int] = np.flatnonzero(call.tokens >= END).tolist()
+    return ends == [len(call.tokens) - 1] * (call.finish == "stop")
 
 
 def are_whole(tokens: np.ndarray, sampled: np.ndarray) -> bool:

@@ -40,6 +40,7 @@ from actors.trainer import Trainer
 from actors.training.sample_store import SampleStore
 from actors.training.turns import Turns
 from areal.data.rows import Row
+from areal.sampled import Finish, Generation, TokenTable
 from areal.staleness.ledger import (
     Admitted,
     Discarded,
@@ -50,7 +51,6 @@ from areal.staleness.ledger import (
     Requeued,
     event_record,
 )
-from areal.sampled import Finish, Generation, TokenTable
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
