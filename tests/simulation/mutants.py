@@ -71,6 +71,7 @@ from protocols.messages import (
     StoredSamples,
     StoreSamples,
     TokenColumns,
+    TrainingFinished,
 )
 from protocols.transport import Peer, RequestServer
 from simulation.engines import HELDOUT, REFERENCE, TEACHER, SimLearner, SimSource
@@ -191,6 +192,19 @@ def payloads_of_one_checkpoint() -> AbstractContextManager[None]:
         return error
 
     return patch.multiple(Trainer, _train=train_and_note, _complete_checkpoint=complete)
+
+
+def last_checkpoint_left_to_the_dead() -> AbstractContextManager[None]:
+    """A trainer that begins after the last step takes the last checkpoint for saved."""
+    finish = Trainer._finish_run
+
+    async def report(trainer: Trainer) -> None:
+        if trainer._recovery.version < trainer.config.steps:
+            await finish(trainer)
+        else:
+            await trainer.member.ask_master(TrainingFinished(), Done)
+
+    return patch.multiple(Trainer, _finish_run=report)
 
 
 def nothing_saved_on_leaving() -> AbstractContextManager[None]:
@@ -788,6 +802,7 @@ MUTANTS: dict[str, Mutant] = {
     "lost groups stay ready": lost_groups_stay_ready,
     "only the last checkpoint": only_the_last_checkpoint,
     "payloads of one checkpoint": payloads_of_one_checkpoint,
+    "last checkpoint left to the dead": last_checkpoint_left_to_the_dead,
     "nothing saved on leaving": nothing_saved_on_leaving,
     "payloads dropped once trained": payloads_dropped_once_trained,
     "answers before the commit": answers_before_the_commit,
