@@ -11,14 +11,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from areal.config import Config, LoraConfig, UserError, explain
 from areal.processes import ROOT, cache_folder, tied
 
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
+# Where models say how many experts they have.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Where models say how long sequences may be.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 
@@ -115,11 +118,81 @@ def check_trainable(folder: Path, ranks: int) -> None:
         )
 
 
+def is_mixture(folder: Path) -> bool:
+    """Whether the model in `folder` is a mixture of experts. Raises UserError if its config.json cannot be read."""
+    counts = map(_sizes(folder).get, _EXPERTS)
+    return any(isinstance(count, list) or (count or 0) > 1 for count in counts)  # a list has that of each layer
+
+
+Gates = Literal["softmax", "sigmoid", "logits"]
+GATES: dict[str, Gates] = {
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), "softmax"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), "sigmoid"),
+    "gpt_oss": "logits",
+}
+"""What the weights of the chosen experts are made of, by model_type, in mixtures whose routers can be given them."""
+
+
+class Routing(NamedTuple):
+    """How a model routes: in each of `layers`, dense ones included, to `chosen` of `experts`.
+
+    The routes of a token are the numbers of its experts, layer by layer, in a byte each or, beyond 256 experts, in two
+    (little-endian): `width` bytes. A dense layer has zeros. All are 0 for a token without routes, because the experts
+    of a layer differ.
+    """
+
+    gates: Gates
+    layers: int
+    experts: int
+    chosen: int
+
+    @property
+    def dtype(self) -> str:
+        return "u1" if self.experts <= 256 else "<u2"
+
+    @property
+    def width(self) -> int:
+        return self.layers * self.chosen * np.dtype(self.dtype).itemsize
+
+    def check(self, routes: np.ndarray | None, sampled: np.ndarray) -> None:
+        """Raises ValueError if tokens do not have routes of this model. routes: uint8 [T, any]. sampled: bool [T]."""
+        if routes is None:
+            raise ValueError("its tokens have no routes, which trainer.routing=replay needs")
+        if routes.shape[1] != self.width:
+            raise ValueError(
+                f"its tokens have {routes.shape[1]} bytes of routes, but the model has {self.width}: {self.chosen} "
+                f"experts in each of {self.layers} layers"
+            )
+        if not routes[sampled].any(1).all():
+            raise ValueError("one of its sampled tokens has no routes, which trainer.routing=replay needs")
+        if routes.size and np.ascontiguousarray(routes).view(self.dtype).max() >= self.experts:
+            raise ValueError(f"one of its routes names an expert that is not one of the model's {self.experts}")
+
+
+def routing_of(folder: Path) -> Routing:
+    """How the model in `folder` routes. Raises UserError if its experts cannot be replayed."""
+    sizes = _sizes(folder)
+    experts = next((sizes[name] for name in _EXPERTS if sizes.get(name)), 0)
+    kind, chosen = sizes.get("model_type"), sizes.get("num_experts_per_tok") or 0
+    if kind not in GATES or not chosen > 1 or not chosen < experts:
+        raise UserError(
+            f"trainer.routing is replay, but the model {folder} of the kind {kind} is no mixture of experts for which "
+            f"that is possible ({', '.join(GATES)}, with at least two experts a token): set it to own."
+        )
+    return Routing(GATES[kind], sizes["num_hidden_layers"], experts, chosen)
+
+
 def context_of(folder: Path) -> int | None:
-    """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say."""
+    """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say.
+
+    With LongRoPE it is the length before its extension: beyond, vLLM turns all sequences by other angles, transformers
+    only those that are longer."""
     sizes = _sizes(folder)
     longest = next((sizes[key] for key in _LENGTHS if isinstance(sizes.get(key), int)), None)
     kind, factor = _rope(sizes)
+    if kind in ("longrope", "su"):
+        scaling = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
+        return (sizes | scaling).get("original_max_position_embeddings", longest)
     # With other kinds, such as yarn, the length is that of the stretched positions, for vLLM as for transformers.
     return int(longest * factor) if longest and kind in ("linear", "dynamic") else longest
 
@@ -149,6 +222,21 @@ def check_adapters(model: object, weights: Iterable[str], lora: LoraConfig) -> N
                 f"trainer.lora.target_modules names {name!r}, but the model {model} has no such layer: "
                 f"{f'did you mean {close[0]}?' if close else f'it has {known}.'}"
             )
+
+
+def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
+    """Raise UserError if the model in `folder` is a mixture of experts that engines on these devices, GPUs (cuda) or
+    CPUs, cannot have with such adapters, or that has no place for all of them."""
+    if lora is None or not is_mixture(folder):
+        return
+    kind = f"the model {folder} is a mixture of experts"
+    if not cuda:
+        raise UserError(f"trainer.lora is set and {kind}, whose adapters vLLM computes on GPUs alone: leave it out.")
+    if lora.target_modules == "all-linear":
+        raise UserError(
+            f"trainer.lora.target_modules is all-linear, but {kind}, and experts and their router take no adapters "
+            f"here: set it to the layers of its attention, such as [q_proj, k_proj, v_proj, o_proj]."
+        )
 
 
 def weight_sizes(folder: Path) -> dict[str, int]:

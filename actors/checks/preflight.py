@@ -23,12 +23,14 @@ from areal.devices import host_memory, threads_of_scorers, visible_devices
 from areal.models import (
     architectures_of,
     check_adapters,
+    check_mixture,
     check_trainable,
     context_of,
     find_model,
     hub_id,
     resolve_model,
     resolve_reference,
+    routing_of,
     weight_sizes,
 )
 from areal.observe import tracking
@@ -113,6 +115,7 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     else:
         folder = resolve_model(config, weights=weights)
         check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
+        check_mixture(folder, config.trainer.lora, cuda=not machine or bool(visible_devices()))
     resolve_reference(config, weights=weights)
     for name, model in scorers.items():
         check_scorer(config, name, model, folder)
@@ -244,6 +247,8 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
         check_trainable(folder, config.trainer.sequence_parallel)
+    if config.steps and config.trainer.routing == "replay":
+        routing_of(folder)
     context = context_of(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:

@@ -54,6 +54,8 @@ class FlatBatch:
     tokens, logprobs, versions: [T], as in `Trajectory.sequences`. returns: float64 [T], as in `Trajectory`; empty if
     all tokens are credited with the reward of their sample. teacher_logprobs, reference_logprobs: float32 [T], and
     teacher_top_tokens, teacher_top_logprobs: [T, k], as in `Trajectory`; empty if scorers gave none.
+    routes: uint8 [T, width], the experts of the pass at each token, which sampled the token after it; 0: it has none.
+    Empty if generation gave none.
     lengths, samples, branches, minibatch: [N], the number of the sequence's sample, that of the branch in its sample,
     and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
     common with the one before it; computed once.
@@ -68,6 +70,7 @@ class FlatBatch:
     reference_logprobs: np.ndarray
     teacher_top_tokens: np.ndarray
     teacher_top_logprobs: np.ndarray
+    routes: np.ndarray
     lengths: np.ndarray
     shared: np.ndarray
     samples: np.ndarray
@@ -84,7 +87,7 @@ class FlatBatch:
         prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
         has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
         Raises ValueError if there are no groups, a sequence's first token is a sampled one (no token predicts it), or
-        only some samples have what a scorer gives.
+        only some samples have what a scorer gives, or routes.
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
@@ -104,14 +107,17 @@ class FlatBatch:
         for n in np.flatnonzero(versions[lengths.cumsum() - lengths] != NOT_SAMPLED):
             raise ValueError(f"group {groups[members[n].group].id}: a sample without a prompt cannot be trained")
         differ = any(t.returns is not None for t in sequences)
+        routes = _routes(sequences)
+        shared = _shared_prefixes(members, routes) if prefix_tree else np.zeros_like(lengths)
         return cls(
             tokens=np.concatenate([t.tokens for t in sequences]).astype(np.int32),
             logprobs=np.concatenate([t.logprobs for t in sequences]).astype(np.float32),
             versions=versions,
             returns=np.concatenate([t.filled("returns") for t in sequences]) if differ else np.zeros(0),
             **{name: _scorer_column(name, sequences) for name in (*SCORED, *TOP)},
+            routes=np.concatenate(routes or [np.zeros(0, np.uint8)]),
             lengths=lengths,
-            shared=_shared_prefixes(members) if prefix_tree else np.zeros_like(lengths),
+            shared=shared,
             samples=np.array([member.sample for member in members], dtype=np.int32),
             branches=np.array([member.branch for member in members], dtype=np.int32),
             minibatch=np.array([member.group for member in members], dtype=np.int32) % minibatches,
@@ -171,13 +177,26 @@ class _Member(NamedTuple):
     sequence: Trajectory
 
 
-def _shared_prefixes(members: Sequence[_Member]) -> np.ndarray:
-    """`FlatBatch.shared`."""
-    counts = (
-        common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
-        for previous, member in pairwise(members)
-    )
-    return np.array([0, *counts], dtype=np.int32)
+def _routes(sequences: Sequence[Trajectory]) -> list[np.ndarray]:
+    """`FlatBatch.routes` of each sequence; empty if none has routes."""
+    column = _scorer_column("routes", sequences)
+    parts = np.split(column, np.cumsum([len(t) for t in sequences])[:-1]) if len(column) else []
+    return [np.concatenate([part[1:], np.zeros_like(part[:1])]) for part in parts]
+
+
+def _shared_prefixes(members: Sequence[_Member], routes: Sequence[np.ndarray]) -> np.ndarray:
+    """`FlatBatch.shared`. Passes that took other experts are not shared. A token without routes takes those that its
+    neighbour has."""
+    counts = [0]
+    for number, (previous, member) in enumerate(pairwise(members)):
+        count = common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
+        if routes:
+            of_previous, of_member = routes[number][:count], routes[number + 1][:count]
+            differ = of_member.any(1) & (of_member != of_previous).any(1)
+            count = int(np.append(differ, True).argmax())
+            of_member[:count] = of_previous[:count]
+        counts.append(count)
+    return np.array(counts, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -190,6 +209,7 @@ class PackedRow:
     that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
+    routes: uint8 [T, width], as in `FlatBatch`; None: it has none.
     advantages, weights (of each token in the loss), proximal, reference and teacher (log-probabilities), values (the
     critic's before the step) and value_targets: float32 [S] once computed. top_tokens, top_logprobs: [S, k], those that
     are likeliest for the teacher, and their log-probabilities. mask: bool [S], as in `Tokens`.
@@ -207,6 +227,7 @@ class PackedRow:
     targets: Tensor
     behaviour: Tensor
     versions: Tensor
+    routes: Tensor | None = None
     advantages: Tensor | None = None
     weights: Tensor | None = None
     proximal: Tensor | None = None
@@ -247,6 +268,7 @@ class PackedRow:
             lengths=[*self.lengths, count],
             added=[*self.added, count],
             paths=torch.cat([self.paths, padding + self.tokens.shape[1]]),
+            routes=None if self.routes is None else pad(self.routes, (0, 0, 0, count)),
         )
 
 
@@ -271,6 +293,9 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     in_loss = np.flatnonzero(trained[source])
     chosen = source[in_loss]
     predicts, distribution = np.unique(places[in_loss - 1], return_inverse=True)
+    routes = np.empty((sum(added), *batch.routes.shape[1:]), np.uint8)
+    if has_routes := len(batch.routes) > 0:
+        routes[places] = batch.routes[source]
 
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -288,6 +313,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
         targets=on_device(batch.tokens[chosen]).long(),
         behaviour=on_device(batch.logprobs[chosen]),
         versions=on_device(batch.versions[chosen]),
+        routes=on_device(routes) if has_routes else None,
     )
 
 

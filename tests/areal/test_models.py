@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from areal.config import LoraConfig, UserError
-from areal.models import check_adapters, check_trainable, context_of, weight_sizes
+from areal.models import check_adapters, check_mixture, check_trainable, context_of, weight_sizes
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": bytes(30_000_000), "notes.md": b"#"}
@@ -88,6 +89,9 @@ def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
     assert "The model me/yours (model) is not a folder here, and it could not be downloaded (" in process.stderr
 
 
+LONG = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
 @pytest.mark.parametrize(
     ("sizes", "context"),
     [
@@ -96,6 +100,8 @@ def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
         ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2048),
         ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
         ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 512),
+        ({"max_position_embeddings": 512, "rope_scaling": LONG, "original_max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 512, "rope_parameters": LONG | {"original_max_position_embeddings": 32}}, 32),
         ({}, None),
     ],
 )
@@ -115,6 +121,25 @@ def test_a_model_whose_log_probs_generators_do_not_have_cannot_be_trained(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     with pytest.raises(UserError, match=why):
         check_trainable(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("targets", "cuda", "told"),
+    [
+        ("all-linear", True, "all-linear, but the model .* is a mixture of experts, .* such as .q_proj, k_proj"),
+        (["q_proj"], False, "trainer.lora is set and the model .*, whose adapters vLLM computes on GPUs alone"),
+        (["q_proj"], True, None),
+    ],
+)
+@pytest.mark.parametrize("sizes", [{"num_experts": 8}, {"text_config": {"n_routed_experts": 8}}])
+def test_adapters_that_engines_do_not_compute_on_experts_are_refused(tmp_path, targets, cuda, told, sizes):
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    lora = LoraConfig(rank=4, target_modules=targets)
+    with pytest.raises(UserError, match=told) if told else nullcontext():
+        check_mixture(tmp_path, lora, cuda=cuda)
+    check_mixture(tmp_path, None, cuda=cuda)
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": None, "num_local_experts": 1}))
+    check_mixture(tmp_path, lora, cuda=cuda)
 
 
 def test_a_damaged_model_is_told(tmp_path, tiny_model):
