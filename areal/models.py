@@ -183,18 +183,19 @@ def routing_of(folder: Path) -> Routing:
 
 
 def context_of(folder: Path) -> int | None:
-    """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say.
-
-    With LongRoPE it is the length before its extension: beyond, vLLM turns all sequences by other angles, transformers
-    only those that are longer."""
+    """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say."""
     sizes = _sizes(folder)
     longest = next((sizes[key] for key in _LENGTHS if isinstance(sizes.get(key), int)), None)
     kind, factor = _rope(sizes)
-    if kind in ("longrope", "su"):
-        scaling = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
-        return (sizes | scaling).get("original_max_position_embeddings", longest)
     # With other kinds, such as yarn, the length is that of the stretched positions, for vLLM as for transformers.
     return int(longest * factor) if longest and kind in ("linear", "dynamic") else longest
+
+
+def default_context(folder: Path) -> int | None:
+    """The same as vLLM takes it where no `max_model_len` is set: with LongRoPE, the length before its extension."""
+    sizes = _sizes(folder)
+    extended = _rope(sizes)[0] in ("longrope", "su")
+    return extended and sizes.get("original_max_position_embeddings") or context_of(folder)
 
 
 def _rope(sizes: Mapping[str, Any]) -> tuple[str | None, float]:

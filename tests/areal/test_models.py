@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from areal.config import LoraConfig, UserError
-from areal.models import check_adapters, check_mixture, check_trainable, context_of, weight_sizes
+from areal.models import check_adapters, check_mixture, check_trainable, context_of, default_context, weight_sizes
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": bytes(30_000_000), "notes.md": b"#"}
@@ -100,14 +100,15 @@ LONG = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2048),
         ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
         ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 512),
-        ({"max_position_embeddings": 512, "rope_scaling": LONG, "original_max_position_embeddings": 64}, 64),
-        ({"max_position_embeddings": 512, "rope_parameters": LONG | {"original_max_position_embeddings": 32}}, 32),
+        ({"max_position_embeddings": 512, "rope_scaling": LONG, "original_max_position_embeddings": 64}, 512),
         ({}, None),
     ],
 )
 def test_a_model_says_how_long_its_sequences_may_be(tmp_path, sizes, context):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     assert context_of(tmp_path) == context
+    shorter = sizes.get("original_max_position_embeddings")
+    assert default_context(tmp_path) == (shorter or context)
 
 
 @pytest.mark.parametrize(
