@@ -115,8 +115,8 @@ class Audit:
         self.first, records = self.record.first_version, self.record.records
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
-        removes = self.config.observe.metrics_mib and self.records
-        self.oldest = min(self.records) if removes else self.first + 1  # the first step whose metrics are to be there
+        may_be_cut = self.config.observe.metrics_mib and self.records
+        self.oldest = min(self.records) if may_be_cut else self.first + 1  # the first step whose metrics are to be there
         self.changes = [change for change in self.record.changes if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []
@@ -228,8 +228,8 @@ class Audit:
         discarded = {prompt for place in places for prompt, _ in place.get("discarded") or ()}
         accounted = trained.keys() | before | waiting | journal.discarded | discarded
         if missing := sorted(set(range(journal.ledger.next_prompt)) - accounted):
-            removed = self.oldest > self.first + 1  # with what was discarded in them
-            (once.unknown if removed else once.faults).append(f"no fate is known of the prompts {_some(missing)}")
+            cut = self.oldest > self.first + 1  # with what was discarded in its steps
+            (once.unknown if cut else once.faults).append(f"no fate is known of the prompts {_some(missing)}")
         if strange := sorted(set(trained) - set(range(journal.ledger.next_prompt))):
             once.faults.append(f"the prompts {_some(strange)} were trained and never admitted")
         if repeated := sorted(trained.keys() & (waiting | before)):
