@@ -247,7 +247,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
-        check_trainable(folder, config.trainer.sequence_parallel)
+        check_trainable(folder, config.trainer.sequence_parallel, config.generator.max_model_len)
     if config.steps and config.trainer.routing == "replay":
         routing_of(folder)
     context = context_of(folder) if config.generator.max_model_len else default_context(folder)

@@ -111,17 +111,48 @@ def test_a_model_says_how_long_its_sequences_may_be(tmp_path, sizes, context):
     assert default_context(tmp_path) == (shorter or context)
 
 
+LONG = {"max_position_embeddings": 4096, "sliding_window": 512}
+
+
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "has quantized weights, which cannot be trained"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "has the rope_type dynamic, .* cannot be trained: set"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "its weights are quantized: name the original"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "or a copy of it in bf16"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "its rope_type, dynamic, .*: set linear or yarn"),
+        ({"model_type": "deepseek_v32", "index_topk": 2048}, "its attention is sparse, by an indexer .*: take another"),
+        ({"model_type": "t5"}, "no causal language model of the type t5: name a model of text"),
+        ({"model_type": "falcon"}, "lets nobody replace the attention of models of the type falcon: take another"),
+        ({"model_type": "mpt"}, "lets nobody replace the attention of models of the type mpt: take another"),
+        ({"model_type": "inkling_text"}, "its attention has a bias by position, .*: take another"),
+        (
+            {"model_type": "phimoe", **LONG},
+            "tell the attention function their window of 512 tokens, so set",
+        ),
+        ({"layer_types": ["full_attention", "wave"]}, "does not compute layers of the type wave: take another"),
     ],
 )
-def test_a_model_whose_log_probs_generators_do_not_have_cannot_be_trained(tmp_path, sizes, why):
+def test_a_model_that_cannot_be_trained_is_told_by_its_config_json_alone(tmp_path, sizes, why):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    with pytest.raises(UserError, match=why):
-        check_trainable(tmp_path, 1)
+    with pytest.raises(UserError, match=f"model {tmp_path} cannot be trained: .*{why}"):
+        check_trainable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "longest"),
+    [
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0, **LONG}, None),
+        ({"model_type": "gpt_oss", **LONG}, None),
+        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text", "attention_chunk_size": 8192}}, None),
+        ({"model_type": "mixtral", **LONG}, None),
+        ({"model_type": "qwen2_moe", "use_sliding_window": False, **LONG}, None),
+        ({"model_type": "phimoe", **LONG}, 512),
+        ({"model_type": "mamba"}, None),
+    ],
+)
+def test_a_model_that_can_be_trained_is_not_refused(tmp_path, sizes, longest):
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    check_trainable(tmp_path, 1, longest)
 
 
 @pytest.mark.parametrize(
