@@ -116,9 +116,8 @@ class Audit:
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
         may_be_cut = self.config.observe.metrics_mib and self.records
-        self.oldest = (
-            min(self.records) if may_be_cut else self.first + 1
-        )  # the first step whose metrics are to be there
+        # The first step whose metrics are to be there.
+        self.oldest = min(self.records) if may_be_cut else self.first + 1
         self.changes = [change for change in self.record.changes if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []

@@ -143,7 +143,7 @@ class Result:
 
 
 class World:
-    """One simulation. `traced`: record a readable line for every message and event. `more`: a fault beside those of
+    """One simulation. `traced`: record a readable line for every message and event. `extra`: a fault beside those of
     the plan, which may come after its end."""
 
     def __init__(
@@ -152,7 +152,7 @@ class World:
         model: Model | None = None,
         plan: Plan | None = None,
         traced: bool = False,
-        more: faults.Fault | None = None,
+        extra: faults.Fault | None = None,
     ) -> None:
         self.seed = seed
         self.random = Random(seed)
@@ -180,7 +180,7 @@ class World:
             judge = Random(f"judge {seed}").random() < 0.5
             self.model = replace(self.model, scorers=draw_scorers(scorers), judge=judge)
             faults.add_scorer_faults(scorers, self.plan, len(self.model.scorers))
-        self.plan.faults += [more] if more else []
+        self.plan.faults += [extra] if extra else []
         self.config = config_of(self.model)
         self._source = SimSource(self.model.bytes_a_row, self.model.size)
         self.scheduler = WorldScheduler()
@@ -886,13 +886,13 @@ def simulate(seed: int, model: Model | None = None, plan: Plan | None = None, *,
     """Simulate one seed. In some, a fault then comes right before an event that has happened. If an invariant is
     violated, the result has a trace."""
     world = World(seed, model, deepcopy(plan))
-    result, more = world.run(), None
+    result, extra = world.run(), None
     random = Random(f"aim {seed}")
     if result.ok and model is None and plan is None and random.random() < faults.AIMED:
         # The same again until the fault comes.
-        more = faults.draw_before(random, world.model.processes, world.model.faults_until, world.oracle.times)
-        earlier, result = result, World(seed, more=more).run()
+        extra = faults.draw_before(random, world.model.processes, world.model.faults_until, world.oracle.times)
+        earlier, result = result, World(seed, extra=extra).run()
         result.counters.update(earlier.counters)
     if traced or not result.ok:
-        result = replace(World(seed, model, deepcopy(plan), True, more).run(), counters=result.counters)
+        result = replace(World(seed, model, deepcopy(plan), True, extra).run(), counters=result.counters)
     return result

@@ -153,10 +153,10 @@ def test_what_came_after_is_moved_away_and_what_was_ready_then_is_still(config):
 
 def test_steps_of_before_that_are_in_another_file_are_moved_and_forked_like_those_in_this_one(config):
     set_aside(config.folder / "metrics.jsonl", config.folder / "metrics.1.jsonl")
-    assert [one["step"] for one in metrics_of(forked(config, 4).folder)] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics_of(forked(config, 4).folder)] == [1, 2, 3, 4]
     check_record(config, from_step=2)
-    assert [one["step"] for one in metrics_of(config.folder)] == [1, 2]
-    assert [one["step"] for one in metrics_of(config.folder / "abandoned" / "1")] == [3, 4, 5]
+    assert [line["step"] for line in metrics_of(config.folder)] == [1, 2]
+    assert [line["step"] for line in metrics_of(config.folder / "abandoned" / "1")] == [3, 4, 5]
 
 
 def test_an_older_checkpoint_makes_the_newer_ones_history(config):

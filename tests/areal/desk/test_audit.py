@@ -294,9 +294,9 @@ def test_steps_whose_metrics_were_removed_by_a_setting_are_not_shown_and_no_faul
     metrics, file = run / "metrics.jsonl", run / "config.yaml"
     file.write_text(file.read_text().replace("metrics_mib: null", "metrics_mib: 1.0"))
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[1:]))
-    found = Audit(run)
-    assert found._check_journal() is not None
-    (finding,) = [finding for finding in found.findings.values() if finding.unknown]
+    audit = Audit(run)
+    assert audit._check_journal() is not None
+    (finding,) = [finding for finding in audit.findings.values() if finding.unknown]
     assert not finding.faults and "begins with step 2 (observe.metrics_mib)" in finding.unknown[0]
 
 

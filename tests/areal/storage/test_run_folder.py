@@ -99,21 +99,21 @@ def test_a_new_run_moves_an_old_one_of_its_name_aside_and_says_where_it_is(confi
 def test_metrics_of_a_bounded_size_are_the_newest_steps_and_whoever_follows_them_gets_each_once(file):
     config = load_config(file, [f"observe.metrics_mib={1 / 1024}"])
     folder, follower = RunFolder(config), NewRecords(config.folder / METRICS)
-    seen = []
+    followed = []
     for step in range(1, 41):
         folder.append_metrics(record(step, staleness=9 if step == 1 else 0))
-        seen += [one["step"] for one in follower.read()]
-    assert seen == list(range(1, 41))
+        followed += [line["step"] for line in follower.read()]
+    assert followed == list(range(1, 41))
     files = [config.folder / name for name in (OLDER_METRICS, METRICS)]
     assert all(0 < file.stat().st_size < 1024 + 256 for file in files)
-    kept = [one["step"] for one in metrics_of(config.folder)]
-    assert kept == Record(config.folder).steps == list(range(kept[0], 41)) and kept[0] > 20
+    steps = [line["step"] for line in metrics_of(config.folder)]
+    assert steps == Record(config.folder).steps == list(range(steps[0], 41)) and steps[0] > 20
     shutil.copy(files[1], files[0])  # as a crash does between the two
-    again = RunFolder(config)
+    folder = RunFolder(config)
     assert steps_trained(config.folder) == 40
-    assert Record(config.folder).steps == [one["step"] for one in read_records(files[1])]
-    again.append_metrics(record(41))
-    assert [one["step"] for one in metrics_of(config.folder)][-2:] == [40, 41]
+    assert Record(config.folder).steps == [line["step"] for line in read_records(files[1])]
+    folder.append_metrics(record(41))
+    assert [line["step"] for line in metrics_of(config.folder)][-2:] == [40, 41]
 
 
 SECRET = "s3cr3t"
