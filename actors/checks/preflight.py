@@ -23,12 +23,15 @@ from areal.devices import host_memory, threads_of_scorers, visible_devices
 from areal.models import (
     architectures_of,
     check_adapters,
+    check_mixture,
     check_trainable,
     context_of,
+    default_context,
     find_model,
     hub_id,
     resolve_model,
     resolve_reference,
+    routing_of,
     weight_sizes,
 )
 from areal.observe import tracking
@@ -113,6 +116,7 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     else:
         folder = resolve_model(config, weights=weights)
         check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
+        check_mixture(folder, config.trainer.lora, cuda=not machine or bool(visible_devices()))
     resolve_reference(config, weights=weights)
     for name, model in scorers.items():
         check_scorer(config, name, model, folder)
@@ -150,7 +154,7 @@ def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
 
 
 def _room(scorer: ScorerConfig, model: Path) -> int | None:
-    return scorer.max_model_len or context_of(model)
+    return scorer.max_model_len or default_context(model)
 
 
 def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
@@ -243,8 +247,10 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
-        check_trainable(folder, config.trainer.sequence_parallel)
-    context = context_of(folder)
+        check_trainable(folder, config.trainer.sequence_parallel, config.generator.max_model_len)
+    if config.steps and config.trainer.routing == "replay":
+        routing_of(folder)
+    context = context_of(folder) if config.generator.max_model_len else default_context(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
         check_adapters(folder, weight_sizes(folder), config.trainer.lora)

@@ -202,6 +202,7 @@ class SimEngine:
         on_load: Callable[[SimEngine, int], None],
     ) -> None:
         self.version = version
+        self.max_model_len = 1 << 20
         self.unloadable: set[str] = set()
         self._files = files
         self._weights = weights

@@ -9,7 +9,7 @@ from areal.storage import journal, rollouts, spool
 from protocols.messages import PROTOCOL_VERSION
 
 VERSIONS = {
-    "0.2": {"journal": 8, "spool": 7, "rollouts": 1, "protocol": 30},
+    "0.2": {"journal": 8, "spool": 8, "rollouts": 2, "protocol": 30},
 }
 """The formats of each version. Whoever changes one raises the middle number in pyproject.toml, and adds a line here."""
 
