@@ -10,6 +10,7 @@ from protocols.messages import PROTOCOL_VERSION
 
 VERSIONS = {
     "0.2": {"journal": 8, "spool": 8, "rollouts": 2, "protocol": 30},
+    "0.3": {"journal": 8, "spool": 8, "rollouts": 2, "protocol": 31},
 }
 """The formats of each version. Whoever changes one raises the middle number in pyproject.toml, and adds a line here."""
 
