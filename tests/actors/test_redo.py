@@ -243,7 +243,7 @@ async def test_a_run_whose_engines_compute_its_first_weights_otherwise_ends_at_i
     assert ending.reason.startswith("The guard stopped the run at step 1: log-probs of engine and trainer are ")
     assert "vLLM computes Qwen3ForCausalLM otherwise than the trainer here" in ending.reason
     assert started.code == 1 and "Traceback" not in output
-    assert not (config.folder / "metrics.jsonl").exists()
+    assert not read_jsonl(config.folder / "metrics.jsonl")
     assert not list((config.folder / "weights").glob("*-v000001*"))
 
 

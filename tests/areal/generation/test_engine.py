@@ -128,6 +128,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Models:
         "first_k_dense_replace": 1,
     }
     sizes |= experts | {"moe_intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    sizes |= {"topk_method": "noaux_tc"}
     base = {name: value for name, value in SIZES.items() if name != "head_dim"}
     write_models(folders, lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**base | sizes)))
     return folders
