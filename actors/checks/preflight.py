@@ -26,6 +26,7 @@ from areal.models import (
     check_mixture,
     check_trainable,
     context_of,
+    default_context,
     find_model,
     hub_id,
     resolve_model,
@@ -153,7 +154,7 @@ def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
 
 
 def _room(scorer: ScorerConfig, model: Path) -> int | None:
-    return scorer.max_model_len or context_of(model)
+    return scorer.max_model_len or default_context(model)
 
 
 def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
@@ -246,10 +247,10 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
-        check_trainable(folder, config.trainer.sequence_parallel)
+        check_trainable(folder, config.trainer.sequence_parallel, config.generator.max_model_len)
     if config.steps and config.trainer.routing == "replay":
         routing_of(folder)
-    context = context_of(folder)
+    context = context_of(folder) if config.generator.max_model_len else default_context(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
         check_adapters(folder, weight_sizes(folder), config.trainer.lora)
