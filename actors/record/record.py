@@ -37,15 +37,15 @@ def check_rows_kept(config: Config, journal: Journal, source: PromptSource) -> N
     """Compare the rows with those with which the run began. Raises UserError if there are more or fewer, since each
     index is then that of another row, and says so if they differ otherwise."""
     now = source.summary()
-    before = journal.note("data", now) if now else now
-    (rows_before, *_), (rows, *_) = before.split(" "), now.split(" ")
-    if rows_before != rows:
+    at_first = journal.note("data", now) if now else now
+    first_rows, rows = at_first.partition(" ")[0], now.partition(" ")[0]
+    if first_rows != rows:
         raise UserError(
-            f"{config.data.named} had {rows_before} rows to train on when the run in {config.folder} began, and has "
+            f"{config.data.named} had {first_rows} rows to train on when the run in {config.folder} began, and has "
             f"{rows} now: put them back, or give the new rows another name for a fork, --fork {config.folder} "
             f"--at-step N data.source=NAME."
         )
-    if before != now:
+    if at_first != now:
         log.warning("the rows are others than when the run began", data=config.data.named)
 
 

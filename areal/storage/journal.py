@@ -93,9 +93,9 @@ class Journal:
 
     def note(self, name: str, value: str) -> str:
         """What the journal says of the run under this name: `value`, unless it has said something before."""
-        before = read_meta(self._connection, name) or value
-        write_meta(self._connection, name, before)
-        return before
+        noted = read_meta(self._connection, name) or value
+        write_meta(self._connection, name, noted)
+        return noted
 
     def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
         """Return what is on disk: the last snapshot or None, and (kind, body) of each event since then. Raises
