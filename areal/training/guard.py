@@ -34,7 +34,7 @@ GAP = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
 """Largest mean difference between log-probs that different code computes, in nats. Wrong code gives 0.3 and more. In
 bf16 a logit of 20 is rounded by up to 0.06, and by 0.03 in the mean."""
 MIXTURE_GAP = 0.2
-"""The same where rounding may choose another expert."""
+"""The same where rounding may choose another expert, or earlier weights have chosen the experts of a prefix."""
 WIDE_GAP = 0.5
 """The same where an engine computes something else than the trainer by the run's own settings."""
 
@@ -50,7 +50,7 @@ def limits_of(config: Config) -> GuardConfig:
     gap = max(GAP[generator.dtype], GAP[config.trainer.dtype])
     if generator.kv_on_update == "keep" or quantized or truncated:
         gap = WIDE_GAP
-    elif gap > GAP["float32"] and is_mixture(Path(config.model)):
+    elif config.trainer.routing == "replay" or (gap > GAP["float32"] and is_mixture(Path(config.model))):
         gap = MIXTURE_GAP
     return guard.model_copy(update={"logprob_gap": gap})
 
