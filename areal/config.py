@@ -538,7 +538,9 @@ class RolloutManagerConfig(Section):
     @property
     def gives_rewards(self) -> bool:
         """Whether the workflow has rewards of its own, so that answers and tests of rows are not needed."""
-        return self.workflow in ("environment", "verifiers") or bool(self.workflow_options.get("agent_reward"))
+        return self.workflow in ("environment", "sandbox_tools", "verifiers") or bool(
+            self.workflow_options.get("agent_reward")
+        )
 
     @property
     def names_parsers(self) -> bool:
