@@ -108,7 +108,7 @@ class Endpoint:
 
 @dataclass(eq=False)
 class Services:
-    """See the module. `place`: who samples, such as rollout_manager/0. `succeeded`: number of samples that were finished
+    """See the module. `place`: who samples, as in rollout_manager/0. `succeeded`: number of samples that were finished
     and scored. `own_code`: samples in their workflow's own code, and since when. `own_limits`: of how long one may be
     there."""
 

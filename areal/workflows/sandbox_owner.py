@@ -66,11 +66,15 @@ class Sandboxes:
         pulling = sum(not pull.done() for pull in self._pulls.values())
         return {"sandboxes": self.running, "images_pulling": pulling, "images_failed": self._failures.total()}
 
-    def pull_ahead(self, provider: str, task: Task, seconds: float = PULL_SECONDS) -> None:
+    @property
+    def containers(self) -> list[str]:
+        """The container programs in use."""
+        return [provider for provider in self._swept if provider in CONTAINERS]
+
+    def pull_ahead(self, task: Task) -> None:
         """Begin to pull the image of a task that comes soon. Whoever needs it hears of a failure."""
-        if provider in CONTAINERS and task.image:
-            pull = self._pull(provider, task, seconds)
-            pull.add_done_callback(lambda pull: pull.cancelled() or pull.exception())
+        for provider in self.containers if task.image else ():
+            self._pull(provider, task)
 
     @contextlib.asynccontextmanager
     async def opened(
@@ -131,16 +135,17 @@ class Sandboxes:
             self._services[url] = SandboxService(url)
         return self._services[url]
 
-    def _pull(self, provider: str, task: Task, seconds: float) -> asyncio.Task[None]:
+    def _pull(self, provider: str, task: Task) -> asyncio.Task[None]:
         image = str(task.image)
         key = provider, image
         if key not in self._pulls:
 
             async def pull() -> None:
                 async with self._pull_slots:
-                    await pull_image(provider, image, task.build, seconds)
+                    await pull_image(provider, image, task.build, PULL_SECONDS)
 
             self._pulls[key] = asyncio.create_task(pull())
+            self._pulls[key].add_done_callback(lambda pull: pull.cancelled() or pull.exception())
         return self._pulls[key]
 
     async def _pulled(self, provider: str, task: Task) -> None:
@@ -151,7 +156,7 @@ class Sandboxes:
         key = provider, task.image
         if self._failures[key] >= PULL_FAILURES:
             raise RowError(f"the image {task.image} could not be had {PULL_FAILURES} times, so its rows are discarded")
-        pull = self._pull(provider, task, PULL_SECONDS)
+        pull = self._pull(provider, task)
         try:
             await asyncio.shield(pull)
         except SandboxError:

@@ -219,8 +219,8 @@ class HttpSandbox(ShellSandbox):
             raise SandboxError(f"{self._service.url} starts no sandboxes: it does not know PUT {self._path}")
 
     async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
-        wanted = {"command": command, "stdin": base64.b64encode(stdin).decode()}
-        body = wanted | {"id": uuid.uuid4().hex, "seconds": seconds, "most_bytes": most_bytes}
+        job = {"command": command, "stdin": base64.b64encode(stdin).decode()}
+        body = job | {"id": uuid.uuid4().hex, "seconds": seconds, "most_bytes": most_bytes}
         answer = await self._service.ask("POST", f"{self._path}/exec", body, seconds, most_bytes)
         if answer is None:
             raise SandboxError(f"{self._service.url} has ended the sandbox")

@@ -88,14 +88,14 @@ class Task:
 
 def task_of(row: Mapping[str, Any], **defaults: Any) -> Task:
     """The task of a row's fields. defaults: where the row says nothing. Raises RowError."""
-    own = {entry.name: row[entry.name] for entry in fields(Task) if row.get(entry.name) is not None}
-    if row.get("FAIL_TO_PASS") is not None and "command" not in own:
-        own = _swe_fields(row) | own
+    values = {entry.name: row[entry.name] for entry in fields(Task) if row.get(entry.name) is not None}
+    if row.get("FAIL_TO_PASS") is not None and "command" not in values:
+        values = _swe_fields(row) | values
     for name in "files", "tests", "limits":  # tables have nulls for what only other rows have
-        if not isinstance(values := own.get(name, {}), Mapping):
-            raise RowError(f"the row's {name} are of type {type(values).__name__}, not an object")
-        own[name] = {key: value for key, value in values.items() if value is not None}
-    return Task(**{name: value for name, value in defaults.items() if value is not None} | own)
+        if not isinstance(entries := values.get(name, {}), Mapping):
+            raise RowError(f"the row's {name} are of type {type(entries).__name__}, not an object")
+        values[name] = {key: value for key, value in entries.items() if value is not None}
+    return Task(**{name: value for name, value in defaults.items() if value is not None} | values)
 
 
 def _swe_fields(row: Mapping[str, Any]) -> dict[str, Any]:

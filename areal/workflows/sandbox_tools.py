@@ -77,9 +77,9 @@ class SandboxTools:
             content = await self._sandbox.read(path, self._seconds, most_bytes=OUTPUT_BYTES)
             if content is None or len(content) == OUTPUT_BYTES:
                 return f"Error: {path} cannot be read, or has {OUTPUT_BYTES} bytes or more"
-            before = content.decode(errors="surrogateescape")
-            if (times := before.count(old)) != 1:
+            content_text = content.decode(errors="surrogateescape")
+            if (times := content_text.count(old)) != 1:
                 return f"Error: the old text is {times} times in {path}, but has to be there once"
-            text = before.replace(old, new)
+            text = content_text.replace(old, new)
         ok = await self._sandbox.write(path, text.encode(errors="surrogateescape"), self._seconds)
         return f"{path} is written" if ok else f"Error: {path} cannot be written"

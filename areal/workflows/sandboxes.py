@@ -101,10 +101,10 @@ class ShellSandbox:
         return ran.output if ran.status == 0 else None
 
     async def write(self, path: str, content: bytes, seconds: float) -> bool:
-        first, *others = [content[at : at + PART_BYTES] for at in range(0, len(content) or 1, PART_BYTES)]
-        if (await self._shell(_WRITES, path, seconds=seconds, stdin=first)).status != 0:
+        first_part, *parts = [content[at : at + PART_BYTES] for at in range(0, len(content) or 1, PART_BYTES)]
+        if (await self._shell(_WRITES, path, seconds=seconds, stdin=first_part)).status != 0:
             return False
-        for part in others:
+        for part in parts:
             if (await self._shell(_APPENDS, path, seconds=seconds, stdin=part)).status != 0:
                 return False
         return True

@@ -204,8 +204,9 @@ def log_of(docker: Path) -> list[str]:
 async def test_an_image_is_pulled_once_and_ahead_of_its_use(owner, docker):
     make_image(docker / "registry/far")
     task = Task(image="far")
-    owner.pull_ahead("docker", task)
-    owner.pull_ahead("docker", task)
+    async with owner.opened("docker", Task(image="image"), Limits(), SECONDS):
+        owner.pull_ahead(task)
+        owner.pull_ahead(task)
     async with owner.opened("docker", task, Limits(), SECONDS), owner.opened("docker", task, Limits(), SECONDS):
         assert owner.stats() == {"sandboxes": 2, "images_pulling": 0, "images_failed": 0}
     assert log_of(docker).count("pull") == 1
