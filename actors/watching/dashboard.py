@@ -27,6 +27,7 @@ from actors.watching.rollouts import RolloutPages
 from areal.config import explain
 from areal.desk import timeline
 from areal.desk.comparison import differing_settings, end_figures, value_of
+from areal.desk.report import headlines
 from areal.observe.alert_inputs import Digests
 from areal.record import Record
 from areal.storage.events import GONE
@@ -79,9 +80,10 @@ class RunView:
         } | self._ending()
 
     def _ending(self) -> dict[str, Any]:
-        """How the run ended, or for how long it has been silent, as a sentence; None where that is not so. The actors
-        of an ended run are in the state that it ended in."""
-        ended = ending_of(self.record.ending)
+        """How the run ended, or for how long it has been silent, as a sentence; None where that is not so. An ended run
+        has totals, and its actors are in the state that it ended in."""
+        summary = self.record.ending
+        ended = ending_of(summary)
         actors = [self._actors[actor] for actor in sorted(self._actors)]
         if ended:
             actors = [actor | {"state": ended.partition(":")[0], "activity": ""} for actor in actors]
@@ -90,7 +92,8 @@ class RunView:
         sentence = (
             f"silent for {silent:.0f} s: the master was killed, or cannot write" if silent > SILENT_SECONDS else None
         )
-        return {"ended": ended, "silent": sentence, "actors": actors}
+        totals = headlines(summary) if summary else []
+        return {"ended": ended, "silent": sentence, "actors": actors, "totals": totals}
 
     def _read(self) -> None:
         self.record.update()

@@ -1,4 +1,4 @@
-// As in areal/observe/curves.py, so that the report and the pages look alike.
+// As in areal/desk/curves.py, so that the report and the pages look alike.
 const MEANING = /* colours */;
 const SMOOTHED_FROM = 20, MOST_POINTS = 400, OUTLIER = 2.5;
 const perSecond = key => r => r[key] / Math.max(r.step_seconds, 1e-9);
@@ -66,8 +66,9 @@ function upperLimit(values) {
   return ordered.at(-1) > usual && usual > 0 ? 1.2 * ordered.findLast(value => value <= usual) : null;
 }
 
-// Draws points, which are pairs of x and y: a smoothed line over faint points, or few points on their line.
-function drawCurve({ context, x, y }, points, colour, strength = 1, width = 1.8) {
+// Draws points, which are pairs of x and y: a smoothed line over faint points, or few points on their line. Of a number
+// of `records`, few points are joined only if none is missing and there are more than two, as in the report.
+function drawCurve({ context, x, y, records }, points, colour, strength = 1, width = 1.8) {
   const few = points.length < SMOOTHED_FROM, curve = smoothed(points.map(([, v]) => v));
   const line = values => {
     context.beginPath();
@@ -81,6 +82,6 @@ function drawCurve({ context, x, y }, points, colour, strength = 1, width = 1.8)
   else for (const [at, v] of points) context.fillRect(x(at) - 1.5, y(v) - 1.5, 3, 3);
   context.globalAlpha = strength;
   context.lineWidth = width;
-  line(curve);
+  if (!few || records === undefined || (points.length === records && records > 2)) line(curve);
   context.globalAlpha = 1;
 }

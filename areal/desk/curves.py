@@ -19,8 +19,8 @@ COLOURS = {
     "held_out": "#2e9e6b",  # what is measured on held-out rows
     "second": "#9b59d0",  # the second line of a plot
 }
-# The ends of the colour scale from the freshest to the oldest groups.
-FRESH, OLD = (0x3B, 0x82, 0xD6), (0xD6, 0x4F, 0x7B)
+# The colour scale from the freshest to the oldest groups. Without a light middle, neighbours could not be told apart.
+SCALE = ((0x3B, 0x82, 0xD6), (0xF2, 0xC5, 0x4B), (0xC4, 0x2E, 0x5B))
 # A curve is smoothed over one in this many of its points, to either side: with less points it is not.
 SMOOTHED_FROM = 20
 # Values above this multiple of the 90th percentile are cut off: the first step includes the start of generation.
@@ -54,6 +54,7 @@ def linear_below(values: Sequence[float]) -> float:
 
 
 def ramp(n: int) -> list[str]:
-    """`n` colours from FRESH to OLD."""
-    shares = [i / max(1, n - 1) for i in range(n)]
-    return ["#" + "".join(f"{round(a + (b - a) * s):02x}" for a, b in zip(FRESH, OLD, strict=True)) for s in shares]
+    """`n` colours from the first of SCALE to its last."""
+    places, at = np.linspace(0, len(SCALE) - 1, n), range(len(SCALE))
+    colours = np.stack([np.interp(places, at, part) for part in zip(*SCALE, strict=True)], axis=1).round().astype(int)
+    return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in colours.tolist()]

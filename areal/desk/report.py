@@ -41,6 +41,8 @@ LEGEND_COLUMNS = 5
 # The length of the timeline, up to the end of the last step.
 TIMELINE_SECONDS = 60.0
 PAGE = Path(__file__).with_name("report.html")
+# The folders in which a file or folder of this machine lies.
+FOLDERS = re.compile(r"(?m)(?<=[ '\"])/(?:[^/\n]+/)+(?=[^/\n])")
 # With more points than this, those under a smoothed curve are a faint line.
 MOST_POINTS = 400
 LOG_FROM = 10.0
@@ -90,6 +92,7 @@ def write_report(folder: Path) -> Path:
         figures=figures,
         timeline=draw_timeline(run),
         samples=run.sample_pairs()[:PAIRS_SHOWN],
+        configuration=FOLDERS.sub("…/", run.config_text),
     )
     path = folder / "report.html"
     replace(path, html)
@@ -386,13 +389,16 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         _draw_line(axes, _label(label), x, y, colour)
     if math.isfinite(panel.bound):
         axes.axhline(panel.bound, color=INK, linestyle="--", linewidth=1, label="bound")
-    axes.set_ylim(*panel.limits)
+    if panel.limits != (None, None):  # else they would stay where the linear axis has them
+        axes.set_ylim(*panel.limits)
+    if panel.limits == FROM_0 and not math.isfinite(panel.bound):
+        _cut_outliers(axes, [point for _, x, y in panel.lines for point in zip(y, x, strict=True)], panel.unit)
     if panel.log:
         _set_log_axis(axes, [value for value in panel.values if math.isfinite(value)])
     axes.set_title(panel.title, loc="left", color=INK, fontsize=10)
     axes.set_xlabel("step", color=INK)
     axes.set_ylabel(panel.unit, color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _style(axes)
 
 
@@ -405,8 +411,8 @@ def _draw_line(axes: Any, label: str, x: Sequence[float], y: Sequence[float], co
     joined = len(points) == len(x) > 2
     x, y = zip(*points, strict=True)
     if len(x) < SMOOTHED_FROM:
-        style = "-" if joined else ""
-        axes.plot(x, y, style, color=colour, label=label or None, marker="o", markersize=3, linewidth=1.5)
+        style = "-" if joined else "none"
+        axes.plot(x, y, linestyle=style, color=colour, label=label or None, marker="o", markersize=3, linewidth=1.5)
         return
     look = {"linewidth": 0.6} if len(x) > MOST_POINTS else {"linestyle": "", "marker": "o", "markersize": 3}
     axes.plot(x, y, color=colour, alpha=0.4, markeredgewidth=0, **look)
@@ -449,7 +455,8 @@ def _ages(run: Record) -> Panel:
     counts = [record.get("staleness_histogram") for record in run.records]
     histograms = [histogram if isinstance(histogram, list) else [] for histogram in counts]
     oldest = max(map(len, histograms), default=0)
-    labels = range(oldest) if oldest <= LEGEND_COLUMNS else (0, oldest - 1)
+    places = min(oldest, LEGEND_COLUMNS)
+    labels = {round(place * (oldest - 1) / max(1, places - 1)) for place in range(places)}
     stack = [
         (f"{age}" if age in labels else "", [sum(histogram[age : age + 1]) for histogram in histograms])
         for age in range(oldest)
@@ -464,13 +471,18 @@ def _draw_stack(axes: Any, panel: Panel) -> None:
         top = [b + v for b, v in zip(base, values, strict=True)]
         axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=label or None)
         base = top
-    if limit := upper_limit(base):
-        axes.set_ylim(0, limit)
-        highest = sorted(zip(base, panel.steps, strict=True), reverse=True)[:NAMED_CUTS]
-        names = [f"step {step}: {value:.2g} {panel.unit}" for value, step in highest if value > limit]
-        axes.text(
-            0.99, 0.98, "↑ " + "\n".join(names), transform=axes.transAxes, ha="right", va="top", color=INK, fontsize=8
-        )
+    _cut_outliers(axes, list(zip(base, panel.steps, strict=True)), panel.unit)
+
+
+def _cut_outliers(axes: Any, points: Sequence[tuple[float, float]], unit: str) -> None:
+    """End the axis below outliers, and name them. points: (value, step)."""
+    limit = upper_limit([value for value, _ in points])
+    if not limit:
+        return
+    axes.set_ylim(0, limit)
+    highest = sorted((point for point in points if point[0] > limit), reverse=True)[:NAMED_CUTS]
+    names = "\n".join(f"step {step}: {value:{',.0f' if value >= 100 else '.2g'}} {unit}" for value, step in highest)
+    axes.text(0.99, 0.98, f"↑ {names}", transform=axes.transAxes, ha="right", va="top", color=INK, fontsize=8)
 
 
 def _shown(summary: dict[str, Any], key: str, form: str) -> str:

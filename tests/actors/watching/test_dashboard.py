@@ -78,10 +78,12 @@ def test_the_actors_of_a_run_that_is_over_are_no_longer_healthy(folder, ok, stat
         "stats": {"running": 2.0},
     }
     add(folder, "events.jsonl", report)
-    add(folder, "summary.json", {"ok": ok, "reason": "the run reached its end"})
+    assert RunView(folder).since(0)["totals"] == []
+    add(folder, "summary.json", {"ok": ok, "reason": "the run reached its end", "samples_trained": 3072})
     data = RunView(folder).since(0)
     assert (data["ended"], data["silent"]) == (f"{state}: the run reached its end", None)
     assert data["actors"] == [report | {"state": state, "activity": ""}]
+    assert ("samples trained", "3,072") in data["totals"]
 
 
 def test_a_run_that_was_killed_is_said_to_be_silent(folder):

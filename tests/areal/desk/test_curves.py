@@ -40,7 +40,7 @@ def test_zero_has_a_place_below_all_positive_values():
 
 
 def test_a_scale_goes_from_its_first_colour_to_its_last():
-    assert ramp(3)[::2] == ramp(2) and ramp(1) == ramp(2)[:1]
+    assert ramp(3)[::2] == ramp(2) and ramp(1) == ramp(2)[:1] and len({*ramp(9)}) == 9 and ramp(0) == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from areal.__main__ import main
 from areal.config import UserError
 from areal.desk.report import (
+    Panel,
     draw,
     draw_timeline,
     figure_of,
@@ -410,7 +411,7 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
     ],
 )
 def test_a_file_of_a_run_that_is_none_is_named(folder, name, text, message):
-    run = folder([record(1)])
+    run = folder([BRIEF])
     (run / name).write_text(text)
     with pytest.raises(UserError, match=message):
         write_report(run)
@@ -465,3 +466,33 @@ def test_an_activity_may_have_any_text(folder):
 
 def test_without_steps_and_events_there_is_no_timeline(folder):
     assert draw_timeline(Record(folder())) == ""
+
+
+def test_few_points_are_joined_only_if_none_is_missing_and_there_are_more_than_two():
+    def styles(*ys):
+        steps = list(range(len(ys[0])))
+        lines = drawn(Panel("Gap", lines=[("", steps, y) for y in ys], colours=["red"] * len(ys))).lines
+        return [line.get_linestyle() for line in lines]
+
+    assert styles([1.0, 2.0]) == ["None"] and styles([1.0, 2.0, 4.0]) == ["-"]
+    assert styles([1.0, *[math.nan] * 80, 2.0, 3.0]) == ["None"]
+
+
+def test_a_logarithmic_panel_shows_values_of_many_magnitudes():
+    axes = drawn(Panel("Weight", lines=[("mean", [1, 2], [1.0, 1.0]), ("max", [1, 2], [3.0, 20_000.0])], log=True))
+    assert axes.get_yscale() == "log" and 0.1 < axes.get_ylim()[0] < 1 and axes.get_ylim()[1] > 20_000
+
+
+def test_a_first_step_that_costs_far_more_than_the_others_does_not_empty_its_panel():
+    values = [9000.0] + [300.0, 400.0] * 10
+    panel = Panel("Tokens", "tokens", lines=[("", list(range(1, 22)), values)], limits=(0, None))
+    axes = drawn(panel)
+    assert axes.get_ylim() == (0, pytest.approx(480)) and [text.get_text() for text in axes.texts] == [
+        "↑ step 1: 9,000 tokens"
+    ]
+
+
+def test_a_report_names_no_folder_of_the_machine(folder):
+    config = "name: demo\nrun_dir: /home/me/runs\nreward:\n  functions: ['/home/me/my own.py:score']\nurl: http://a/b\n"
+    page = write_report(folder(config=config)).read_text()
+    assert "/home" not in page and "run_dir: …/runs" in page and "…/my own.py:score" in page and "http://a/b" in page
