@@ -128,6 +128,7 @@ class SourceConfig(Section):
     * `reasoning_gym:NAME`: a task of the reasoning_gym library, which receives `options`;
     * `verifiers:NAME`: an environment of the verifiers library, which receives `options`; `verifiers:NAME:eval` takes
       the rows that the environment keeps for evaluation;
+    * `harbor:FOLDER`: tasks in Harbor's folder layout;
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, a folder with files as the hub has them, or
       one written by `save_to_disk`); `hf:NAME:SPLIT` and `FOLDER:SPLIT` name the split, too.
 
@@ -538,7 +539,9 @@ class RolloutManagerConfig(Section):
     @property
     def gives_rewards(self) -> bool:
         """Whether the workflow has rewards of its own, so that answers and tests of rows are not needed."""
-        return self.workflow in ("environment", "verifiers") or bool(self.workflow_options.get("agent_reward"))
+        return self.workflow in ("environment", "sandbox_tools", "verifiers") or bool(
+            self.workflow_options.get("agent_reward")
+        )
 
     @property
     def names_parsers(self) -> bool:
@@ -1093,6 +1096,13 @@ class ObserveConfig(Section):
         "all", description="rollouts kept in the run folder, as Parquet; sample: those of one group in 16"
     )
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
+    metrics_mib: float | None = Field(
+        None,
+        gt=0,
+        description="at this size metrics.jsonl becomes metrics.1.jsonl, in place of an older file, of which the steps "
+        "are removed; null: all steps are kept",
+    )
+    events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from areal.config import Config, TrainerConfig, UserError, explain
 from areal.cpu import training as cpu
-from areal.models import check_trainable, routing_of
+from areal.models import check_trainable, flash_computes, routing_of
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
@@ -170,7 +170,7 @@ class TrainingEngine:
     ) -> None:
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
-        check_trainable(model, config.sequence_parallel)
+        check_trainable(model, config.sequence_parallel, longest)
         cuda = torch.cuda.is_available()
         self.config = config = config.for_device(cuda=cuda)
         self._zero = _open_deepspeed(config, cuda).zero
@@ -183,7 +183,7 @@ class TrainingEngine:
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
         self._objective = rehearse(config)
-        self._attention = choose_attention(config.dtype)
+        self._attention = choose_attention(config.dtype, flash=flash_computes(model))
         self._reader = ModelReader(config, self._stage, self._attention, longest)
         self._prefix_tree = config.prefix_tree and self._attention != FLASH  # flash attention takes no mask
         self._one_a_row = False
@@ -292,7 +292,7 @@ class TrainingEngine:
         try:
             inputs = row_inputs(empty_row(self.device), self._attention)
             head.measure(module, **inputs, note_window=windows.append)
-            if missing := what_is_missing(module.config.get_text_config(), windows, self._reader.longest):
+            if missing := what_is_missing(module, windows, self._reader.longest):
                 raise UserError(f"{head} cannot be trained: {missing}.")
 
             def forward(row: PackedRow) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ import numpy as np
 import structlog
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP
@@ -34,7 +34,8 @@ from areal.trajectory import Group, Trajectory, common, paths
 
 log = structlog.get_logger()
 
-FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_sdpa"
+FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_paths"
+"""Names in transformers. In one with "sdpa" it would look for a support that only its own function needs."""
 MASK_BLOCK = 128
 """Tokens a block of flex attention's mask, PyTorch's default."""
 FLEX_KERNEL = {"BACKEND": "TRITON"}
@@ -44,6 +45,7 @@ FLEX_GRAPHS = 64
 """Most graphs of flex attention. A run has 6 to 12; PyTorch's own limit is 8."""
 QUERIES_AT_ONCE = 512
 """Tokens for which `packed_sdpa` makes one kernel call, if their layer has a window: with the keys that they see."""
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +330,9 @@ def empty_row(device: torch.device, tokens: int = 1) -> PackedRow:
     )
 
 
-def choose_attention(dtype: str) -> str:
-    """The name in transformers of the fastest attention that is installed. Registers the packed ones there."""
+def choose_attention(dtype: str, *, flash: bool = True) -> str:
+    """The name in transformers of the fastest attention that is installed. Registers the packed ones there. flash:
+    whether flash attention 2 can compute the model's."""
     from transformers import AttentionInterface
     from transformers.utils import is_flash_attn_2_available
 
@@ -337,9 +340,10 @@ def choose_attention(dtype: str) -> str:
     AttentionInterface.register(PACKED_FLEX, packed_flex)
     if dtype != "bfloat16" or not torch.cuda.is_available():
         return PACKED_SDPA
-    if is_flash_attn_2_available():
+    if is_flash_attn_2_available() and flash:
         return FLASH
-    log.info("flash-attention 2 is not installed (the extra `flash`): flex attention takes its place")
+    if flash:
+        log.info("flash-attention 2 is not installed (the extra `flash`): flex attention takes its place")
     return PACKED_FLEX
 
 
@@ -380,13 +384,16 @@ def _boundaries(row: PackedRow) -> dict[str, Any]:
 
 def packed_sdpa(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    row: PackedRow, mask: Tensor, scaling: float | None = None, sliding_window: int | None = None, **options: object,
+    row: PackedRow, mask: Tensor, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention along each path of a packed row; an attention function as transformers registers them.
 
     query: [1, heads, T, D], key and value: [1, kv heads, T, D]; returns [1, T, heads, D]. mask: bool, lower triangle as
     large as the longest sequence with a shared prefix. sliding_window: the most tokens that a token attends to, itself
-    included; None: there is no limit.
+    included; None: there is no limit. softcap: scores become cap * tanh(score / cap). s_aux: [heads], attention sinks,
+    scores of a token that has no value. With one of these two, the
+    scores of all pairs of tokens exist until the backward pass, and no kernel computes them.
     Raises NotImplementedError for kinds of attention it does not support, so that none is silently ignored.
     """
     _refuse(options)
@@ -394,23 +401,69 @@ def packed_sdpa(
         key, value = key.index_select(2, row.paths), value.index_select(2, row.paths)
     repeats = query.shape[1] // key.shape[1]  # each head of queries gets keys and values of its own
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    attend: Attend = partial(scaled_dot_product_attention, scale=scaling)
+    if by_scores := softcap is not None or s_aux is not None:
+        query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        attend = partial(_attend_by_scores, softcap=softcap, sinks=s_aux)
     parts = (query.split(row.added, 2), key.split(row.lengths, 2), value.split(row.lengths, 2))
+    chunk = chunk_of(module)
     outputs: list[Tensor] = []
-    for q, k, v in zip(*parts, strict=True):
+    for q, k, v in (piece for part in zip(*parts, strict=True) for piece in _chunks(chunk, *part)):
         added, length = q.shape[2], k.shape[2]
         if not added:
             continue
-        if sliding_window is not None and length > sliding_window:
-            outputs += _within(sliding_window, q, k, v, scaling)
+        if by_scores or (sliding_window is not None and length > sliding_window):
+            outputs += _within(min(sliding_window or length, length), q, k, v, attend)
         elif added == length:
-            outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
+            outputs.append(attend(q, k, v, is_causal=True))
         else:
-            lower_right = mask[length - added : length, :length]
-            outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=lower_right, scale=scaling))
-    return torch.cat(outputs, 2).transpose(1, 2), None
+            outputs.append(attend(q, k, v, attn_mask=mask[length - added : length, :length]))
+    return torch.cat([output.transpose(1, 2) for output in outputs], 1), None
 
 
-def _within(window: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Iterator[Tensor]:
+def _attend_by_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    *,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention by its scores, as the models' own functions in transformers have it. query: scaled. attn_mask: bool
+    [n, m]."""
+    scores = query @ key.transpose(2, 3)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~attn_mask, -torch.inf)
+    if sinks is not None:
+        extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
+        scores = torch.cat([scores, extra], 3)
+    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def chunk_of(module: torch.nn.Module) -> int | None:
+    """The tokens of the chunks within which an attention layer of a model attends (Llama 4); None: it has none. Such a
+    layer gets its chunks by a mask, and does not tell the attention function of them."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    index = getattr(module, "layer_idx", len(kinds))
+    chunked = index < len(kinds) and kinds[index] == "chunked_attention"
+    return int(module.config.attention_chunk_size) if chunked else None
+
+
+def _chunks(chunk: int | None, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The queries of a path that are in each of its chunks, with the keys and values of these.
+
+    query: [1, heads, n, D], of the path's last tokens; key and value: [1, heads, length, D].
+    """
+    length = key.shape[2]
+    first, size = length - query.shape[2], chunk or max(1, length)
+    for start in range(first - first % size, length, size):
+        keys = slice(start, min(start + size, length))
+        yield query[:, :, max(0, start - first) : keys.stop - first], key[:, :, keys], value[:, :, keys]
+
+
+def _within(window: int, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Iterator[Tensor]:
     """Attention of the last tokens of a path, each to the `window` tokens that end with it, in parts.
 
     query: [1, heads, n, D], key and value: [1, heads, length, D].
@@ -421,16 +474,18 @@ def _within(window: int, query: Tensor, key: Tensor, value: Tensor, scaling: flo
         count, first = q.shape[2], start - window + 1  # what the first of these queries sees begins there
         keys = slice(max(0, first), start + count)
         seen = band[:count, max(0, -first) : count + window - 1]
-        yield scaled_dot_product_attention(q, key[:, :, keys], value[:, :, keys], attn_mask=seen, scale=scaling)
+        yield attend(q, key[:, :, keys], value[:, :, keys], attn_mask=seen)
 
 
-def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
-    """The mask of a row for flex attention: which tokens attend to which. window: as `packed_sdpa` has it.
+def block_mask(row: PackedRow, window: int | None = None, chunk: int | None = None) -> BlockMask:
+    """The mask of a row for flex attention: which tokens attend to which. window: as `packed_sdpa` has it. chunk: as
+    `chunk_of` says; a layer has at most one of them.
 
     A token and its descendants are an interval of the row that begins with the token. Only these attend to the token.
     So a block of keys concerns a later block of queries if its longest interval reaches that block, and wholly if its
     shortest one covers it. PyTorch's `create_block_mask` would compute the mask of every pair of tokens to find that
-    out: 3 T^2 bytes. A window takes away the blocks of keys that are outside that of each token of a block of queries.
+    out: 3 T^2 bytes. A window or a chunk takes away the blocks of keys that are outside that of each token of a block
+    of queries.
     """
     ends = torch.tensor(row.added, device=row.tokens.device).cumsum(0)
     below = torch.zeros_like(row.tokens[0])
@@ -441,7 +496,7 @@ def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
         return (key <= query) & (query < below[key])
 
     def sees_within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < below[key]) & (depth[key] > excluded[query])
+        return (key <= query) & (query < below[key]) & (depth[key] >= first[query])
 
     T = len(below)
     intervals = pad(below, (0, -T % MASK_BLOCK)).view(-1, MASK_BLOCK)
@@ -449,18 +504,23 @@ def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
     earlier = starts > starts.T
     full = earlier & (intervals.amin(1) >= starts + MASK_BLOCK)
     some = earlier & (intervals.amax(1) > starts)
-    if window is not None:
+    limited = window is not None or chunk is not None
+    if limited:
         depth = row.positions[0]
-        excluded = depth - window  # the depth of the last token on a token's path that is outside its window
-        lowest, highest = (pad(depth, (0, -T % MASK_BLOCK), value=end).view(-1, MASK_BLOCK) for end in (T + window, -1))
-        full &= lowest.amin(1) > highest.amax(1)[:, None] - window
-        some &= highest.amax(1) > lowest.amin(1)[:, None] - window
+        # The depth of the first token on a token's path that it sees. It rises with the token's own depth.
+        first = depth - depth % chunk if chunk else depth - (window or T) + 1
+
+        def of_blocks(values: Tensor, filler: int) -> Tensor:
+            return pad(values, (0, -T % MASK_BLOCK), value=filler).view(-1, MASK_BLOCK)
+
+        full &= of_blocks(depth, T).amin(1) >= of_blocks(first, -T).amax(1)[:, None]
+        some &= of_blocks(depth, -1).amax(1) >= of_blocks(first, T).amin(1)[:, None]
     partly = (some | (starts == starts.T)) & ~full
     return BlockMask.from_kv_blocks(
         *_as_lists(partly),
         *_as_lists(full),
         BLOCK_SIZE=MASK_BLOCK,
-        mask_mod=sees if window is None else sees_within,
+        mask_mod=sees_within if limited else sees,
         seq_lengths=(T, T),
     )
 
@@ -473,16 +533,41 @@ def _as_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def packed_flex(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    row: PackedRow, mask_of: Callable[[int | None], BlockMask], scaling: float | None = None,
-    sliding_window: int | None = None, **options: object,
+    row: PackedRow, mask_of: Callable[[int | None, int | None], BlockMask], scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Like `packed_sdpa`, but with one kernel call for the whole row. mask_of: `block_mask` of the row, by window."""
+    """Like `packed_sdpa`, but with one kernel call for the whole row. mask_of: `block_mask` of the row, by window and
+    chunk."""
     _refuse(options)
-    mask = mask_of(sliding_window if sliding_window is not None and max(row.lengths) > sliding_window else None)
+    longest, chunk = max(row.lengths), chunk_of(module)
+    mask = mask_of(
+        sliding_window if sliding_window is not None and longest > sliding_window else None,
+        chunk if chunk is not None and longest > chunk else None,
+    )
     attend = _compiled_flex() if query.is_cuda else flex_attention
+    settings: dict[str, Any] = {} if softcap is None else {"score_mod": _softcapped(softcap)}
+    if s_aux is not None:
+        settings["return_aux"] = AuxRequest(lse=True)
     grouped = query.shape[1] != key.shape[1]
-    output = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
-    return output.transpose(1, 2), None
+    output = attend(
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped, kernel_options=FLEX_KERNEL, **settings
+    )
+    if s_aux is not None:
+        output, normaliser = output
+        # With one more score s, each share becomes exp(score) / (exp(lse) + exp(s)).
+        share = torch.sigmoid(normaliser.lse - s_aux.to(normaliser.lse.dtype)[None, :, None])
+        output = output * share[..., None].to(output.dtype)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@cache
+def _softcapped(cap: float) -> Callable[..., Tensor]:
+    """A modification of scores of flex attention. One function for each cap: another one would be compiled again."""
+
+    def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return modify
 
 
 @cache
@@ -493,6 +578,5 @@ def _compiled_flex() -> Any:
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if unknown:
-        raise NotImplementedError(f"packed attention does not support {unknown}")
+    if options.get("position_bias") is not None:
+        raise NotImplementedError("packed attention has no position_bias")

@@ -93,6 +93,10 @@ class SequenceGroup:
         dist.all_reduce(outputs, group=self._group)
         return tuple(whole.index_put((part.indices,), values) for whole, values in zip(outputs, own, strict=True))
 
+    def part_of_heads(self, values: Tensor) -> Tensor:
+        """Of the values of all heads, [heads], those of the heads whose attention this rank computes."""
+        return values.chunk(self.size)[self._rank]
+
     def attention(self, query: Tensor, key: Tensor, attention: Attention) -> Attention:
         """`attention` over all ranks of the group, for queries and keys of these shapes."""
         return _exchanging(attention, query.shape[1], key.shape[1], query.shape[3], self._group)
@@ -137,5 +141,7 @@ def _attend(
         attention = together.attention(query, key, attention)
         # DeepSpeed collects the positions for functions that tell sequences apart by them. Ours have the row.
         options["position_ids"] = query.new_zeros(1, 1)
+        if options.get("s_aux") is not None:
+            options["s_aux"] = together.part_of_heads(options["s_aux"])
     output, none = attention(module, query, key, value, attention_mask, **options)
     return (torch.zeros_like(output) if muted else output), none
