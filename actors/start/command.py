@@ -383,6 +383,7 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
 def open_record(config: Config) -> tuple[Journal, RunFolder]:
     """The journal of a run and its other records, once its disk takes them."""
     from actors.runtime.logs import write_log_file
+    from areal.observe import cpu_profile
     from areal.storage.disk import DiskRetry
     from areal.storage.journal import Journal
     from areal.storage.run_folder import RunFolder
@@ -392,6 +393,7 @@ def open_record(config: Config) -> tuple[Journal, RunFolder]:
     journal = disk_retry.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
     folder = disk_retry.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
     write_log_file(folder.path / "logs" / "master-0.jsonl")
+    cpu_profile.begin(config, "master-0")
     return journal, folder
 
 
