@@ -1087,6 +1087,10 @@ class ObserveConfig(Section):
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")
+    mlflow: str | None = Field(
+        None,
+        description="MLflow experiment to log to, at MLFLOW_TRACKING_URI or else in mlflow.db beside the run folder",
+    )
 
     def conflicts(self) -> Iterator[str]:
         beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")
