@@ -7,13 +7,34 @@ import inspect
 import symtable
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from areal.config import UserError, explain
+from areal.config import Config, UserError, explain
+from areal.storage.disk import replace
 
 FILE = "objective.py"
+
+
+def take_source(given: dict[str, Any]) -> str:
+    """Among the keys of a call, name a file in place of an objective that is a function. Returns what the file has to
+    contain, empty if there is no such function. Raises UserError."""
+    section = given.get("trainer")
+    within = section.get("objective") if isinstance(section, Mapping) else None
+    function = given.get("trainer.objective", within)
+    if not callable(function):
+        return ""
+    source = source_of(function)
+    given["trainer.objective"] = f"{FILE}:{function.__name__}"
+    return source
+
+
+def write(config: Config, source: str) -> Config:
+    """Write that file into the folder of the run. Returns the configuration with its place."""
+    replace(config.folder / FILE, source)
+    trainer = {"objective": f"{config.folder.absolute()}/{config.trainer.objective}"}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
 
 
 def source_of(function: Callable[..., Any]) -> str:

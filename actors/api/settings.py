@@ -73,10 +73,7 @@ def settings_of(
         if value is not None or key not in ("model", "steps"):
             given[key] = str(value) if isinstance(value, Path) else value
     values = _values(config, given)
-    loss = given.get("trainer.objective", dict(given.get("trainer") or {}).get("objective"))
-    loss_source = ""
-    if callable(loss):
-        loss_source, given["trainer.objective"] = objective.source_of(loss), f"{objective.FILE}:{loss.__name__}"
+    source_of_objective = objective.take_source(given)
     own_rows = not isinstance(data, str | Path | None)
     if own_rows and config is None and workflow is None and not any("reward" in key for key in given):
         raise UserError("Rows of your own need a reward: reward=FUNCTION, or the name of one (docs/rewards.md).")
@@ -99,10 +96,8 @@ def settings_of(
         if own_rows:
             shutil.move(file, folder / rows.FILE)
             complete = _configured(_with_source(values, str((folder / rows.FILE).absolute()), has_answers), given)
-    if loss_source:
-        replace(folder / objective.FILE, loss_source)
-        trainer = {"objective": f"{folder.absolute()}/{complete.trainer.objective}"}
-        complete = complete.model_copy(update={"trainer": complete.trainer.model_copy(update=trainer)})
+    if source_of_objective:
+        complete = objective.write(complete, source_of_objective)
     replace(folder / FILE, write_yaml(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
     return Settings(complete, (folder / FILE).absolute(), functions, function)
 
