@@ -212,7 +212,7 @@ def _make_quickstart(config: Config) -> Path:
         return folder
     # A process of its own makes the model, because the master must not import torch.
     command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
-    # By spinning, threads that wait for each other take up to six times the CPU time, from the engines that are imported.
+    # Threads that spin while they wait take six times the CPU time where engines are imported beside them.
     waiting = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT, env=waiting)
     if process.returncode:
