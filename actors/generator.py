@@ -40,7 +40,7 @@ from actors.runtime.works import Works
 from actors.sampling.flows import Flows
 from actors.weights.direct_weights import DirectReceiver
 from actors.weights.weight_service import WeightFetcher
-from areal.config import Config, SamplingConfig
+from areal.config import Config, SamplingConfig, UserError
 from areal.devices import shares_devices
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
@@ -84,6 +84,8 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
     def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
     ) -> AsyncGenerator[Generation, None]: ...
@@ -185,6 +187,12 @@ class Generator(Actor):
         member.activity = "waiting for the trainer to leave the devices"
         engine = await devices.start(start)
         member.used.push_async_callback(engine.close)
+        if config.steps and config.sampling.max_new_tokens >= engine.max_model_len:
+            raise UserError(
+                f"sampling.max_new_tokens is {config.sampling.max_new_tokens}, but vLLM has room for "
+                f"{engine.max_model_len} tokens of prompt and completion of the model {config.model}: lower it, or set "
+                f"generator.max_model_len."
+            )
         return cls(member, engine)
 
     def __init__(self, member: Membership, engine: Engine) -> None:

@@ -50,14 +50,14 @@ from actors.training.turns import Turns
 from actors.weights.direct_weights import DirectSender, load_transport
 from actors.weights.weight_service import WeightServer
 from areal.config import Config, UserError
-from areal.devices import shares_devices
+from areal.devices import shares_devices, visible_devices
 from areal.run_files import ROLLOUTS
 from areal.storage.disk import DiskRetry
 from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
 from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
-from areal.training.guard import Guard
+from areal.training.guard import Guard, limits_of
 from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import HeldVersion, Manifest
 from protocols.addresses import host_of
@@ -181,7 +181,8 @@ class Trainer(Actor):
         self.config, self.directory = member.config, member.directory
         self._learner, self._spool, self._rollouts, self._turns, self._phases = parts
         self._recovery = recovery
-        self._guard = Guard(self.config.guard, self.config.trainer.objective)
+        limits = limits_of(self.config, cuda=bool(visible_devices()))
+        self._guard = Guard(limits, self.config.trainer.objective)
         self._weight_server = WeightServer(VERSIONS_KEPT)
         host = host_of(member.listen_address.reached_at(""))
         self._direct = DirectSender(self.config.weights.backend, self.directory, host, VERSIONS_KEPT)
@@ -414,7 +415,10 @@ class Trainer(Actor):
                 raise
         values = self._learner.values
         metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
-        if verdict := self._guard.check(metrics):
+        verdict = self._guard.check(metrics)
+        if self._version == first_version(self.config.folder):
+            verdict = verdict or self._guard.check_first(metrics, Path(self.config.model))
+        if verdict:
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self._version += 1
         return metrics | _metrics(groups), groups

@@ -725,6 +725,11 @@ class TrainerConfig(Section):
     vespo_negative: tuple[float, PositiveFloat] = Field(
         (3.0, 2.0), description="vespo: k and lambda of tokens with A < 0"
     )
+    routing: Literal["own", "replay"] = Field(
+        "own",
+        description="experts of a mixture in training: those that its router chooses, or, for sampled tokens, those of "
+        "sampling (docs/objectives.md)",
+    )
     proximal: Literal["recompute", "interpolate"] = Field(
         "recompute",
         description="pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)",
@@ -893,8 +898,11 @@ class GuardConfig(Section):
 
     effective_sample_size: float = Field(0.1, ge=0, le=1, description="minimum, share of the tokens; 0: off")
     entropy: float = Field(0.0, ge=0, description="minimum, nats; 0: off")
-    logprob_gap: float = Field(
-        0.5, gt=0, description="maximum, nats: how far generators and trainer differ on the same weights"
+    logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="maximum, nats: how far generators and trainer differ on the same weights; null: as far as their "
+        "dtypes and settings explain (docs/observe.md)",
     )
     advantage_max: float = Field(1000.0, gt=0, description="maximum of abs(A) of a token")
     patience: int = Field(3, ge=1, description="steps in a row beyond a limit that stop the run")
@@ -1085,6 +1093,13 @@ class ObserveConfig(Section):
         "all", description="rollouts kept in the run folder, as Parquet; sample: those of one group in 16"
     )
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
+    metrics_mib: float | None = Field(
+        None,
+        gt=0,
+        description="at this size metrics.jsonl becomes metrics.1.jsonl, in place of an older file, of which the steps "
+        "are removed; null: all steps are kept",
+    )
+    events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")
     mlflow: str | None = Field(

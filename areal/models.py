@@ -11,15 +11,41 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from areal.config import Config, LoraConfig, UserError, explain
 from areal.processes import ROOT, cache_folder, tied
 
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
+# Types of layers, by their names in transformers, new and old, whose attention the trainer computes or that have none.
+COMPUTED = {
+    *("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"),
+    *("linear_attention", "mamba", "conv", "moe", "sparse", "dense"),
+}
+# Text models of wrappers that have no class of their own, and the types that compute the same.
+TEXT_TYPES = {
+    wrapper + suffix: text
+    for wrapper, text in {
+        "qwen2_vl": "qwen2",
+        "qwen2_5_vl": "qwen2",
+        "qwen3_vl": "qwen3",
+        "qwen3_vl_moe": "qwen3_moe",
+    }.items()
+    for suffix in ("", "_text")
+}
+# Types of models whose layers do not pass on what the trainer's attention needs of a row.
+SILENT = {"nemotron", "stablelm"}
+SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
+# What config.json says otherwise when another program has copied the model.
+_WRITTEN_ANEW = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
+# Where models say how many experts they have.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Where models say how long sequences may be.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 
@@ -96,17 +122,15 @@ def label_of(place: str) -> str:
     return re.sub(r"[^\w ./:@+-]", "?", name_of(place))
 
 
-def check_trainable(folder: Path, ranks: int) -> None:
-    """Raise UserError if the weights of the model in `folder` are quantized, if the log-probs of a sequence depend on
-    those beside it, or if `ranks` ranks cannot divide its attention heads among them."""
-    if _read_config(folder).get("quantization_config"):
-        raise UserError(f"The model {folder} has quantized weights, which cannot be trained: name the original one.")
-    sizes = _sizes(folder)
-    if _rope(sizes)[0] == "dynamic":
-        raise UserError(
-            f"The model {folder} has the rope_type dynamic, which takes other positions beside a longer sequence, and "
-            f"cannot be trained: set linear or yarn in its config.json, or leave it out."
-        )
+def check_trainable(folder: Path, ranks: int = 1, longest: int | None = None) -> None:
+    """Raise UserError if config.json shows that the trainer cannot train the model in `folder`, or not in the way that
+    generators sample from it. Neither weights nor torch are loaded.
+
+    ranks: those that compute a row together. longest: the most tokens of a sequence; None: the model's limit.
+    """
+    sizes, kind = _sizes(folder), _text_type(folder)
+    if why := _why_untrainable(_read_config(folder), sizes, kind, longest or context_of(folder) or sys.maxsize):
+        raise UserError(f"The model {folder} cannot be trained: {why}.")
     heads = sizes.get("num_attention_heads", ranks)
     shared = sizes.get("num_key_value_heads") or heads
     if heads % ranks or (shared % ranks and ranks % shared):
@@ -116,6 +140,144 @@ def check_trainable(folder: Path, ranks: int) -> None:
         )
 
 
+def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: str | None, longest: int) -> str | None:
+    """Why the trainer cannot train a model, and what to do instead; None: config.json shows no reason. sizes: what
+    `facts`, config.json, says of the model of text."""
+    if facts.get("quantization_config"):
+        return "its weights are quantized: name the original one, or a copy of it in bf16"
+    if _rope(sizes)[0] == "dynamic":
+        return (
+            "its rope_type, dynamic, takes other positions beside a longer sequence: set linear or yarn in its "
+            "config.json, or leave it out"
+        )
+    if kind is not None and kind not in _causal_models():
+        return f"transformers has no causal language model of the type {kind}: name a model of text"
+    if sizes.get("index_topk"):
+        return "its attention is sparse, by an indexer that the trainer does not compute: take another model"
+    kinds = sizes.get("layer_types") or ()
+    if unknown := sorted({*kinds} - COMPUTED):
+        return f"the trainer does not compute layers of the type {unknown[0]}: take another model"
+    code = _code_of(kind)
+    if kind in SILENT or ("ALL_ATTENTION_FUNCTIONS" not in code and "Attention(nn.Module)" in code):
+        return f"transformers lets nobody replace the attention of models of the type {kind}: take another model"
+    if "position_bias=position_bias" in code:
+        return "its attention has a bias by position, which the trainer does not compute: take another model"
+    window = sizes.get("sliding_window") if sizes.get("use_sliding_window", True) else None
+    by_mask = "create_sliding_window_causal_mask" in code and not re.search(r"\bsliding_window=(?!config)", code)
+    if window and window < longest and by_mask:
+        return f"not all of its layers tell the attention function their window of {window} tokens, so {SHORTER}"
+    return None
+
+
+def is_wrapper(folder: Path) -> bool:
+    """Whether the model in `folder` has something beside text, such as vision."""
+    facts = _read_config(folder)
+    return "vision_config" in facts or isinstance(facts.get("text_config"), dict)
+
+
+def _text_type(folder: Path) -> str | None:
+    """The type of the text model in `folder`, as transformers computes it; None if config.json does not say."""
+    kind, of_text = _read_config(folder).get("model_type"), _sizes(folder).get("model_type")
+    if kind is not None and of_text is None:
+        of_text = f"{kind}_text"
+    return TEXT_TYPES.get(of_text, of_text) if of_text else kind
+
+
+def flash_computes(folder: Path) -> bool:
+    """Whether flash attention 2 computes the attention of the model in `folder`: it has neither sinks nor chunks."""
+    sizes = _sizes(folder)
+    chunked = "chunked_attention" in (sizes.get("layer_types") or ()) or sizes.get("attention_chunk_size")
+    return not chunked and "s_aux=" not in _code_of(_text_type(folder))
+
+
+@cache
+def _causal_models() -> frozenset[str]:
+    """The types of models for which the installed transformers has a causal language model.
+
+    From the text of its file: this process must not import torch, which an import of the file does.
+    """
+    listed = _library_text("auto", "modeling_auto").partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")[2]
+    return frozenset(re.findall(r'^ +\("([\w-]+)", "\w+"\)', listed.partition("\n)\n")[0], re.MULTILINE))
+
+
+def _code_of(kind: str | None) -> str:
+    """How transformers computes models of a type; empty if their code is elsewhere."""
+    package = (kind or "").replace("-", "_").removesuffix("_text")
+    return _library_text(package, f"modeling_{package}") if package else ""
+
+
+@cache
+def _library_text(package: str, module: str) -> str:
+    library = find_spec("transformers")
+    assert library is not None and library.origin is not None  # this project depends on it
+    file = Path(library.origin).parent / "models" / package / f"{module}.py"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def is_mixture(folder: Path) -> bool:
+    """Whether the model in `folder` is a mixture of experts. Raises UserError if its config.json cannot be read."""
+    counts = map(_sizes(folder).get, _EXPERTS)
+    return any(isinstance(count, list) or (count or 0) > 1 for count in counts)  # a list has that of each layer
+
+
+Gates = Literal["softmax", "sigmoid", "logits"]
+GATES: dict[str, Gates] = {
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), "softmax"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), "sigmoid"),
+    "gpt_oss": "logits",
+}
+"""What the weights of the chosen experts are made of, by model_type, in mixtures whose routers can be given them."""
+
+
+class Routing(NamedTuple):
+    """How a model routes: in each of `layers`, dense ones included, to `chosen` of `experts`.
+
+    The routes of a token are the numbers of its experts, layer by layer, in a byte each or, beyond 256 experts, in two
+    (little-endian): `width` bytes. A dense layer has zeros. All are 0 for a token without routes, because the experts
+    of a layer differ.
+    """
+
+    gates: Gates
+    layers: int
+    experts: int
+    chosen: int
+
+    @property
+    def dtype(self) -> str:
+        return "u1" if self.experts <= 256 else "<u2"
+
+    @property
+    def width(self) -> int:
+        return self.layers * self.chosen * np.dtype(self.dtype).itemsize
+
+    def check(self, routes: np.ndarray | None, sampled: np.ndarray) -> None:
+        """Raises ValueError if tokens do not have routes of this model. routes: uint8 [T, any]. sampled: bool [T]."""
+        if routes is None:
+            raise ValueError("its tokens have no routes, which trainer.routing=replay needs")
+        if routes.shape[1] != self.width:
+            raise ValueError(
+                f"its tokens have {routes.shape[1]} bytes of routes, but the model has {self.width}: {self.chosen} "
+                f"experts in each of {self.layers} layers"
+            )
+        if not routes[sampled].any(1).all():
+            raise ValueError("one of its sampled tokens has no routes, which trainer.routing=replay needs")
+        if routes.size and np.ascontiguousarray(routes).view(self.dtype).max() >= self.experts:
+            raise ValueError(f"one of its routes names an expert that is not one of the model's {self.experts}")
+
+
+def routing_of(folder: Path) -> Routing:
+    """How the model in `folder` routes. Raises UserError if its experts cannot be replayed."""
+    sizes = _sizes(folder)
+    experts = next((sizes[name] for name in _EXPERTS if sizes.get(name)), 0)
+    kind, chosen = sizes.get("model_type"), sizes.get("num_experts_per_tok") or 0
+    if kind not in GATES or not chosen > 1 or not chosen < experts:
+        raise UserError(
+            f"trainer.routing is replay, but the model {folder} of the kind {kind} is no mixture of experts for which "
+            f"that is possible ({', '.join(GATES)}, with at least two experts a token): set it to own."
+        )
+    return Routing(GATES[kind], sizes["num_hidden_layers"], experts, chosen)
+
+
 def context_of(folder: Path) -> int | None:
     """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say."""
     sizes = _sizes(folder)
@@ -123,6 +285,13 @@ def context_of(folder: Path) -> int | None:
     kind, factor = _rope(sizes)
     # With other kinds, such as yarn, the length is that of the stretched positions, for vLLM as for transformers.
     return int(longest * factor) if longest and kind in ("linear", "dynamic") else longest
+
+
+def default_context(folder: Path) -> int | None:
+    """The same as vLLM takes it where no `max_model_len` is set: with LongRoPE, the length before its extension."""
+    sizes = _sizes(folder)
+    extended = _rope(sizes)[0] in ("longrope", "su")
+    return extended and sizes.get("original_max_position_embeddings") or context_of(folder)
 
 
 def _rope(sizes: Mapping[str, Any]) -> tuple[str | None, float]:
@@ -152,6 +321,21 @@ def check_adapters(model: object, weights: Iterable[str], lora: LoraConfig) -> N
             )
 
 
+def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
+    """Raise UserError if the model in `folder` is a mixture of experts that engines on these devices, GPUs (cuda) or
+    CPUs, cannot have with such adapters, or that has no place for all of them."""
+    if lora is None or not is_mixture(folder):
+        return
+    kind = f"the model {folder} is a mixture of experts"
+    if not cuda:
+        raise UserError(f"trainer.lora is set and {kind}, whose adapters vLLM computes on GPUs alone: leave it out.")
+    if lora.target_modules == "all-linear":
+        raise UserError(
+            f"trainer.lora.target_modules is all-linear, but {kind}, and experts and their router take no adapters "
+            f"here: set it to the layers of its attention, such as [q_proj, k_proj, v_proj, o_proj]."
+        )
+
+
 def weight_sizes(folder: Path) -> dict[str, int]:
     """The numbers of elements of the weights in a model's folder, by name, without reading them; empty if it has none.
     Raises UserError if a file is damaged."""
@@ -172,6 +356,36 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
+def digests_of(folder: Path) -> dict[str, str]:
+    """Digests of what has to be the same in all copies of a model: its configuration, the names and the sizes of its
+    weights, its tokenizer, its chat template. What the folder lacks is left out. What programs that copy a model write
+    otherwise, and the type of its numbers, do not count. Raises UserError if a file is damaged."""
+    names = [name for name in ("config.json", "tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()]
+    values = {name: _read_json(folder / name) for name in names}
+    config, tokenizer = values.get("config.json", {}), values.get("tokenizer.json", {})
+    template = folder / "chat_template.jinja"
+    facts = {
+        "config.json": {key: value for key, value in config.items() if key not in _WRITTEN_ANEW},
+        "weights": weight_sizes(folder),
+        "tokenizer.json": [tokenizer[key] for key in ("model", "added_tokens", "pre_tokenizer") if key in tokenizer],
+        "chat template": template.read_text(encoding="utf-8")
+        if template.is_file()
+        else values.get("tokenizer_config.json", {}).get("chat_template"),
+    }
+    texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items() if fact}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def check_same(folder: Path, digests: Mapping[str, str]) -> None:
+    """Raises UserError if the model in a folder of this machine is not the one of a run, which has these digests."""
+    for name, digest in digests_of(folder).items():
+        if digests.get(name, digest) != digest:
+            raise UserError(
+                f"{folder} on this machine is not the model of the run, its {name} differs: copy it from the master's "
+                f"machine."
+            )
+
+
 def _sizes(folder: Path) -> dict[str, Any]:
     """What config.json says of the model of text. Raises UserError."""
     sizes = _read_config(folder)
@@ -180,13 +394,16 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises UserError."""
-    with explain(
-        (OSError, ValueError), f"The model's {folder / 'config.json'} cannot be read ({{why}}): copy it again."
-    ):
-        sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(sizes, dict):
-        raise UserError(f"The model's {folder / 'config.json'} has no keys and values: copy it again.")
-    return sizes
+    return _read_json(folder / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """What a file of a model says. Raises UserError."""
+    with explain((OSError, ValueError), f"The model's {file} cannot be read ({{why}}): copy it again."):
+        values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise UserError(f"The model's {file} has no keys and values: copy it again.")
+    return values
 
 
 def quickstart_folder(parent: Path, seed: int = 0) -> Path:

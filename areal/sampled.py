@@ -37,6 +37,7 @@ COLUMNS = {
     "reference_logprobs": Column(np.float32),
     "teacher_top_tokens": Column(np.int32, wide=True),
     "teacher_top_logprobs": Column(np.float32, wide=True),
+    "routes": Column(np.uint8, unsampled=None, wide=True),
 }
 """The columns of a sample. They are fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run
 keeps."""

@@ -75,6 +75,8 @@ class Trajectory:
     branch, under the model of a scorer (`trainer.teacher`, `trainer.reference`); 0 where not sampled.
     teacher_top_tokens, teacher_top_logprobs: int32 and float32 [T, k], the tokens that are likeliest there for the
     teacher, and their log-probs (`trainer.teacher_top_k`); 0 where not sampled.
+    routes: uint8 [T, width], the experts that the pass which sampled a token took, as `areal.models.Routing` says
+    (`trainer.routing`); 0 where not sampled.
     """
 
     tokens: np.ndarray
@@ -88,6 +90,7 @@ class Trajectory:
     reference_logprobs: np.ndarray | None = None
     teacher_top_tokens: np.ndarray | None = None
     teacher_top_logprobs: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         lengths = {}

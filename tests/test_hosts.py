@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from helpers import read_jsonl
-from hosts import SpreadRun, wire
+from hosts import SpreadRun, Wire, wire
 
 STEPS = 5
 CUT_AT = 2  # the newest version when the partition begins
@@ -30,28 +31,65 @@ needs_hosts = pytest.mark.skipif(
 )
 
 
+def start_ranks(network: Wire, commands: Sequence[Sequence[str]], folder: Path) -> list[subprocess.Popen[str]]:
+    """A rank on each of two hosts, where the own name of each leads to itself, as in the /etc/hosts of Debian and
+    Ubuntu. The variables are torchrun's."""
+    ranks = []
+    for number, (first, command) in enumerate(zip(("127.0.1.1", network.address(0)), commands, strict=True)):
+        hosts = folder / f"hosts{number}"
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{number}\n{first} host0\n")
+        environment = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+        own_name = f'hostname host{number} && exec "$@"'
+        shell = ["unshare", "--uts", "sh", "-c", own_name, "rank", sys.executable, *command]
+        words = network.command(number, shell, hosts, Path("/etc/hosts"))
+        ranks.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | environment, cwd=ROOT))
+    return ranks
+
+
+def outputs_of(ranks: list[subprocess.Popen[str]]) -> list[str]:
+    try:
+        return [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+CHOOSES = """
+import os
+from areal.network_interfaces import GLOO, choose_interface
+choose_interface(os.environ["MASTER_ADDR"])
+print(os.environ[GLOO])
+"""
+JOINS = """
+import os
+from areal.network_interfaces import GLOO
+from areal.training.engine import dist, join_ranks
+
+def meet(backend):
+    print(os.environ[GLOO], flush=True)
+    os._exit(0)
+
+dist.init_process_group = meet
+join_ranks()
+"""
+"""As a trainer's rank does it, up to where it meets the others."""
+
+
 @needs_hosts
-def test_the_selftest_of_ranks_on_two_hosts_passes_where_the_own_name_of_each_leads_to_itself(tmp_path: Path) -> None:
-    """As in the /etc/hosts of Debian and Ubuntu. The variables are torchrun's."""
+def test_ranks_meet_at_the_interface_between_two_hosts_where_the_own_name_of_each_leads_to_itself(
+    tmp_path: Path,
+) -> None:
     with wire(2, delay=0.0, loss=0.0) as network:
-        address, ranks = network.address(0), []
-        for number, first in enumerate(("127.0.1.1", address)):
-            hosts = tmp_path / f"hosts{number}"
-            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{number}\n{first} host0\n")
-            environment = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-            environment |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
-            own_name = f'hostname host{number} && exec "$@"'
-            command = ["unshare", "--uts", "sh", "-c", own_name, "rank", sys.executable, "-m", "areal", "selftest"]
-            command += ["--json", str(tmp_path / f"{number}.json")]
-            words = network.command(number, command, hosts, Path("/etc/hosts"))
-            ranks.append(
-                subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | environment, cwd=ROOT)
-            )
-        try:
-            texts = [rank.communicate(timeout=120)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
+        assert outputs_of(start_ranks(network, [["-c", JOINS], ["-c", CHOOSES]], tmp_path)) == ["tun0\n"] * 2
+
+
+@needs_hosts
+@pytest.mark.slow  # the test above has all but the meeting itself, which test_ulysses.py has on one host
+def test_the_selftest_of_ranks_on_two_hosts_passes_where_the_own_name_of_each_leads_to_itself(tmp_path: Path) -> None:
+    commands = [["-m", "areal", "selftest", "--json", str(tmp_path / f"{number}.json")] for number in range(2)]
+    with wire(2, delay=0.0, loss=0.0) as network:
+        texts = outputs_of(start_ranks(network, commands, tmp_path))
     (result,) = json.loads((tmp_path / "0.json").read_text())["findings"]
     assert (result["name"], result["result"]) == ("ranks", "ok")
     assert (result["values"]["hosts"], result["values"]["interface"]) == (["host0", "host1"], "tun0")

@@ -45,6 +45,7 @@ LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
 MIXED = ["linear_attention", "full_attention"]
 WINDOWED = {"head_dim": 8, "sliding_window": 7}
 SOME_WINDOWED = {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
+CAPPED = {"final_logit_softcapping": 4.0, "attn_logit_softcapping": 1.5}
 TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
@@ -56,7 +57,7 @@ KINDS = {
     "Qwen3_5": {"head_dim": 8, **LINEAR, "layer_types": MIXED},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "Granite": {"logits_scaling": 5.0, "attention_dropout": 0.5},
-    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 4.0, "attn_logit_softcapping": None, "attention_dropout": 0.5},
+    "Gemma2": {**SOME_WINDOWED, **CAPPED, "query_pre_attn_scalar": 8, "attention_dropout": 0.5},
     "Mistral": WINDOWED,
     "Gemma3": {**SOME_WINDOWED, "query_pre_attn_scalar": 24, "rope_parameters": TWO_ROPES},
     "Phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -69,10 +70,20 @@ KINDS = {
         "top_k_experts": 2,
     },
     "Olmo3": SOME_WINDOWED,
+    "GptOss": {**SOME_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Llama4": {
+        "head_dim": 8,
+        "attention_chunk_size": 7,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+    },
 }
 """What the configurations of tiny models have beside SIZES. Two of them have a dropout in their attention, WINDOWS a
-window that is shorter than the sequences."""
-WINDOWS = ["Mistral", "Gemma3", "Gemma4", "Olmo3"]
+window, or chunks, shorter than the sequences."""
+WINDOWS = ["Mistral", "Gemma2", "Gemma3", "Gemma4", "Olmo3", "GptOss", "Llama4"]
 MIXES = ["Qwen3Next", "Qwen3_5", "Lfm2"]
 """Models whose layers, as transformers has them on the CPU, run over the whole row."""
 
@@ -238,7 +249,7 @@ def reference_gradients(model, batch, mask_older_than=0, entropy_coef=0.0):
         count += int(trained.sum())
     model.zero_grad()
     (loss / count).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def exact_gradients(folder, batch=None):
@@ -258,7 +269,8 @@ def step_and_gradients(engine, batch, **options):
 
     def spy():
         for name, parameter in engine._module.named_parameters():
-            gradients[name] = safe_get_full_grad(parameter).clone()
+            if (gradient := safe_get_full_grad(parameter)) is not None:  # a bias of Ernie 4.5's routers has none
+                gradients[name] = gradient.clone()
         optimizer_step()
 
     engine._deepspeed.step = spy

@@ -23,12 +23,15 @@ from areal.devices import host_memory, threads_of_scorers, visible_devices
 from areal.models import (
     architectures_of,
     check_adapters,
+    check_mixture,
     check_trainable,
     context_of,
+    default_context,
     find_model,
     hub_id,
     resolve_model,
     resolve_reference,
+    routing_of,
     weight_sizes,
 )
 from areal.observe import tracking
@@ -72,6 +75,11 @@ from areal.config import GeneratorConfig
 from areal.generation.engine import check_options
 check_options(Path(sys.argv[1]), GeneratorConfig.model_validate_json(sys.argv[2]))
 """
+_CHECK_NAMES = """
+from pathlib import Path
+from areal.weights.wrappers import check_names
+check_names(Path(sys.argv[1]))
+"""
 _IN_A_PROCESS = """
 import sys
 from areal.config import UserError
@@ -113,6 +121,7 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     else:
         folder = resolve_model(config, weights=weights)
         check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
+        check_mixture(folder, config.trainer.lora, cuda=not machine or bool(visible_devices()))
     resolve_reference(config, weights=weights)
     for name, model in scorers.items():
         check_scorer(config, name, model, folder)
@@ -150,7 +159,7 @@ def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
 
 
 def _room(scorer: ScorerConfig, model: Path) -> int | None:
-    return scorer.max_model_len or context_of(model)
+    return scorer.max_model_len or default_context(model)
 
 
 def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
@@ -226,6 +235,17 @@ def check_options(config: Config) -> None:
         )
 
 
+def check_names(config: Config) -> None:
+    """Compare the names of the weights that the trainer would publish with those of the model's files, if these are
+    here. Raises UserError."""
+    if config.model == "quickstart" or not config.steps or config.trainer.lora:
+        return
+    folder = resolve_model(config, weights=False)
+    if weight_sizes(folder):
+        remedy = "leave out the rehearsal"
+        _check_apart(_CHECK_NAMES, str(folder), what="transformers", remedy=remedy)
+
+
 def _check_apart(code: str, *arguments: str, what: str, remedy: str) -> None:
     """Run `code` in a process of its own, since an engine would stay in the memory of this one. what: is loaded there.
     Raises UserError with the sentence of the one that `code` raises."""
@@ -243,8 +263,10 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
     there. rooms: of scorers. Raises UserError."""
     if config.steps:
-        check_trainable(folder, config.trainer.sequence_parallel)
-    context = context_of(folder)
+        check_trainable(folder, config.trainer.sequence_parallel, config.generator.max_model_len)
+    if config.steps and config.trainer.routing == "replay":
+        routing_of(folder)
+    context = context_of(folder) if config.generator.max_model_len else default_context(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
         check_adapters(folder, weight_sizes(folder), config.trainer.lora)

@@ -17,7 +17,7 @@ from typing import Any
 from areal.config import Config, UserError
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import PromptSource, open_benchmark
-from areal.programs.code_rows import read_tests
+from areal.programs.code_rows import read_tests, unnamed
 from areal.programs.code_tests import CodeTests
 from areal.result import RewardError
 from areal.rewards import math_answers
@@ -37,15 +37,19 @@ ROWS_AT_ONCE = 128
 CODE_ROWS_AT_ONCE = 16
 # Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
 FEW_ROWS = 512
+# Built-in workflows in which the policy reads the prompt and no more of the row.
+SHOW_PROMPT_ALONE = ("single_turn", "multi_turn", "python_tool")
 
 
 def check_rows(config: Config, source: PromptSource) -> None:
-    """Check answers and tests of some rows, as `check_answers` and `check_tests`, and rewards of the user's own."""
+    """Check answers and tests of some rows, as the functions below, and rewards of the user's own."""
     check_answers(config, source)
     for row in source.held_out[:1] if source.size == 0 else [source.row(0)]:  # an evaluation has held-out rows alone
         check_own_rewards(config, row)
     if "code" in config.rewards and not config.rollout_manager.gives_rewards:
         check_tests(config, source)
+        if config.rollout_manager.workflow in SHOW_PROMPT_ALONE:
+            check_names(config, source)
 
 
 def check_prompts(
@@ -161,6 +165,27 @@ def check_tests(config: Config, source: PromptSource) -> None:
         if config.data.weak_tests == "refuse":
             raise UserError(f"{message}, such as {flaws[0]}: remove these rows, or set data.weak_tests=drop.")
         print(f"Note: {message}, such as {flaws[0]}; such prompts will be discarded.", file=sys.stderr)
+
+
+def check_names(config: Config, source: PromptSource) -> None:
+    """Check whether prompts name what the tests of the reward `code` call, without which hardly a program passes them.
+    Raises UserError if none of them does; prints a note if some do not."""
+    checked, flaws = 0, []
+    for row in islice(_rows(config, source), FEW_ROWS):
+        if "code" not in (row.reward or config.reward.functions):
+            continue
+        with contextlib.suppress(RewardError):  # what cannot be read is told by the others
+            name = unnamed(row.fields, prompt_text(row.prompt))
+            checked += 1
+            flaws += [_flawed(row, f"its tests use {name}")] if name else []
+    if flaws:
+        sentence = (
+            f"{len(flaws)} of the {checked} prompts of {config.data.named} that were checked do not name what their "
+            f"tests call, such as that of {flaws[0]}"
+        )
+        if len(flaws) == checked:
+            raise UserError(f"{sentence}: let data.prompt_template show the tests or the starter code.")
+        print(f"Note: {sentence}; hardly a program passes them.", file=sys.stderr)
 
 
 async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]) -> tuple[int, int, list[str]]:

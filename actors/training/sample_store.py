@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from actors.runtime.actor import HandlesRequests, handles, parked
 from actors.runtime.membership import Ask
 from areal.config import Config, explain
+from areal.models import routing_of
 from areal.result import mean_parts
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart
@@ -48,6 +50,7 @@ class SampleStore(HandlesRequests):
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
+        self._routing = routing_of(Path(config.model)) if config.trainer.routing == "replay" else None
         self._spool = spool
         self._rollouts = rollouts
         self._on_disk = on_disk
@@ -70,6 +73,8 @@ class SampleStore(HandlesRequests):
         trajectory.validate()
         if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._vocab_size):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
+        if self._routing:
+            self._routing.check(trajectory.routes, trajectory.sampled)
         note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -26,10 +28,13 @@ from areal.desk.split import (
     plan,
     step_tokens,
 )
+from areal.models import check_trainable, find_model
 from areal.record import Record, number_or_nan
 from areal.text import without_code
+from areal.training.flops import experts_of
 from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
+from areal.weights.wrappers import text_config
 
 MEASURED = [
     "step_seconds",
@@ -134,6 +139,12 @@ def read_model(config: Config) -> ModelSizes:
     """Sizes of the run's model, counted in the model's modules and passes without loading weights. Raises UserError."""
     if config.model == "quickstart":
         raise UserError("The model quickstart is created by its first run: plan with --from runs/quickstart.")
+    folder = Path(config.model).expanduser()
+    check_trainable(
+        folder if folder.is_dir() else find_model(config.model, "model", weights=False),
+        config.trainer.sequence_parallel,
+        config.generator.max_model_len,
+    )
     sizes, module = read_modules(config.model)
     try:
         activations = [measure_activations(sizes, config.trainer, checkpointing=on) for on in (False, True)]
@@ -146,7 +157,9 @@ def read_model(config: Config) -> ModelSizes:
     size, lora = BYTES[config.trainer.dtype], config.trainer.lora
     adapted = add_adapters(module, lora) if lora else module
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    experts = (getattr(sizes, "moe_intermediate_size", None) or 0) * (getattr(sizes, "num_experts_per_tok", None) or 0)
+    experts = (getattr(sizes, "moe_intermediate_size", None) or 0) * experts_of(sizes)[1]
+    in_layers = [part for name, part in module.named_modules() if re.search(r"\.\d+\.", name)]
+    of_parts = [[p.numel() for p in part.parameters(recurse=False)] for part in in_layers]
     return ModelSizes(
         parameters=parameters,
         trained=trained,
@@ -161,17 +174,19 @@ def read_model(config: Config) -> ModelSizes:
         bucket=bucket_elements(numbers),
         pinned=0 if lora else sum(1 << (size * number - 1).bit_length() for number in numbers.values()),
         largest=max(numbers.values()),
+        part=max(map(sum, of_parts), default=0),
+        part_tensor=max((max(part, default=0) for part in of_parts), default=0),
     )
 
 
 def read_modules(model: str) -> tuple[Any, Any]:
     """The configuration, as transformers has it, and the modules of a model, without weights. Raises UserError."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     message = f"The model {model} cannot be read ({{why}}): set model=FOLDER."
     with explain((OSError, ValueError), message), without_code():
-        sizes = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+        sizes = text_config(model)
         with torch.device("meta"):
             return sizes, AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
 

@@ -45,7 +45,8 @@ class ModelSizes:
     """Sizes of a model. `trained`: the number of trained parameters, all or only those of adapters. `activations` and
     `checkpointed`: of its layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all
     experts of a token. `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters
-    in pinned host memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor."""
+    in pinned host memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor.
+    `part`, `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there."""
 
     parameters: int
     trained: int
@@ -60,6 +61,8 @@ class ModelSizes:
     bucket: int = BUCKET
     pinned: int = 0
     largest: int = 0
+    part: int = 0
+    part_tensor: int = 0
 
     @property
     def kv_values(self) -> int:
@@ -233,14 +236,19 @@ def training_memory(
 
 def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float:
     """DeepSpeed copies gradients into a bucket before it sends them: in fp32, at stage 2 in the weights' type, with a
-    copy in fp32. At stage 3 it also keeps up to LIVE_PARAMETERS gathered. Weights that are sent straight into engines
-    take what `sending_bytes` says."""
+    copy in fp32; a tensor of a layer that is larger than the bucket is sent alone. At stage 3 it also keeps up to
+    LIVE_PARAMETERS gathered, but never less than a module: the experts of a layer are one, and so are their gradients,
+    in the weights' type, when the first of them is sent. Weights that are sent straight into engines take what
+    `sending_bytes` says."""
     size = BYTES[config.trainer.dtype]
     buckets: float = sending_bytes(config.weights.backend, size * model.largest)
     if stage or ranks > 1:
-        elements = min(model.bucket if stage else LARGEST_BUCKET, model.trained)
+        elements = min(max(model.bucket, model.part_tensor) if stage else LARGEST_BUCKET, model.trained)
         buckets += elements * (size + 4 if stage == 2 and size < 4 else 4)
-    return buckets + (size * min(model.parameters, LIVE_PARAMETERS) if stage == 3 else 0)
+    if stage < 3:
+        return buckets
+    gradients = model.part if model.bucket < model.part_tensor <= model.trained else 0
+    return buckets + size * (max(model.part, min(model.parameters, LIVE_PARAMETERS)) + gradients)
 
 
 def _activations(config: Config, model: ModelSizes, ranks: int, checkpointing: bool, longest: int) -> float:

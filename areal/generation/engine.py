@@ -35,12 +35,13 @@ from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError,
 from areal.cpu import generation as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
-from areal.models import shapes_in
+from areal.models import check_mixture, shapes_in
 from areal.processes import importing
 from areal.sampled import Finish, Generation, TokenTable
 from areal.tokens import tokenizer_in
 from areal.trajectory import TokenScores
-from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
+from areal.weights.folders import WEIGHTS_FILE, Shapes
+from areal.weights.wrappers import published_shapes
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, PoolingParams, SamplingParams
@@ -699,6 +700,7 @@ def _start_core(
     if on_cpu:
         cpu.set_environment(config)
         cpu.check_settings(config, transfer)
+    check_mixture(model, lora, cuda=not on_cpu)
     vllm_config = _checked_config(
         model, config, lambda: _engine_args(model, config, seed, lora, sleeps, on_cpu, transfer), on_cpu
     )

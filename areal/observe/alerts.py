@@ -110,7 +110,7 @@ def alerts(
     records: Sequence[Mapping[str, Any]],
     digests: Sequence[Digest] = (),
     evaluations: Sequence[Mapping[str, Any]] = (),
-    guard: Mapping[str, float] | None = None,
+    guard: Mapping[str, Any] | None = None,
     named: Callable[[int], str] = str,
     is_math: bool = False,
     taught: bool = False,
@@ -366,7 +366,7 @@ def _mixed(record: Mapping[str, Any], filtered: bool) -> float | None:
     return mixed * trained / max(1, trained + (record.get("groups_filtered") or 0))
 
 
-def _entropy(entropy: Curve, reward: Curve, guard: Mapping[str, float]) -> Iterator[Alert]:
+def _entropy(entropy: Curve, reward: Curve, guard: Mapping[str, Any]) -> Iterator[Alert]:
     limit = guard.get("entropy", 0.0)
     collapsed = entropy.falls() & (entropy.means < ENTROPY * entropy.level) & (not reward.rose())
     if first := entropy.since(collapsed | (entropy.means < 2 * limit)):
@@ -384,7 +384,7 @@ def unusual_gap(usual: float) -> float:
     return max(TIMES_USUAL * usual, LEAST_GAP)
 
 
-def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, float]) -> Iterator[Alert]:
+def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, Any]) -> Iterator[Alert]:
     size, limit = Curve.of(records, "effective_sample_size"), guard.get("effective_sample_size", 0.0)
     if first := size.since(size.means < max(SAMPLE_SIZE, 2 * limit)):
         near = f" (the guard ends the run below {limit:g})" * bool(limit)
@@ -400,7 +400,7 @@ def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, float]) ->
             f"that sampled; look at logprob_gap, then lower max_staleness or trainer.lr."
         )
         yield _alert("weights far from 1", weight, first, sentence)
-    limit = guard.get("logprob_gap", 0.0)
+    limit = guard.get("logprob_gap") or 0.0
     for name in ("logprob_gap", "engine_gap"):
         gap = Curve.of(records, name)
         unusual = unusual_gap(gap.level) if name == "engine_gap" and gap.level > 0 else GAP

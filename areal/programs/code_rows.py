@@ -180,6 +180,18 @@ def read_tests(row: Row) -> Tests:
     raise RewardError(f"the row has no tests: it needs one of {', '.join(FORMATS)}")
 
 
+def unnamed(row: Row, prompt: str) -> str | None:
+    """The function or the class that the row's tests use, if the prompt names none of those that they use; no program
+    passes them but by chance. Raises RewardError."""
+    tests = read_tests(row)
+    names: Sequence[str] = ()
+    if isinstance(tests, Calls):
+        names = [tests.function]
+    elif isinstance(tests, Asserts):
+        names = list(filter(None, [*(name for name in tests.needs.names if name != "candidate"), tests.candidate]))
+    return names[0] if names and not any(re.search(rf"\b{re.escape(name)}\b", prompt) for name in names) else None
+
+
 def solutions_of(row: Row) -> list[str]:
     """The first of the row's own solutions, as text that could be a completion."""
     solutions: list[str] = []
@@ -300,13 +312,16 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
     tests = list(sources)
     try:
         pytest_style = static_checks.is_pytest_style(tuple(tests))
-        if candidate and re.search(r"^def check\(", tests[0], re.MULTILINE):
+        defines_check = re.search(r"^def check\(", tests[0], re.MULTILINE)
+        if candidate and defines_check:
             prepare, tests, pytest_style = [*prepare, *tests], ["check(candidate)"], False
         needs = static_checks.needs_of((*prepare, *tests), pytest_style, _defined(row))
     except (SyntaxError, ValueError, RecursionError) as error:
         raise RewardError(f"the row's tests are not valid Python: {error}") from None
     if (language := _language(row)) != "python":
         raise RewardError(f"the row's tests are Python code, but its language is {language}")
+    if not needs.can_fail and defines_check:
+        raise RewardError("the row's tests define check, but neither they nor entry_point name what it is to check")
     if not needs.can_fail:
         raise RewardError("the row's tests cannot fail: no code that runs in them checks something about the program")
     if pytest_style:

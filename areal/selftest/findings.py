@@ -8,13 +8,10 @@ from typing import Any, Literal
 REPORT = "Report it with selftest.json attached (docs/gpu.md)."
 Verdict = Literal["ok", "FAILED", "skipped"]
 
-GAP = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
-"""Largest mean difference between log-probs that different code computes, in nats. Wrong code gives 0.3 and more. In
-bf16 a logit of 20 is rounded by up to 0.06, and by 0.03 in the mean."""
 SHARE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
 """Largest norm of an error, as a share of the norm of the float64 reference. A wrong mask gives 0.3 and more."""
 LAYERS = 2
-"""How many times larger both may be where several layers add their errors."""
+"""How many times larger this and areal.training.guard.GAP may be where several layers add their errors."""
 
 
 @dataclass(frozen=True, slots=True)

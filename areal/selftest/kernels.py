@@ -11,9 +11,10 @@ from torch import Tensor
 from areal.config import TrainerConfig
 from areal.desk.activations import of_layers
 from areal.selftest import references
-from areal.selftest.findings import GAP, LAYERS, SHARE, Finding, judged
+from areal.selftest.findings import LAYERS, SHARE, Finding, judged
 from areal.training import head
 from areal.training.flops import layers_by_window
+from areal.training.guard import GAP
 from areal.training.head import Head, linear_logprobs
 from areal.training.model_checks import keeps_apart
 from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, pack, row_inputs

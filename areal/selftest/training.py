@@ -23,13 +23,14 @@ from areal.desk.plan import count_parameters, read_model, read_modules
 from areal.desk.split import GIB, row_tokens, training_memory
 from areal.devices import ASK_SECONDS, CORES, settle, visible_devices
 from areal.selftest import disk, kernels, sequences
-from areal.selftest.findings import GAP, LAYERS, Finding, judged
+from areal.selftest.findings import LAYERS, Finding, judged
 from areal.selftest.memory import free_memory, peak, resident, wait_for
 from areal.selftest.ranks import check_ranks
 from areal.selftest.synthetic import sizes_of
 from areal.selftest.transport import Sending
 from areal.training.engine import TrainingEngine
 from areal.training.flops import Operations, peak_tflops
+from areal.training.guard import GAP
 from areal.training.packed import FlatBatch, pack
 from areal.training.step_metrics import StepResult
 from areal.trajectory import Group, random_groups

@@ -10,8 +10,9 @@ import numpy as np
 
 from areal.desk.split import GIB
 from areal.generation.engine import LoadTimes
-from areal.selftest.findings import GAP, LAYERS, Finding, judged
+from areal.selftest.findings import LAYERS, Finding, judged
 from areal.selftest.sequences import Sampled
+from areal.training.guard import GAP
 
 APART = 4
 """How many times the tolerance lies between log-probs of the same tokens under both versions, at least."""

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 Fate = Literal["trained", "filtered", "discarded"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ONE_OF = 16
 """`sample` keeps one group of this many."""
 ROWS_AT_ONCE = 1024
@@ -182,7 +182,8 @@ class RolloutWriter:
                 self.lost += 1
             else:
                 self._pending.append(rollout)
-                self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.row)
+                arrays = (array for t in rollout.group.trajectories for array in t.columns.values())
+                self.waiting += sum(array.nbytes for array in arrays) + len(rollout.group.row)
 
     def store(self, rollouts: Sequence[Rollout]) -> None:
         """Write the rollouts into a new file."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from areal.config import Config, TrainerConfig, UserError, explain
 from areal.cpu import training as cpu
-from areal.models import check_trainable
+from areal.models import check_trainable, flash_computes, routing_of
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
@@ -63,6 +63,7 @@ from areal.training.optimizer import (
     value_head_group,
 )
 from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
+from areal.training.routes import RouteReplay
 from areal.training.shards import Copied, ModelFolder, Published, WeightCopies
 from areal.training.step_metrics import StepResult, Tally
 from areal.training.ulysses import RowPart, SequenceGroup, register
@@ -169,7 +170,7 @@ class TrainingEngine:
     ) -> None:
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
-        check_trainable(model, config.sequence_parallel)
+        check_trainable(model, config.sequence_parallel, longest)
         cuda = torch.cuda.is_available()
         self.config = config = config.for_device(cuda=cuda)
         self._zero = _open_deepspeed(config, cuda).zero
@@ -182,7 +183,7 @@ class TrainingEngine:
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
         self._objective = rehearse(config)
-        self._attention = choose_attention(config.dtype)
+        self._attention = choose_attention(config.dtype, flash=flash_computes(model))
         self._reader = ModelReader(config, self._stage, self._attention, longest)
         self._prefix_tree = config.prefix_tree and self._attention != FLASH  # flash attention takes no mask
         self._one_a_row = False
@@ -210,6 +211,7 @@ class TrainingEngine:
         config = self.config
         self._module = self._reader.read(self.source)
         head = Head(self._module)
+        self._replay = RouteReplay(self._module, routing_of(self.source)) if config.routing == "replay" else None
         self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
             self._module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -290,7 +292,7 @@ class TrainingEngine:
         try:
             inputs = row_inputs(empty_row(self.device), self._attention)
             head.measure(module, **inputs, note_window=windows.append)
-            if missing := what_is_missing(module.config.get_text_config(), windows, self._reader.longest):
+            if missing := what_is_missing(module, windows, self._reader.longest):
                 raise UserError(f"{head} cannot be trained: {missing}.")
 
             def forward(row: PackedRow) -> tuple[Tensor, ...]:
@@ -381,6 +383,8 @@ class TrainingEngine:
     ) -> tuple[Tensor, ...]:
         """What the model gives for `what`, which is `row` or this rank's part of it. inputs: in place of those of the
         row, or beside them."""
+        if self._replay:
+            self._replay.follow(what.routes)
         return (module or self._deepspeed)(
             **row_inputs(row, self._attention) | inputs,
             predicts=what.predicts,
@@ -503,8 +507,9 @@ class TrainingEngine:
         if self.config.reference_scorer:
             reference = _needed_column(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
         else:
+            unrouted = replace(flat, routes=np.zeros(0, np.uint8))  # the experts were chosen for another policy
             with self._module.disable_adapter() if self._reference is None else nullcontext():
-                reference = self._pass(flat, trained, None, temperature, tally, self._reference)[0]
+                reference = self._pass(unrouted, trained, None, temperature, tally, self._reference)[0]
         for row in rows:
             row.reference = row.pick(reference)
 

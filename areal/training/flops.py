@@ -39,8 +39,7 @@ class Operations:
     def __init__(self, module: Any) -> None:
         sizes = module.config.get_text_config()
         sizes.allow_global_per_layer_attribute_access = True  # Gemma 4 has a head_dim of most layers
-        experts = getattr(sizes, "num_experts", None) or getattr(sizes, "num_local_experts", None)
-        taken = getattr(sizes, "num_experts_per_tok", None) or getattr(sizes, "top_k_experts", None)
+        experts, taken = experts_of(sizes)
         head, embeddings = module.get_output_embeddings().weight, module.get_input_embeddings().weight
         self._weights = self._trained = 0.0
         for parameter in module.parameters():
@@ -69,6 +68,17 @@ class Operations:
         forward = 2 * tokens * self._weights + 2 * predicted * self._head + pairs * self._pair
         gradients = forward + 2 * tokens * self._trained + 2 * predicted * self._head_trained + pairs * self._pair
         return forward + backward * gradients
+
+
+def experts_of(sizes: Any) -> tuple[int, int]:
+    """How many routed experts a layer has, and how many a token takes; 0 if there are none. sizes: the model's text
+    config, which has other names in each family."""
+
+    def first(*names: str) -> int:
+        return next((value for name in names if isinstance(value := getattr(sizes, name, None), int) and value), 0)
+
+    experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return experts, first("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 def layers_by_window(sizes: Any) -> Counter[int | None]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
-from areal.config import GuardConfig
+from areal.config import Config, GuardConfig
+from areal.models import architectures_of, is_mixture
 
 FINITE = ("loss", "grad_norm", "entropy")
 ADVICE = {
@@ -28,6 +30,32 @@ ADVICE = {
 MAXIMA = ("logprob_gap", "advantage_max")
 LIMITS = {"engine_gap": "logprob_gap"}
 """The key of the limit, where it is not that of the metric. Limits are minima, but MAXIMA."""
+GAP = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
+"""Largest mean difference between log-probs that different code computes, in nats. Wrong code gives 0.3 and more. In
+bf16 a logit of 20 is rounded by up to 0.06, and by 0.03 in the mean."""
+TF32_GAP = 0.01
+"""The same in fp32 on GPUs, whose kernels may multiply with 10 bits."""
+MIXTURE_GAP = 0.2
+"""The same where rounding may choose another expert: a sound one of 30B parameters has 0.06 in bf16."""
+WIDE_GAP = 0.5
+"""The same where an engine computes something else than the trainer by the run's own settings."""
+
+
+def limits_of(config: Config, *, cuda: bool) -> GuardConfig:
+    """The limits of a run on GPUs (cuda) or CPUs, that of `logprob_gap` by its other settings if it is null. Raises
+    UserError if the model's config.json cannot be read."""
+    config = config.for_device(cuda=cuda)
+    guard, generator, sampling = config.guard, config.generator, config.sampling
+    if guard.logprob_gap is not None:
+        return guard
+    quantized = {"quantization", "kv_cache_dtype"} & generator.engine_options.keys()
+    truncated = sampling.top_p < 1 or sampling.top_k or sampling.min_p or sampling.min_new_tokens
+    gap = max(GAP[generator.dtype], GAP[config.trainer.dtype], TF32_GAP if cuda else 0.0)
+    if generator.kv_on_update == "keep" or quantized or truncated:
+        gap = WIDE_GAP
+    elif gap > TF32_GAP and is_mixture(Path(config.model)):
+        gap = MIXTURE_GAP
+    return guard.model_copy(update={"logprob_gap": gap})
 
 
 def not_finite(metrics: Mapping[str, float | None]) -> str | None:
@@ -37,7 +65,8 @@ def not_finite(metrics: Mapping[str, float | None]) -> str | None:
 
 
 class Guard:
-    """Checks the metrics of every step, including redone steps. objective: `trainer.objective`."""
+    """Checks the metrics of every step, including redone steps. config: as `limits_of` gives it. objective:
+    `trainer.objective`."""
 
     def __init__(self, config: GuardConfig, objective: str = "") -> None:
         self._config = config
@@ -61,6 +90,19 @@ class Guard:
             return None
         verdicts = [self._check_limit(name, value) for name in ADVICE if (value := metrics.get(name)) is not None]
         return next(filter(None, verdicts), None)
+
+    def check_first(self, metrics: Mapping[str, float | None], model: Path) -> str | None:
+        """Check the run's first step, whose tokens were sampled by the weights that engines and trainer begin with.
+        Returns as `check` does. model: its folder."""
+        gap, limit = metrics.get("logprob_gap"), self._config.logprob_gap
+        if gap is None or limit is None or gap <= limit:  # NaN is beyond it
+            return None
+        return (
+            f"log-probs of engine and trainer are {gap:.2g} nats apart for the weights that the run begins with, and "
+            f"guard.logprob_gap allows {limit:g}: vLLM computes {' '.join(architectures_of(model)) or model} otherwise "
+            f"than the trainer here. Compare generator.dtype with trainer.dtype, and the sampling settings, or take "
+            f"another model."
+        )
 
     def _advice(self, metrics: Mapping[str, float | None]) -> str:
         """What to try if a metric is not finite."""

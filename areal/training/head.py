@@ -227,7 +227,7 @@ class Head:
 
         probe: given back as what the model makes of these logits.
         """
-        tap = _Tap(probe)
+        tap = _Tap(probe, self._linear.weight)
         setattr(self._parent, self._name, tap)
         try:
             output = self._forward(**inputs)
@@ -270,11 +270,13 @@ class ValueHead(torch.nn.Linear):
 
 
 class _Tap(torch.nn.Module):
-    """Takes the head's place for a forward pass, keeps the hidden states, and returns them or `probe`."""
+    """Takes the head's place for a forward pass, keeps the hidden states, and returns them or `probe`. weight: of the
+    head, whose dtype some models ask for."""
 
-    def __init__(self, probe: Tensor | None) -> None:
+    def __init__(self, probe: Tensor | None, weight: Tensor) -> None:
         super().__init__()
         self.probe = probe
+        self.__dict__["weight"] = weight  # no parameter of this module
         self.hidden = torch.empty(0)
 
     def forward(self, hidden: Tensor) -> Tensor:

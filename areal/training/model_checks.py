@@ -15,42 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal.models import COMPUTED, SHORTER
 from areal.training.packed import FlatBatch, PackedRow, pack
 from areal.trajectory import random_groups
 
 LENGTHS, PREFIX = (13, 12, 9), 5
 """Tokens of the sequences of the check, and how many of them all have in common."""
-COMPUTED = {
-    "full_attention",
-    "sliding_attention",
-    "hybrid",
-    "hybrid_sliding",
-    "linear_attention",
-    "conv",
-    "moe",
-    "sparse",
-    "dense",
-}
-"""Kinds of layers, by their names in transformers, whose attention is that of `packed`, or that have none."""
-SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
 TOLERANCE = 0.2
 """Largest median difference between log-probs of a packed row and of sequences alone, as a share of the log-probs'
 standard deviation. In bf16, rounding takes a few hundredths; wrong positions take most of the deviation."""
 
 
-def what_is_missing(sizes: Any, windows: Sequence[int | None], longest: int | None) -> str | None:
-    """Why the attention of a model cannot be computed; None: it can.
+def what_is_missing(model: Any, windows: Sequence[int | None], longest: int | None) -> str | None:
+    """Why the attention of a model cannot be computed, although its config.json shows no reason; None: it can.
 
-    sizes: the model's text config. windows: what its attention layers have asked for in a forward pass. longest: the
-    tokens of the longest sequence; None: the model's limit.
+    windows: what its attention layers have asked for in a forward pass. longest: the tokens of the longest sequence;
+    None: the model's limit.
     """
+    if not windows and any("Attention" in type(part).__name__ for part in model.modules()):
+        return "its layers do not call the attention function: take another model"
+    sizes = model.config.get_text_config()
     longest = longest or getattr(sizes, "max_position_embeddings", None) or sys.maxsize
     kinds = getattr(sizes, "layer_types", None) or ()
-    chunk = getattr(sizes, "attention_chunk_size", None) or 0
     window = getattr(sizes, "sliding_window", None) or longest
-    if "chunked_attention" in kinds and chunk < longest:
-        return f"attention within chunks of {chunk} tokens is not implemented, so {SHORTER}"
-    if unknown := sorted({*kinds} - COMPUTED - {"chunked_attention"}):
+    if unknown := sorted({*kinds} - COMPUTED):
         return f"layers of the kind {unknown[0]} are not implemented: take another model"
     expected = sum("sliding" in kind for kind in kinds) if kinds else 1
     if window < longest and sum(size is not None for size in windows) < expected:

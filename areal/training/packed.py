@@ -26,7 +26,7 @@ import numpy as np
 import structlog
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP
@@ -34,7 +34,8 @@ from areal.trajectory import Group, Trajectory, common, paths
 
 log = structlog.get_logger()
 
-FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_sdpa"
+FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_paths"
+"""Names in transformers. In one with "sdpa" it would look for a support that only its own function needs."""
 MASK_BLOCK = 128
 """Tokens a block of flex attention's mask, PyTorch's default."""
 FLEX_KERNEL = {"BACKEND": "TRITON"}
@@ -44,6 +45,7 @@ FLEX_GRAPHS = 64
 """Most graphs of flex attention. A run has 6 to 12; PyTorch's own limit is 8."""
 QUERIES_AT_ONCE = 512
 """Tokens for which `packed_sdpa` makes one kernel call, if their layer has a window: with the keys that they see."""
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class FlatBatch:
     tokens, logprobs, versions: [T], as in `Trajectory.sequences`. returns: float64 [T], as in `Trajectory`; empty if
     all tokens are credited with the reward of their sample. teacher_logprobs, reference_logprobs: float32 [T], and
     teacher_top_tokens, teacher_top_logprobs: [T, k], as in `Trajectory`; empty if scorers gave none.
+    routes: uint8 [T, width], the experts of the pass at each token, which sampled the token after it; 0: it has none.
+    Empty if generation gave none.
     lengths, samples, branches, minibatch: [N], the number of the sequence's sample, that of the branch in its sample,
     and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
     common with the one before it; computed once.
@@ -68,6 +72,7 @@ class FlatBatch:
     reference_logprobs: np.ndarray
     teacher_top_tokens: np.ndarray
     teacher_top_logprobs: np.ndarray
+    routes: np.ndarray
     lengths: np.ndarray
     shared: np.ndarray
     samples: np.ndarray
@@ -84,7 +89,7 @@ class FlatBatch:
         prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
         has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
         Raises ValueError if there are no groups, a sequence's first token is a sampled one (no token predicts it), or
-        only some samples have what a scorer gives.
+        only some samples have what a scorer gives, or routes.
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
@@ -104,14 +109,17 @@ class FlatBatch:
         for n in np.flatnonzero(versions[lengths.cumsum() - lengths] != NOT_SAMPLED):
             raise ValueError(f"group {groups[members[n].group].id}: a sample without a prompt cannot be trained")
         differ = any(t.returns is not None for t in sequences)
+        routes = _routes(sequences)
+        shared = _shared_prefixes(members, routes) if prefix_tree else np.zeros_like(lengths)
         return cls(
             tokens=np.concatenate([t.tokens for t in sequences]).astype(np.int32),
             logprobs=np.concatenate([t.logprobs for t in sequences]).astype(np.float32),
             versions=versions,
             returns=np.concatenate([t.filled("returns") for t in sequences]) if differ else np.zeros(0),
             **{name: _scorer_column(name, sequences) for name in (*SCORED, *TOP)},
+            routes=np.concatenate(routes or [np.zeros(0, np.uint8)]),
             lengths=lengths,
-            shared=_shared_prefixes(members) if prefix_tree else np.zeros_like(lengths),
+            shared=shared,
             samples=np.array([member.sample for member in members], dtype=np.int32),
             branches=np.array([member.branch for member in members], dtype=np.int32),
             minibatch=np.array([member.group for member in members], dtype=np.int32) % minibatches,
@@ -171,13 +179,26 @@ class _Member(NamedTuple):
     sequence: Trajectory
 
 
-def _shared_prefixes(members: Sequence[_Member]) -> np.ndarray:
-    """`FlatBatch.shared`."""
-    counts = (
-        common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
-        for previous, member in pairwise(members)
-    )
-    return np.array([0, *counts], dtype=np.int32)
+def _routes(sequences: Sequence[Trajectory]) -> list[np.ndarray]:
+    """`FlatBatch.routes` of each sequence; empty if none has routes."""
+    column = _scorer_column("routes", sequences)
+    parts = np.split(column, np.cumsum([len(t) for t in sequences])[:-1]) if len(column) else []
+    return [np.concatenate([part[1:], np.zeros_like(part[:1])]) for part in parts]
+
+
+def _shared_prefixes(members: Sequence[_Member], routes: Sequence[np.ndarray]) -> np.ndarray:
+    """`FlatBatch.shared`. Passes that took other experts are not shared. A token without routes takes those that its
+    neighbour has."""
+    counts = [0]
+    for number, (previous, member) in enumerate(pairwise(members)):
+        count = common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
+        if routes:
+            of_previous, of_member = routes[number][:count], routes[number + 1][:count]
+            differ = of_member.any(1) & (of_member != of_previous).any(1)
+            count = int(np.append(differ, True).argmax())
+            of_member[:count] = of_previous[:count]
+        counts.append(count)
+    return np.array(counts, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -190,6 +211,7 @@ class PackedRow:
     that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
+    routes: uint8 [T, width], as in `FlatBatch`; None: it has none.
     advantages, weights (of each token in the loss), proximal, reference and teacher (log-probabilities), values (the
     critic's before the step) and value_targets: float32 [S] once computed. top_tokens, top_logprobs: [S, k], those that
     are likeliest for the teacher, and their log-probabilities. mask: bool [S], as in `Tokens`.
@@ -207,6 +229,7 @@ class PackedRow:
     targets: Tensor
     behaviour: Tensor
     versions: Tensor
+    routes: Tensor | None = None
     advantages: Tensor | None = None
     weights: Tensor | None = None
     proximal: Tensor | None = None
@@ -247,6 +270,7 @@ class PackedRow:
             lengths=[*self.lengths, count],
             added=[*self.added, count],
             paths=torch.cat([self.paths, padding + self.tokens.shape[1]]),
+            routes=None if self.routes is None else pad(self.routes, (0, 0, 0, count)),
         )
 
 
@@ -271,6 +295,9 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     in_loss = np.flatnonzero(trained[source])
     chosen = source[in_loss]
     predicts, distribution = np.unique(places[in_loss - 1], return_inverse=True)
+    routes = np.empty((sum(added), *batch.routes.shape[1:]), np.uint8)
+    if has_routes := len(batch.routes) > 0:
+        routes[places] = batch.routes[source]
 
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -288,6 +315,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
         targets=on_device(batch.tokens[chosen]).long(),
         behaviour=on_device(batch.logprobs[chosen]),
         versions=on_device(batch.versions[chosen]),
+        routes=on_device(routes) if has_routes else None,
     )
 
 
@@ -302,8 +330,9 @@ def empty_row(device: torch.device, tokens: int = 1) -> PackedRow:
     )
 
 
-def choose_attention(dtype: str) -> str:
-    """The name in transformers of the fastest attention that is installed. Registers the packed ones there."""
+def choose_attention(dtype: str, *, flash: bool = True) -> str:
+    """The name in transformers of the fastest attention that is installed. Registers the packed ones there. flash:
+    whether flash attention 2 can compute the model's."""
     from transformers import AttentionInterface
     from transformers.utils import is_flash_attn_2_available
 
@@ -311,9 +340,10 @@ def choose_attention(dtype: str) -> str:
     AttentionInterface.register(PACKED_FLEX, packed_flex)
     if dtype != "bfloat16" or not torch.cuda.is_available():
         return PACKED_SDPA
-    if is_flash_attn_2_available():
+    if is_flash_attn_2_available() and flash:
         return FLASH
-    log.info("flash-attention 2 is not installed (the extra `flash`): flex attention takes its place")
+    if flash:
+        log.info("flash-attention 2 is not installed (the extra `flash`): flex attention takes its place")
     return PACKED_FLEX
 
 
@@ -354,13 +384,16 @@ def _boundaries(row: PackedRow) -> dict[str, Any]:
 
 def packed_sdpa(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    row: PackedRow, mask: Tensor, scaling: float | None = None, sliding_window: int | None = None, **options: object,
+    row: PackedRow, mask: Tensor, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention along each path of a packed row; an attention function as transformers registers them.
 
     query: [1, heads, T, D], key and value: [1, kv heads, T, D]; returns [1, T, heads, D]. mask: bool, lower triangle as
     large as the longest sequence with a shared prefix. sliding_window: the most tokens that a token attends to, itself
-    included; None: there is no limit.
+    included; None: there is no limit. softcap: scores become cap * tanh(score / cap). s_aux: [heads], attention sinks,
+    scores of a token that has no value. With one of these two, the
+    scores of all pairs of tokens exist until the backward pass, and no kernel computes them.
     Raises NotImplementedError for kinds of attention it does not support, so that none is silently ignored.
     """
     _refuse(options)
@@ -368,23 +401,69 @@ def packed_sdpa(
         key, value = key.index_select(2, row.paths), value.index_select(2, row.paths)
     repeats = query.shape[1] // key.shape[1]  # each head of queries gets keys and values of its own
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    attend: Attend = partial(scaled_dot_product_attention, scale=scaling)
+    if by_scores := softcap is not None or s_aux is not None:
+        query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        attend = partial(_attend_by_scores, softcap=softcap, sinks=s_aux)
     parts = (query.split(row.added, 2), key.split(row.lengths, 2), value.split(row.lengths, 2))
+    chunk = chunk_of(module)
     outputs: list[Tensor] = []
-    for q, k, v in zip(*parts, strict=True):
+    for q, k, v in (piece for part in zip(*parts, strict=True) for piece in _chunks(chunk, *part)):
         added, length = q.shape[2], k.shape[2]
         if not added:
             continue
-        if sliding_window is not None and length > sliding_window:
-            outputs += _within(sliding_window, q, k, v, scaling)
+        if by_scores or (sliding_window is not None and length > sliding_window):
+            outputs += _within(min(sliding_window or length, length), q, k, v, attend)
         elif added == length:
-            outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
+            outputs.append(attend(q, k, v, is_causal=True))
         else:
-            lower_right = mask[length - added : length, :length]
-            outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=lower_right, scale=scaling))
-    return torch.cat(outputs, 2).transpose(1, 2), None
+            outputs.append(attend(q, k, v, attn_mask=mask[length - added : length, :length]))
+    return torch.cat([output.transpose(1, 2) for output in outputs], 1), None
 
 
-def _within(window: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Iterator[Tensor]:
+def _attend_by_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    *,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention by its scores, as the models' own functions in transformers have it. query: scaled. attn_mask: bool
+    [n, m]."""
+    scores = query @ key.transpose(2, 3)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~attn_mask, -torch.inf)
+    if sinks is not None:
+        extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
+        scores = torch.cat([scores, extra], 3)
+    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def chunk_of(module: torch.nn.Module) -> int | None:
+    """The tokens of the chunks within which an attention layer of a model attends (Llama 4); None: it has none. Such a
+    layer gets its chunks by a mask, and does not tell the attention function of them."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    index = getattr(module, "layer_idx", len(kinds))
+    chunked = index < len(kinds) and kinds[index] == "chunked_attention"
+    return int(module.config.attention_chunk_size) if chunked else None
+
+
+def _chunks(chunk: int | None, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The queries of a path that are in each of its chunks, with the keys and values of these.
+
+    query: [1, heads, n, D], of the path's last tokens; key and value: [1, heads, length, D].
+    """
+    length = key.shape[2]
+    first, size = length - query.shape[2], chunk or max(1, length)
+    for start in range(first - first % size, length, size):
+        keys = slice(start, min(start + size, length))
+        yield query[:, :, max(0, start - first) : keys.stop - first], key[:, :, keys], value[:, :, keys]
+
+
+def _within(window: int, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Iterator[Tensor]:
     """Attention of the last tokens of a path, each to the `window` tokens that end with it, in parts.
 
     query: [1, heads, n, D], key and value: [1, heads, length, D].
@@ -395,16 +474,18 @@ def _within(window: int, query: Tensor, key: Tensor, value: Tensor, scaling: flo
         count, first = q.shape[2], start - window + 1  # what the first of these queries sees begins there
         keys = slice(max(0, first), start + count)
         seen = band[:count, max(0, -first) : count + window - 1]
-        yield scaled_dot_product_attention(q, key[:, :, keys], value[:, :, keys], attn_mask=seen, scale=scaling)
+        yield attend(q, key[:, :, keys], value[:, :, keys], attn_mask=seen)
 
 
-def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
-    """The mask of a row for flex attention: which tokens attend to which. window: as `packed_sdpa` has it.
+def block_mask(row: PackedRow, window: int | None = None, chunk: int | None = None) -> BlockMask:
+    """The mask of a row for flex attention: which tokens attend to which. window: as `packed_sdpa` has it. chunk: as
+    `chunk_of` says; a layer has at most one of them.
 
     A token and its descendants are an interval of the row that begins with the token. Only these attend to the token.
     So a block of keys concerns a later block of queries if its longest interval reaches that block, and wholly if its
     shortest one covers it. PyTorch's `create_block_mask` would compute the mask of every pair of tokens to find that
-    out: 3 T^2 bytes. A window takes away the blocks of keys that are outside that of each token of a block of queries.
+    out: 3 T^2 bytes. A window or a chunk takes away the blocks of keys that are outside that of each token of a block
+    of queries.
     """
     ends = torch.tensor(row.added, device=row.tokens.device).cumsum(0)
     below = torch.zeros_like(row.tokens[0])
@@ -415,7 +496,7 @@ def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
         return (key <= query) & (query < below[key])
 
     def sees_within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < below[key]) & (depth[key] > excluded[query])
+        return (key <= query) & (query < below[key]) & (depth[key] >= first[query])
 
     T = len(below)
     intervals = pad(below, (0, -T % MASK_BLOCK)).view(-1, MASK_BLOCK)
@@ -423,18 +504,23 @@ def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
     earlier = starts > starts.T
     full = earlier & (intervals.amin(1) >= starts + MASK_BLOCK)
     some = earlier & (intervals.amax(1) > starts)
-    if window is not None:
+    limited = window is not None or chunk is not None
+    if limited:
         depth = row.positions[0]
-        excluded = depth - window  # the depth of the last token on a token's path that is outside its window
-        lowest, highest = (pad(depth, (0, -T % MASK_BLOCK), value=end).view(-1, MASK_BLOCK) for end in (T + window, -1))
-        full &= lowest.amin(1) > highest.amax(1)[:, None] - window
-        some &= highest.amax(1) > lowest.amin(1)[:, None] - window
+        # The depth of the first token on a token's path that it sees. It rises with the token's own depth.
+        first = depth - depth % chunk if chunk else depth - (window or T) + 1
+
+        def of_blocks(values: Tensor, filler: int) -> Tensor:
+            return pad(values, (0, -T % MASK_BLOCK), value=filler).view(-1, MASK_BLOCK)
+
+        full &= of_blocks(depth, T).amin(1) >= of_blocks(first, -T).amax(1)[:, None]
+        some &= of_blocks(depth, -1).amax(1) >= of_blocks(first, T).amin(1)[:, None]
     partly = (some | (starts == starts.T)) & ~full
     return BlockMask.from_kv_blocks(
         *_as_lists(partly),
         *_as_lists(full),
         BLOCK_SIZE=MASK_BLOCK,
-        mask_mod=sees if window is None else sees_within,
+        mask_mod=sees_within if limited else sees,
         seq_lengths=(T, T),
     )
 
@@ -447,16 +533,41 @@ def _as_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def packed_flex(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    row: PackedRow, mask_of: Callable[[int | None], BlockMask], scaling: float | None = None,
-    sliding_window: int | None = None, **options: object,
+    row: PackedRow, mask_of: Callable[[int | None, int | None], BlockMask], scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Like `packed_sdpa`, but with one kernel call for the whole row. mask_of: `block_mask` of the row, by window."""
+    """Like `packed_sdpa`, but with one kernel call for the whole row. mask_of: `block_mask` of the row, by window and
+    chunk."""
     _refuse(options)
-    mask = mask_of(sliding_window if sliding_window is not None and max(row.lengths) > sliding_window else None)
+    longest, chunk = max(row.lengths), chunk_of(module)
+    mask = mask_of(
+        sliding_window if sliding_window is not None and longest > sliding_window else None,
+        chunk if chunk is not None and longest > chunk else None,
+    )
     attend = _compiled_flex() if query.is_cuda else flex_attention
+    settings: dict[str, Any] = {} if softcap is None else {"score_mod": _softcapped(softcap)}
+    if s_aux is not None:
+        settings["return_aux"] = AuxRequest(lse=True)
     grouped = query.shape[1] != key.shape[1]
-    output = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped, kernel_options=FLEX_KERNEL)
-    return output.transpose(1, 2), None
+    output = attend(
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped, kernel_options=FLEX_KERNEL, **settings
+    )
+    if s_aux is not None:
+        output, normaliser = output
+        # With one more score s, each share becomes exp(score) / (exp(lse) + exp(s)).
+        share = torch.sigmoid(normaliser.lse - s_aux.to(normaliser.lse.dtype)[None, :, None])
+        output = output * share[..., None].to(output.dtype)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@cache
+def _softcapped(cap: float) -> Callable[..., Tensor]:
+    """A modification of scores of flex attention. One function for each cap: another one would be compiled again."""
+
+    def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return modify
 
 
 @cache
@@ -467,6 +578,5 @@ def _compiled_flex() -> Any:
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if unknown:
-        raise NotImplementedError(f"packed attention does not support {unknown}")
+    if options.get("position_bias") is not None:
+        raise NotImplementedError("packed attention has no position_bias")

@@ -30,7 +30,7 @@ class RowPart:
     row: the row with a last sequence that fills it up, so that all parts have the same size. tokens, positions: int64
     [1, T / size], this rank's. predicts: int64, the places in them whose hidden states are needed. distribution: which
     of those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. indices:
-    int64, which of the row's S tokens these are.
+    int64, which of the row's S tokens these are. routes: of these tokens, as in `PackedRow`.
     """
 
     row: PackedRow
@@ -40,6 +40,7 @@ class RowPart:
     distribution: Tensor
     targets: Tensor
     indices: Tensor
+    routes: Tensor | None
 
 
 class SequenceGroup:
@@ -79,6 +80,7 @@ class SequenceGroup:
             distribution=row.distribution[indices] - (row.predicts < start).sum(),
             targets=row.targets[indices],
             indices=indices,
+            routes=None if filled.routes is None else filled.routes[start : start + size],
         )
 
     def join(self, part: RowPart, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -90,6 +92,10 @@ class SequenceGroup:
         outputs[:, part.indices] = torch.stack([values.detach() for values in own])
         dist.all_reduce(outputs, group=self._group)
         return tuple(whole.index_put((part.indices,), values) for whole, values in zip(outputs, own, strict=True))
+
+    def part_of_heads(self, values: Tensor) -> Tensor:
+        """Of the values of all heads, [heads], those of the heads whose attention this rank computes."""
+        return values.chunk(self.size)[self._rank]
 
     def attention(self, query: Tensor, key: Tensor, attention: Attention) -> Attention:
         """`attention` over all ranks of the group, for queries and keys of these shapes."""
@@ -135,5 +141,7 @@ def _attend(
         attention = together.attention(query, key, attention)
         # DeepSpeed collects the positions for functions that tell sequences apart by them. Ours have the row.
         options["position_ids"] = query.new_zeros(1, 1)
+        if options.get("s_aux") is not None:
+            options["s_aux"] = together.part_of_heads(options["s_aux"])
     output, none = attention(module, query, key, value, attention_mask, **options)
     return (torch.zeros_like(output) if muted else output), none

@@ -264,6 +264,33 @@ def test_the_start_says_how_many_rows_are_judged_beside_the_program(tmp_path, ca
     assert note.endswith("that were checked run beside the program, which can forge their verdict (docs/sandbox.md).\n")
 
 
+def test_prompts_that_do_not_name_what_their_tests_call_are_refused_or_told(tmp_path, capsys):
+    checks = "def check(candidate):\n    assert candidate(a=1, b=2) == 3\n\ncheck({})".format
+    rows = [
+        {"prompt": "Add two numbers.", "tests": {"functional": checks("Solution().add")}},
+        {"prompt": "Add two numbers.", "tests": {"functional": checks("add")}},
+        {
+            "prompt": "Add.",
+            "tests": [{"input": "[1, 2]", "output": "3", "fn_name": "addition", "type": "function_call"}],
+        },
+        {"prompt": "Print the sum.", "tests": [{"input": "1 2", "output": "3"}]},
+        {"prompt": "Write `add`.", "tests": {"functional": checks("Solution().add")}},
+        {"prompt": "Write Stack.", "tests": "assert Stack().size() == Stack(2).left()"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    config = config_of(
+        file, data={"source": str(file), "eval_size": 0, "answer_key": None}, reward={"functions": "code"}
+    )
+    told = (
+        r"3 prompts of .* do not name what their tests call, such as .* \(its tests use add(ition)?\): let data.prompt_"
+    )
+    for chosen, refusal in ((rows[:3], pytest.raises(UserError, match=told)), (rows[1:], contextlib.nullcontext())):
+        file.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+        with refusal:
+            row_checks.check_names(config, open_source(config.data, config.seed))
+    assert "2 of the 5 prompts" in capsys.readouterr().err
+
+
 def test_rows_all_of_which_lack_tests_are_refused(tmp_path, much_time):
     with pytest.raises(UserError, match="of the 1 rows .* 1 have tests worth nothing, .*: give rows with tests"):
         check_tests(tmp_path, "assert f([1]) == []\nassert f([2]) == []")

@@ -144,6 +144,7 @@ class Cluster:
             steps=1,
             colocate=False,
             generator=self._config,
+            sampling=SAMPLING,
             weights=WEIGHTS,
             trainer=SimpleNamespace(lora=None),
             weights_folder=self.folder,

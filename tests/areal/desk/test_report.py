@@ -411,7 +411,7 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
     ],
 )
 def test_a_file_of_a_run_that_is_none_is_named(folder, name, text, message):
-    run = folder([record(1)])
+    run = folder([BRIEF])
     (run / name).write_text(text)
     with pytest.raises(UserError, match=message):
         write_report(run)

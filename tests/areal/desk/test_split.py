@@ -234,6 +234,23 @@ def test_buckets_are_planned_as_deepspeed_makes_them():
     assert (buckets(0, dtype="float32"), buckets(0, ranks=1, dtype="float32")) == (4 * 500_000_000, 0)
 
 
+def test_the_experts_of_a_layer_are_gathered_and_their_gradients_sent_whole():
+    """Of Qwen3-235B-A22B: 128 experts, each with two matrices of 4096 x 1536 that are one, and a third."""
+    one = 128 * 4096 * 1536
+    experts = replace(LARGE, parameters=235 * 10**9, trained=235 * 10**9, bucket=500_000_000)
+    stacked = replace(experts, part=3 * one, part_tensor=2 * one)
+
+    def buckets(model: ModelSizes, stage: int) -> float:
+        return training_memory(config(), model, 64, stage, True, 2048).buckets
+
+    assert buckets(experts, 3) == 4 * 500_000_000 + 2 * 10**9
+    assert buckets(stacked, 3) == 4 * 2 * one + 2 * 3 * one + 2 * 3 * one
+    assert 10 * GIB < buckets(stacked, 3) - buckets(experts, 3) < 14 * GIB
+    assert buckets(stacked, 2) == (2 + 4) * 2 * one
+    frozen = replace(stacked, trained=10**7)
+    assert buckets(frozen, 3) == 4 * 10**7 + 2 * 3 * one
+
+
 def test_weights_that_are_sent_directly_take_what_the_packs_of_two_transfers_take():
     largest = 622_329_856  # embedding of Qwen3-8B: 151,936 x 4,096
     model = replace(LARGE, largest=largest)
@@ -347,7 +364,7 @@ def test_a_model_is_counted_from_its_config_json(file, monkeypatch):
     pinned = sum(2 ** math.ceil(math.log2(2 * shape)) for shape in shapes)
     activations = model.activations, model.checkpointed
     sizes = ModelSizes(parameters, parameters, 4, 64, 1000, 2, 32, *activations, 128, parameters, pinned, 1000 * 64)
-    assert model == sizes
+    assert model == replace(sizes, part=64 * 128, part_tensor=64 * 128)
     # In each layer, in bf16: the input, and what norms, projections, attention and the MLP keep of their inputs.
     assert model.checkpointed.saved < model.activations.saved / 10 < model.activations.peak / 10
     assert model.checkpointed.saved >= 2 * 64 * 4
@@ -402,7 +419,7 @@ def test_rates_come_from_a_finished_run(file, tmp_path, capsys):
         (["--config", "FILE", *SIZES, *RATES, "sampling.max_new_tokens=100"], "longer than sampling.max_new_tokens"),
         (["--config", "FILE", *SIZES, *RATES, "model=quickstart"], "plan with --from runs/quickstart"),
         (["--config", "FILE", *SIZES, *RATES, "colocate=true"], "colocate=false"),
-        (["--config", "FILE", *SIZES, *RATES, "model=./nowhere"], "cannot be read"),
+        (["--config", "FILE", *SIZES, *RATES, "model=./nowhere"], "There is no model folder ./nowhere"),
         (["--config", "FILE", *SIZES, *RATES, "generator.count=0"], "generator.count"),
     ],
 )

@@ -167,6 +167,8 @@ def test_what_the_metrics_show_is_named(tmp_path, name, says, changes):
     (alert,) = found_in(tmp_path, records, config={"guard": {"logprob_gap": 0.5, "effective_sample_size": 0.1}})
     assert alert.name == name and says in alert.sentence
     assert alert.first in (BREAKS, BREAKS + 1) and alert.last == STEPS  # the gap is not measured at each step
+    (alert,) = found_in(tmp_path, records, config={"guard": {"logprob_gap": None, "effective_sample_size": 0.1}})
+    assert alert.name == name
 
 
 def test_held_out_accuracy_that_falls_as_the_reward_rises_is_named(tmp_path):

@@ -133,7 +133,7 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"tests": "assert (f(1) == 2, 'wrong')"}, CANNOT_FAIL),
         ({"tests": "f(1)\nassert True"}, CANNOT_FAIL),
         ({"tests": "def verify():\n    assert f(1) == 2"}, CANNOT_FAIL),
-        ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, CANNOT_FAIL),  # it has no entry_point
+        ({"tests": "def check(f):\n    assert f(1) == 2"}, "neither they nor entry_point name what it is to check"),
         ({"test": "def test_f():\n    f(1)"}, CANNOT_FAIL),
         ({"input_output": STDIN_CASES, "entry_point": "Solution().f"}, "no test that compares what f returns"),
         ({"test": "assert candidate(a=1) != 2", "entry_point": "Solution().f"}, "more than compare what f returns"),

@@ -81,7 +81,7 @@ def test_an_attention_with_a_wrong_mask_fails_by_far(attend, dtype, wrong):
     findings = kernels.check_attention(SIZES, dtype, CPU)
     assert findings.result == "FAILED"
     assert min(findings.values["forward"], findings.values["backward"]) > FAR * SHARE[dtype]
-    assert "packed_sdpa" in findings.advice
+    assert "packed_paths" in findings.advice
 
 
 @pytest.mark.parametrize("dtype", FAULTY)

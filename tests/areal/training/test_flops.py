@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.config import LoraConfig
 from areal.sampled import NOT_SAMPLED
-from areal.training.flops import Operations, peak_tflops
+from areal.training.flops import Operations, experts_of, peak_tflops
 from areal.training.packed import FlatBatch, pack
 from areal.trajectory import Group, Trajectory
 from areal.weights.lora import add_adapters
@@ -99,6 +99,19 @@ def test_a_token_counts_those_that_it_attends_to_in_its_window():
     windowed = Operations(model_of(**DENSE, **sliding, sliding_window=8)).of(row_of(20), backward=False)
     outside = sum(max(0, token + 1 - 8) for token in range(20))
     assert everything - windowed == 2 * 4 * HEADS * WIDTH * outside
+
+
+def test_experts_have_other_names_in_each_family():
+    small = {"num_hidden_layers": 1}
+    ernie = {"moe_num_experts": 64, "moe_k": 6}
+    for kind, sizes, counts in (
+        ("deepseek_v3", {"n_routed_experts": 256, "num_experts_per_tok": 8}, (256, 8)),
+        ("gpt_oss", {"num_local_experts": 32, "num_experts_per_tok": 4}, (32, 4)),
+        ("ernie4_5_moe", ernie, (64, 6)),
+        ("hunyuan_v1_moe", {"num_experts": 16, "moe_topk": 2}, (16, 2)),
+        ("qwen3", {}, (0, 0)),
+    ):
+        assert experts_of(AutoConfig.for_model(kind, **small, **sizes)) == counts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from areal.config import GuardConfig
-from areal.training.guard import Guard
+from areal.config import Config, GuardConfig
+from areal.training.guard import Guard, limits_of
 
 SOUND = {
     "loss": -0.01,
@@ -20,7 +21,7 @@ SOUND = {
 
 
 def guard(**limits: float) -> Guard:
-    return Guard(GuardConfig(**{"patience": 3, **limits}))
+    return Guard(GuardConfig(**{"patience": 3, "logprob_gap": 0.5, **limits}))
 
 
 def verdicts(guard: Guard, name: str, values: list[float | None]) -> list[str | None]:
@@ -102,3 +103,55 @@ def test_a_step_in_which_all_tokens_were_masked_neither_ends_nor_lengthens_a_str
     assert [tested_guard.check(nothing) for _ in range(9)] == [None] * 9
     assert not tested_guard.suspicious
     assert "grad_norm is nan" in tested_guard.check(nothing | {"grad_norm": float("nan")})
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Makes a folder with a config.json, which is all that is read."""
+
+    def model(**sizes):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"], **sizes}))
+        return tmp_path
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "experts", "limit"),
+    [
+        ({}, None, 1e-3),
+        ({"generator": {"dtype": "bfloat16"}}, None, 0.05),
+        ({"trainer": {"dtype": "bfloat16"}}, None, 0.05),
+        ({"generator": {"dtype": "float16"}}, None, 0.02),
+        ({"generator": {"dtype": "bfloat16"}}, 8, 0.2),
+        ({}, 8, 1e-3),
+        ({"generator": {"kv_on_update": "keep"}}, None, 0.5),
+        ({"generator": {"engine_options": {"kv_cache_dtype": "fp8"}}}, None, 0.5),
+        ({"sampling": {"top_p": 0.9}, "trainer": {"objective": "grpo", "behaviour_weight": "none"}}, None, 0.5),
+        ({"guard": {"logprob_gap": 0.3}, "generator": {"kv_on_update": "keep"}}, None, 0.3),
+    ],
+)
+def test_the_limit_of_the_gap_is_what_dtypes_and_settings_explain(model, changes, experts, limit):
+    folder = model(text_config={"num_experts": experts})
+    values = {"model": str(folder), "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
+    values |= {"sampling": {"max_new_tokens": 8} | changes.pop("sampling", {}), "reward": {"functions": "addition"}}
+    config = Config.model_validate(values | changes)
+    assert limits_of(config, cuda=False).logprob_gap == limit
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("auto", 0.05), ("float32", 0.01)])
+def test_on_gpus_the_limit_of_the_gap_has_room_for_their_products(model, dtype, limit):
+    values = {"model": str(model()), "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
+    values |= {"sampling": {"max_new_tokens": 8}, "reward": {"functions": "addition"}}
+    values |= {"generator": {"dtype": dtype}, "trainer": {"dtype": dtype}}
+    assert limits_of(Config.model_validate(values), cuda=True).logprob_gap == limit
+
+
+def test_engines_that_compute_the_first_weights_otherwise_end_the_run_at_its_first_step(model):
+    folder = model()
+    assert (
+        guard().check_first({"logprob_gap": None}, folder) is guard().check_first({"logprob_gap": 0.5}, folder) is None
+    )
+    for gap in (0.6, math.nan):
+        told = guard().check_first({"logprob_gap": gap}, folder)
+        assert "guard.logprob_gap allows 0.5: vLLM computes DeepseekV3ForCausalLM otherwise than the trainer" in told

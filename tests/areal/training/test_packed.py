@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,13 +93,12 @@ def test_a_trajectory_without_a_prompt_is_refused():
         FlatBatch.of([Group("c", 0, (trajectory(0, [1, 1]),))], minibatches=1)
 
 
-@pytest.mark.parametrize("kind", [{"s_aux": torch.zeros(2)}, {"softcap": 30.0}])
 @pytest.mark.parametrize("attention", [PACKED_SDPA, PACKED_FLEX])
-def test_attention_that_is_not_supported_is_refused(attention, kind):
+def test_attention_that_is_not_supported_is_refused(attention):
     q, flat = torch.zeros(1, 2, 4, 8), batch()
     row = pack(flat, flat.trained(None), [0], CPU)
-    with pytest.raises(NotImplementedError, match=next(iter(kind))):
-        attend(attention, q, q, q, row, **kind)
+    with pytest.raises(NotImplementedError, match="position_bias"):
+        attend(attention, q, q, q, row, position_bias=torch.zeros(2))
 
 
 # --- prefix trees
@@ -282,13 +282,16 @@ def test_the_mask_for_flex_attention_is_that_of_all_pairs_of_tokens(lengths):
 
 
 @settings(max_examples=20)
-@given(lengths=LENGTHS, window=st.integers(1, 400))
-def test_the_mask_of_a_window_has_all_blocks_with_pairs_of_tokens_in_it_and_says_which_are_whole(lengths, window):
-    mask = block_mask(row_of(lengths), window)
+@given(lengths=LENGTHS, window=st.integers(1, 400), chunked=st.booleans())
+def test_the_mask_of_a_window_or_of_chunks_has_all_blocks_with_pairs_of_tokens_in_it_and_says_which_are_whole(
+    lengths, window, chunked
+):
+    limits = (None, window) if chunked else (window, None)
+    mask = block_mask(row_of(lengths), *limits)
     exact = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
     assert torch.equal(mask.full_kv_num_blocks, exact.full_kv_num_blocks)
     assert (mask.to_dense() >= exact.to_dense()).all()  # beside other sequences it may have some without such a pair
-    mask = block_mask(whole_row(flat_tree([([0] * sum(lengths[0]), 1)])), window)
+    mask = block_mask(whole_row(flat_tree([([0] * sum(lengths[0]), 1)])), *limits)
     exact = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
     assert mask.to_string() == exact.to_string()
 
@@ -307,6 +310,50 @@ def test_a_window_is_counted_along_the_path_in_any_tree(attention, lengths, wind
         patch.setattr(packed, "QUERIES_AT_ONCE", at_once)
         out = attend(attention, q, k[:, :1], v[:, :1], row, sliding_window=window)
     torch.testing.assert_close(out, references.attention(q, k[:, :1], v[:, :1], row, window))
+
+
+def exact_attention(query, key, value, row, *, cap, sinks, chunk, window):
+    """Of each path by itself, as gpt-oss, Gemma 2 and Llama 4 have it in transformers, [1, T, heads, D]."""
+    out = torch.zeros_like(query).transpose(1, 2)
+    for path in row.paths.split(row.lengths):
+        q, k, v = (x[0, :, path].expand(query.shape[1], -1, -1) for x in (query, key, value))
+        places = torch.arange(len(path))
+        ago, same = places[:, None] - places, places[:, None] // chunk == places // chunk
+        seen = (ago >= 0) & (ago < (window or len(path))) & same
+        scores = cap * torch.tanh(q @ k.transpose(1, 2) * 0.3 / cap)
+        scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sinks[:, None, None].expand(-1, len(path), 1)], 2)
+        out = out.index_put((torch.tensor(0), path), (scores.softmax(-1)[:, :, :-1] @ v).transpose(0, 1))
+    return out
+
+
+@settings(max_examples=15)
+@given(lengths=LENGTHS, chunk=st.integers(1, 60), window=st.none() | st.integers(1, 60), at_once=st.integers(1, 200))
+@pytest.mark.parametrize("attention", [PACKED_SDPA, PACKED_FLEX])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_softcapping_sinks_and_chunks_are_those_of_each_path_alone_in_any_tree(
+    attention, lengths, chunk, window, at_once
+):
+    """Values and gradients, those of the sinks included."""
+    row, make = (
+        row_of([(private // 8 + 1, shared // 8) for private, shared in lengths]),
+        torch.Generator().manual_seed(0),
+    )
+    sizes = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
+    layer = SimpleNamespace(config=sizes, layer_idx=0) if window is None else torch.nn.Module()
+    T = row.tokens.shape[1]
+    given = [torch.randn(1, heads, T, 4, generator=make, dtype=torch.float64) for heads in (2, 1, 1)]
+    inputs = [x.requires_grad_() for x in (*given, torch.randn(2, generator=make, dtype=torch.float64))]
+    toward = torch.randn(1, T, 2, 4, generator=make, dtype=torch.float64)
+    *qkv, sinks = inputs
+    function, about = {PACKED_SDPA: packed_sdpa, PACKED_FLEX: packed_flex}[attention], attention_kwargs(row, attention)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "QUERIES_AT_ONCE", at_once)
+        patch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
+        out, _ = function(layer, *qkv, None, scaling=0.3, softcap=1.5, s_aux=sinks, sliding_window=window, **about)
+    exact = exact_attention(*qkv, row, cap=1.5, sinks=sinks, chunk=T if window else chunk, window=window)
+    torch.testing.assert_close(out, exact)
+    for ours, theirs in zip(*(torch.autograd.grad((x * toward).sum(), inputs) for x in (out, exact)), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_private_tokens_of_one_sequence_are_nothing_to_the_others(model):

@@ -1,4 +1,5 @@
-"""The policy calls tools of real MCP servers, as programs and by HTTP."""
+"""The policy calls tools of MCP servers, as programs and by HTTP. The library is real; most programs speak its protocol
+without it, since its import takes longer than a sample."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from areal.workflows.builtin import rehearse, resolve_workflow
 from areal.workflows.mcp_tools import ServerFailed
 
 pytest.importorskip("mcp", reason="the MCP library is not installed")
-SCRIPT = str(Path(__file__).parents[2] / "notes_server.py")
+TESTS = Path(__file__).parents[2]
+SCRIPT = str(TESTS / "notes_server.py")
 ROW = Row(index=0, prompt="Note it.", answer=None, reward=None, fields={})
 
 
@@ -28,9 +30,9 @@ def chat(*turns: str, **scores: float) -> Session:
     return Session(*turns, scores=scores, tokenizer=byte_tokenizer())
 
 
-def program(*arguments: str) -> dict:
+def program(*arguments: str, script: str = "brief_notes_server.py") -> dict:
     """The server as a program; `arguments` only mark its process."""
-    return {"notes": {"command": sys.executable, "args": [SCRIPT, *arguments]}}
+    return {"notes": {"command": sys.executable, "args": [str(TESTS / script), *arguments]}}
 
 
 def call(tool: str, **arguments) -> str:
@@ -54,7 +56,7 @@ def url(free_port):
 
 async def test_the_policy_sees_tools_calls_them_and_its_turn_without_a_call_is_scored(tmp_path):
     session = chat(f"So: {call('note', text='Köln')}", "Noted.", **{"Noted.": 0.5})
-    outcome = await run(session, program(str(tmp_path)))
+    outcome = await run(session, program(str(tmp_path), script="notes_server.py"))
     assert session.prompts[0] == "tools notesleepvariabledieuser Note it.assistant "
     assert session.prompts[1].endswith("</tool_call>tool Kölnassistant ")
     assert outcome.reward == 0.5
@@ -84,7 +86,7 @@ async def test_all_calls_of_a_turn_are_made_in_order_and_the_errors_of_tools_are
     turns = [call("note", text="a") + call("note", text="b"), call("read"), call("note")]
     turns += ['<tool_call>{"name": "note", "arguments": [1]}</tool_call>', "Sorry."]
     session = chat(*turns, **{"Sorry.": 0.25})
-    outcome = await run(session, program())
+    outcome = await run(session, program(script="notes_server.py"))
     assert "tool atool a, bassistant" in session.prompts[1]
     assert "Error: there is no tool read" in session.prompts[2]
     assert "Field required" in session.prompts[3]

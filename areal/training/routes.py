@@ -1,0 +1,54 @@
+"""Gives routers the experts that sampling chose (R3, arXiv 2510.11370)."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.models import Routing
+
+
+class RouteReplay:
+    """Has the routers of `module` send tokens to the experts of their routes. The weights of these come from the
+    router's own logits, which so have their gradient. `routing`: of the model."""
+
+    def __init__(self, module: torch.nn.Module, routing: Routing) -> None:
+        self._routing = routing
+        self._routes: Tensor | None = None
+        self._has_routes = torch.zeros(0, dtype=torch.bool)
+        for name, part in module.named_modules():
+            if "Router" in type(part).__name__ and (layer := re.search(r"\blayers\.(\d+)\.", name)):
+                part.register_forward_hook(partial(self._replace, int(layer[1])))
+
+    def follow(self, routes: Tensor | None) -> None:
+        """Set the routes for the next forward pass, and for what its backward pass computes again: uint8 [T, width];
+        None: routers choose."""
+        self._routes = routes
+        if routes is not None:
+            numbers = routes.view(torch.uint8 if self._routing.dtype == "u1" else torch.uint16)
+            self._routes = numbers.view(len(routes), self._routing.layers, self._routing.chosen)
+            self._has_routes = (routes != 0).any(1, keepdim=True)
+
+    def _replace(
+        self, layer: int, router: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The logits of all experts [T, experts], and the weights and the numbers of the chosen ones [T, chosen]."""
+        if self._routes is None:
+            return None
+        logits, weights, by_router = output
+        chosen = torch.where(self._has_routes, self._routes[:, layer].to(by_router.dtype), by_router)
+        return logits, self._weights(router, logits, chosen).to(weights.dtype), chosen
+
+    def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+        """As the routers of transformers compute them."""
+        if self._routing.gates == "logits":
+            return logits.gather(1, chosen).softmax(-1)
+        scores = logits.sigmoid() if self._routing.gates == "sigmoid" else logits.softmax(-1, torch.float32)
+        weights = scores.gather(1, chosen)
+        if getattr(router, "norm_topk_prob", True):  # those without this key always do
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * getattr(router, "routed_scaling_factor", 1.0)
