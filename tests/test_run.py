@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 from argparse import Namespace
 from contextlib import nullcontext
@@ -20,19 +18,16 @@ from urllib.request import urlopen
 import pytest
 import yaml
 import zmq
-from helpers import SHORT, check_adapters, descendants, keys_folder, network, processes_mentioning, read_jsonl
+from helpers import SHORT, check_adapters, descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.checks.preflight import check_port
 from actors.checks.preflight import free_port as hold_free_port
 from actors.checks.start_checks import own_port
 from actors.runtime.supervisor import Supervisor
-from actors.start.command import keep_report, main, port_is_named, prepare
+from actors.start.command import keep_report, main, port_is_named
 from areal.config import load_config
 from areal.processes import KEYS
-from protocols.errors import PreparingError
-from protocols.messages import AskConfig, AskStatus
-from protocols.transport import Bus, ask_until
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 CONFIG = str(CONFIGS / "quickstart.yaml")
@@ -334,31 +329,6 @@ def test_a_mistake_gets_one_sentence_before_anything_is_started(
     Path("words.jsonl").write_text('{"prompt": "one and two", "answer": "three +"}\n')
     Path("sums.jsonl").write_text('{"prompt": "a12b34=", "answer": "three +"}\n')
     check_refused(monkeypatch, capsys, ["--config", CONFIG, *small, *arguments], sentence)
-
-
-async def test_whoever_imports_an_engine_gets_the_configuration_while_the_master_prepares_the_run(
-    tmp_path, free_port, monkeypatch
-):
-    made = threading.Event()
-
-    def with_folders(config, tell):
-        assert made.wait(60)
-        return config.model_copy(update={"model": "/its/folder"})
-
-    monkeypatch.setenv(KEYS, keys_folder())
-    monkeypatch.setattr("areal.models.with_folders", with_folders)
-    monkeypatch.setattr("actors.checks.row_checks.check_rows", lambda *_: None)
-    address = f"tcp://127.0.0.1:{free_port}"
-    config = load_config(Path(CONFIG), [f"master.address={address}", f"run_dir={tmp_path}"])
-    preparing = asyncio.create_task(prepare(config))
-    bus = Bus("generator/?", network())
-    answer = await ask_until(lambda: bus.peer(address).ask(AskConfig(), 1.0), seconds=60.0)
-    assert answer.values["model"] == "quickstart" and not preparing.done()
-    with pytest.raises(PreparingError):
-        await bus.peer(address).ask(AskStatus(), 30.0)
-    made.set()
-    assert (await preparing)[0].model == "/its/folder"
-    await bus.close()
 
 
 def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):

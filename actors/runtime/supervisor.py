@@ -175,18 +175,19 @@ class Supervisor:
         options: further arguments of all roles but the master.
         """
         folder = config.folder.resolve()
+        self._drain_seconds = config.master.drain_seconds
         skipped = sum(1 for _ in read_records(folder / "metrics.jsonl"))
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
                 self._master = master = self._add(tasks, "master", 0, ["--resume", str(folder)])
-                for role in ROLES.values():  # they import their engines while the master prepares the run
+                await self._until_answers(master, bus, address)
+                self._folder = folder
+                self._progress_before = self._progress()
+                for role in ROLES.values():
                     for index in range(role.started(config)):
                         words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
                         self._add(tasks, role.name, index, words)
-                await self._until_answers(master, bus, address)
-                self._folder, self._drain_seconds = folder, config.master.drain_seconds
-                self._progress_before = self._progress()
                 tasks.create_task(self._watch(bus, address), name="watch")
                 await self._view(bus, address, config, skipped)
 
@@ -429,7 +430,7 @@ class Supervisor:
             self._terminate_others()
             await self._until_ended(drain_seconds, self._hurry)
         begun = loop.time()
-        if self._folder is not None:  # the master tells them
+        if self._master is not None:
             await self._until_ended(FAREWELL_SECONDS)
         self._terminate_others()
         await self._until_ended(begun + STOP_SECONDS - loop.time())

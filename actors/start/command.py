@@ -28,7 +28,6 @@ from areal.config import (
     load_config,
     overridden,
 )
-from areal.hiding import without_secrets
 from areal.processes import (
     KEYS,
     ROOT,
@@ -428,15 +427,13 @@ def keep_report(folder: Path) -> None:
 
 async def prepare(config: Config) -> tuple[Config, PromptSource]:
     """Open and check the data, and make or download the models, which may take an hour. Meanwhile whoever asks the
-    master is told so, or gets the configuration as it is, to import what it needs. Returns the configuration with the
-    folders of the models, and the data. Raises UserError."""
+    master is told so. Returns the configuration with the folders of the models, and the data. Raises UserError."""
     from actors.checks.row_checks import check_rows
     from actors.runtime.addresses import new_bus, open_network
     from areal.data.sources import open_source
     from areal.models import with_folders
     from protocols.addresses import host_of
     from protocols.errors import PreparingError
-    from protocols.messages import AskConfig, Configuration
     from protocols.transport import Request
 
     doing = f"it opens {config.data.named}"
@@ -446,8 +443,6 @@ async def prepare(config: Config) -> tuple[Config, PromptSource]:
         doing = now
 
     async def put_off(request: Request[Any]) -> Any:
-        if isinstance(request.message, AskConfig):
-            return Configuration(values=without_secrets(config.model_dump(mode="json")))
         raise PreparingError(f"the master is preparing the run: {doing}")
 
     def stop(sign: signal.Signals) -> None:
@@ -536,8 +531,6 @@ def build(role: str, arguments: argparse.Namespace) -> Membership:
     network = open_network(host_of(arguments.master), listen_address.bind)
     with importing():
         module = import_module(f"actors.{role}")
-        if role == "trainer":  # now, as the master may still be preparing the run
-            import_module("areal.training.engine")
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
     further: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
     bus = new_bus(f"{role}/{'?' if arguments.index is None else arguments.index}", network)
@@ -557,7 +550,6 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     from areal.devices import set_allocator
     from areal.network_interfaces import choose_interface
     from protocols.addresses import host_of
-    from protocols.messages import AskStatus
 
     config = ask_config(arguments)
     set_allocator()
@@ -566,8 +558,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         if os.environ["RANK"] != "0":
             from actors.training.ranks import run_follower
 
-            ask_master(arguments, AskStatus())  # is answered once the models have their folders
-            run_follower(ask_config(arguments), lambda failure: ask_master(arguments, failure))
+            run_follower(config, lambda failure: ask_master(arguments, failure))
             leave(0)
     elif config.trainer.ranks > 1:
         os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process
@@ -586,8 +577,7 @@ def scorer_of(config: Config, name: str) -> ScorerConfig:
 
 
 def ask_config(arguments: argparse.Namespace) -> Config:
-    """The configuration of the master; until it has prepared the run, with the names of models. Waits until the master
-    answers. Raises UserError."""
+    """The configuration of the master. Waits until the master answers. Raises UserError."""
     from protocols.messages import AskConfig
 
     return from_message(ask_master(arguments, AskConfig()).values)

@@ -463,20 +463,11 @@ async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_p
     monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 2.0)
     config = config.model_copy(update={"master": config.master.model_copy(update={"drain_seconds": 0.5})})
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
-    await until(lambda: play.everybody_is_up() and play.supervisor._folder is not None)
+    await until(play.everybody_is_up)
     play.supervisor.interrupt(signal.SIGTERM)
     assert not (await running).ok
     assert (tmp_path / "stopped").read_text().splitlines() == ["master", "trainer"]
     assert next(c for c in play.supervisor.children if c.role == "reward").process.returncode == 0
-
-
-async def test_roles_start_while_the_master_prepares_the_run_and_nobody_has_work_to_hand_over_then(whole, config):
-    play = whole(master="wait_for(folder / 'prepared')\n")
-    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
-    await until(play.everybody_is_up)
-    assert not (config.folder / "journal.db").exists()
-    play.supervisor.interrupt(signal.SIGTERM)
-    assert not (await running).ok and "The trainer may take" not in play.output
 
 
 async def test_what_does_not_stop_is_killed(stage, just_ended, monkeypatch, tmp_path):
