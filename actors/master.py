@@ -21,6 +21,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -41,6 +42,7 @@ from areal.config import Config, UserError, explain
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.hiding import without_secrets
+from areal.models import digests_of
 from areal.observe.tracking import flat
 from areal.processes import stop_signals
 from areal.staleness.ledger import Ledger, LedgerError
@@ -116,6 +118,7 @@ class Master(HandlesRequests):
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
         self._hangs = Hangs(self.members, config.master.hang_seconds)
         self._disks = Disks()
+        self._model = digests_of(Path(config.model))
 
     @property
     def ledger(self) -> Ledger:
@@ -350,7 +353,9 @@ class Master(HandlesRequests):
         member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
         start = f"{self.state.masters}/{self.members.starts[actor_name(member.identity)]}"
         config = self.config.model_dump(mode="json")
-        return Welcome(identity=member.identity, start=start, config=config, snapshot=self._snapshot())
+        return Welcome(
+            identity=member.identity, start=start, config=config, model=self._model, snapshot=self._snapshot()
+        )
 
     def _admit(self, member: Member) -> Member:
         for occupant in self.members.with_role(member.role, healthy=False):

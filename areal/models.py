@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +28,22 @@ COMPUTED = {
     *("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"),
     *("linear_attention", "mamba", "conv", "moe", "sparse", "dense"),
 }
+# Text models of wrappers that have no class of their own, and the types that compute the same.
+TEXT_TYPES = {
+    wrapper + suffix: text
+    for wrapper, text in {
+        "qwen2_vl": "qwen2",
+        "qwen2_5_vl": "qwen2",
+        "qwen3_vl": "qwen3",
+        "qwen3_vl_moe": "qwen3_moe",
+    }.items()
+    for suffix in ("", "_text")
+}
+# Types of models whose layers do not pass on what the trainer's attention needs of a row.
+SILENT = {"nemotron", "stablelm"}
 SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
+# What config.json says otherwise when another program has copied the model.
+_WRITTEN_ANEW = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
 # Where models say how many experts they have.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Where models say how long sequences may be.
@@ -112,7 +128,7 @@ def check_trainable(folder: Path, ranks: int = 1, longest: int | None = None) ->
 
     ranks: those that compute a row together. longest: the most tokens of a sequence; None: the model's limit.
     """
-    sizes, kind = _sizes(folder), _read_config(folder).get("model_type")
+    sizes, kind = _sizes(folder), _text_type(folder)
     if why := _why_untrainable(_read_config(folder), sizes, kind, longest or context_of(folder) or sys.maxsize):
         raise UserError(f"The model {folder} cannot be trained: {why}.")
     heads = sizes.get("num_attention_heads", ranks)
@@ -142,7 +158,7 @@ def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: s
     if unknown := sorted({*kinds} - COMPUTED):
         return f"the trainer does not compute layers of the type {unknown[0]}: take another model"
     code = _code_of(kind)
-    if "ALL_ATTENTION_FUNCTIONS" not in code and "Attention(nn.Module)" in code:
+    if kind in SILENT or ("ALL_ATTENTION_FUNCTIONS" not in code and "Attention(nn.Module)" in code):
         return f"transformers lets nobody replace the attention of models of the type {kind}: take another model"
     if "position_bias=position_bias" in code:
         return "its attention has a bias by position, which the trainer does not compute: take another model"
@@ -153,11 +169,25 @@ def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: s
     return None
 
 
+def is_wrapper(folder: Path) -> bool:
+    """Whether the model in `folder` has something beside text, such as vision."""
+    facts = _read_config(folder)
+    return "vision_config" in facts or isinstance(facts.get("text_config"), dict)
+
+
+def _text_type(folder: Path) -> str | None:
+    """The type of the text model in `folder`, as transformers computes it; None if config.json does not say."""
+    kind, of_text = _read_config(folder).get("model_type"), _sizes(folder).get("model_type")
+    if kind is not None and of_text is None:
+        of_text = f"{kind}_text"
+    return TEXT_TYPES.get(of_text, of_text) if of_text else kind
+
+
 def flash_computes(folder: Path) -> bool:
     """Whether flash attention 2 computes the attention of the model in `folder`: it has neither sinks nor chunks."""
     sizes = _sizes(folder)
     chunked = "chunked_attention" in (sizes.get("layer_types") or ()) or sizes.get("attention_chunk_size")
-    return not chunked and "s_aux=" not in _code_of(sizes.get("model_type"))
+    return not chunked and "s_aux=" not in _code_of(_text_type(folder))
 
 
 @cache
@@ -326,6 +356,36 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
+def digests_of(folder: Path) -> dict[str, str]:
+    """Digests of what has to be the same in all copies of a model: its configuration, the names and the sizes of its
+    weights, its tokenizer, its chat template. What the folder lacks is left out. What programs that copy a model write
+    otherwise, and the type of its numbers, do not count. Raises UserError if a file is damaged."""
+    names = [name for name in ("config.json", "tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()]
+    values = {name: _read_json(folder / name) for name in names}
+    config, tokenizer = values.get("config.json", {}), values.get("tokenizer.json", {})
+    template = folder / "chat_template.jinja"
+    facts = {
+        "config.json": {key: value for key, value in config.items() if key not in _WRITTEN_ANEW},
+        "weights": weight_sizes(folder),
+        "tokenizer.json": [tokenizer[key] for key in ("model", "added_tokens", "pre_tokenizer") if key in tokenizer],
+        "chat template": template.read_text(encoding="utf-8")
+        if template.is_file()
+        else values.get("tokenizer_config.json", {}).get("chat_template"),
+    }
+    texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items() if fact}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def check_same(folder: Path, digests: Mapping[str, str]) -> None:
+    """Raises UserError if the model in a folder of this machine is not the one of a run, which has these digests."""
+    for name, digest in digests_of(folder).items():
+        if digests.get(name, digest) != digest:
+            raise UserError(
+                f"{folder} on this machine is not the model of the run, its {name} differs: copy it from the master's "
+                f"machine."
+            )
+
+
 def _sizes(folder: Path) -> dict[str, Any]:
     """What config.json says of the model of text. Raises UserError."""
     sizes = _read_config(folder)
@@ -334,13 +394,16 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises UserError."""
-    with explain(
-        (OSError, ValueError), f"The model's {folder / 'config.json'} cannot be read ({{why}}): copy it again."
-    ):
-        sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(sizes, dict):
-        raise UserError(f"The model's {folder / 'config.json'} has no keys and values: copy it again.")
-    return sizes
+    return _read_json(folder / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """What a file of a model says. Raises UserError."""
+    with explain((OSError, ValueError), f"The model's {file} cannot be read ({{why}}): copy it again."):
+        values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise UserError(f"The model's {file} has no keys and values: copy it again.")
+    return values
 
 
 def quickstart_folder(parent: Path, seed: int = 0) -> Path:
@@ -366,7 +429,9 @@ def _make_quickstart(config: Config) -> Path:
         return folder
     # A process of its own makes the model, because the master must not import torch.
     command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
-    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT)
+    # Threads that spin while they wait take six times the CPU time where engines are imported beside them.
+    waiting = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT, env=waiting)
     if process.returncode:
         raise UserError(
             f"The quickstart's model could not be made: {' '.join(command)} exited with {process.returncode}."

@@ -26,7 +26,7 @@ from actors.mastering import members as members_module
 from actors.mastering.members import next_event
 from actors.runtime.membership import Membership
 from areal.__main__ import main as areal_tool
-from areal.config import Config
+from areal.config import Config, UserError
 from areal.data.history import History
 from areal.data.sources import open_source
 from areal.desk.timeline import spans
@@ -524,6 +524,15 @@ async def test_an_engine_that_is_started_again_does_not_draw_the_random_numbers_
         seeds.append(await seed_of_start(fresh[1], 0))
     assert len(set(seeds)) == 7
     assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+async def test_a_generator_whose_model_is_another_one_than_the_masters_does_not_join(config):
+    model = Path(config.model)
+    (model / "config.json").write_text('{"vocab_size": 5}')
+    async with master_of(config):
+        (model / "config.json").write_text('{"vocab_size": 6}')  # as on another machine
+        with pytest.raises(UserError, match=r"is not the model of the run, its config.json differs: copy it from"):
+            await seed_of_start(config, 0)
 
 
 # --- whose request it is
