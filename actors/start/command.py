@@ -66,7 +66,8 @@ DEFAULT_CONFIG = CONFIGS / "quickstart.yaml"
 
 def parse() -> argparse.Namespace:
     text = Path(__file__).with_name("help.txt").read_text()
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    prog = "run.py" if sys.argv[0].endswith("run.py") else "areal run"
+    parser = argparse.ArgumentParser(prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options_of_run(parser.add_argument)
     add_options_of_role(parser.add_argument)
     # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
