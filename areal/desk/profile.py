@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pstats
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from areal.command_line import output
 from areal.config import UserError
 from areal.observe.cpu_profile import FOLDER, SUFFIX
-from areal.processes import ROOT
 from areal.record import Record
 
 
@@ -23,20 +21,28 @@ def print_profile(options: Namespace) -> None:
     if not files:
         raise UserError(f"{folder} has no profiles: run or resume it with observe.profile=true, for at least a minute.")
     samples = len(record.records) * record.config.batch_size * record.config.group_size
-    table = Table("process", "CPU, s", "ms a sample", "share", "function", "in", title=f"{samples:,} samples trained")
+    table = Table("process", "CPU, s", "ms a sample", "share", "function", title=f"{samples:,} samples trained")
     for file in files:
-        figures: Any = vars(pstats.Stats(str(file)))["stats"]
-        seconds = sum(row[2] for row in figures.values())
+        functions = _functions(file)
+        seconds = functions.total() / 1e6
         a_sample = f"{1000 * seconds / samples:.2f}" if samples else ""
         cells = file.name.removesuffix(SUFFIX), f"{seconds:.1f}", a_sample
-        for (path, line, name), row in sorted(figures.items(), key=lambda item: -item[1][2])[: options.top]:
-            table.add_row(*cells, f"{row[2] / max(seconds, 1e-9):.0%}", name, f"{_short(path)}:{line}")
+        for name, part in functions.most_common(options.top):
+            table.add_row(*cells, f"{part / max(1, functions.total()):.0%}", name)
             cells = "", "", ""
     output(160).print(table)
     print(
-        f"Callers, and more functions: python -m pstats {files[0]}; the time line of steps: areal trace {record.folder}"
+        f"With callers: load {files[0]} into https://speedscope.app. What waits for what: areal trace {record.folder}"
     )
 
 
-def _short(path: str) -> str:
-    return str(Path(path).relative_to(ROOT)) if path.startswith(f"{ROOT}/a") else "/".join(Path(path).parts[-3:])
+def _functions(file: Path) -> Counter[str]:
+    """CPU microseconds of each function itself. Raises UserError for what is no profile."""
+    functions = Counter[str]()
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        stack, _, microseconds = line.rpartition(" ")
+        if not microseconds.isdecimal():
+            raise UserError(f"{file} is not a profile: it has the line {line!r:.80}.")
+        name, _, place = stack.rpartition(";")[2].partition(" (")
+        functions[f"{name} ({'/'.join(place.split('/')[-3:])}" if place else name] += int(microseconds)
+    return functions
