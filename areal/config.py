@@ -1105,6 +1105,13 @@ class ObserveConfig(Section):
     events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")
+    mlflow: str | None = Field(
+        None,
+        description="MLflow experiment to log to, at MLFLOW_TRACKING_URI or else in mlflow.db beside the run folder",
+    )
+    profile: bool = Field(
+        False, description="each actor, engine and rank 0 writes its CPU time by function into the folder profile"
+    )
 
     def conflicts(self) -> Iterator[str]:
         beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")

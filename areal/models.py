@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -323,6 +324,10 @@ def check_adapters(model: object, weights: Iterable[str], lora: LoraConfig) -> N
 def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
     """Raise UserError if the model in `folder` is a mixture of experts that engines on these devices, GPUs (cuda) or
     CPUs, cannot have with such adapters, or that has no place for all of them."""
+    if not cuda and _text_type(folder) == "gpt_oss":
+        raise UserError(
+            f"vLLM computes the experts of gpt-oss on GPUs alone: {folder} cannot generate on this machine."
+        )
     if lora is None or not is_mixture(folder):
         return
     kind = f"the model {folder} is a mixture of experts"
@@ -428,7 +433,9 @@ def _make_quickstart(config: Config) -> Path:
         return folder
     # A process of its own makes the model, because the master must not import torch.
     command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
-    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT)
+    # Threads that spin while they wait take six times the CPU time where engines are imported beside them.
+    waiting = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT, env=waiting)
     if process.returncode:
         raise UserError(
             f"The quickstart's model could not be made: {' '.join(command)} exited with {process.returncode}."
