@@ -11,6 +11,7 @@ A request that cannot be answered yet is parked until it can be, or until shortl
 | | `AskEvaluation`: a version that is due, and its holder | the evaluator |
 | journal | changes that are not on disk yet | every answer and event that depends on them |
 | announce | an event in the outbox, then the journal | the events loop of every actor |
+| look for the dead | 5 s | removes the silent at whose address nobody listens |
 | watch | 1 s | fences the silent and those that hang, ends leases, remedies a stalled run |
 """
 
@@ -20,6 +21,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -40,6 +42,7 @@ from areal.config import Config, UserError, explain
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.hiding import without_secrets
+from areal.models import digests_of
 from areal.observe.tracking import flat
 from areal.processes import stop_signals
 from areal.staleness.ledger import Ledger, LedgerError
@@ -115,6 +118,7 @@ class Master(HandlesRequests):
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
         self._hangs = Hangs(self.members, config.master.hang_seconds)
         self._disks = Disks()
+        self._model = digests_of(Path(config.model))
 
     @property
     def ledger(self) -> Ledger:
@@ -138,6 +142,7 @@ class Master(HandlesRequests):
             settle(CORES)
             async with asyncio.TaskGroup() as tasks:
                 works = {"records": self._repeat_records(), "watch": self._watch(), "announce": self._announce()}
+                works["look for the dead"] = self._look_for_the_dead()
                 helpers = [tasks.create_task(work, name=name) for name, work in works.items()]
                 await self._run.end_if_complete()
                 ending = await self._run.end
@@ -348,7 +353,9 @@ class Master(HandlesRequests):
         member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
         start = f"{self.state.masters}/{self.members.starts[actor_name(member.identity)]}"
         config = self.config.model_dump(mode="json")
-        return Welcome(identity=member.identity, start=start, config=config, snapshot=self._snapshot())
+        return Welcome(
+            identity=member.identity, start=start, config=config, model=self._model, snapshot=self._snapshot()
+        )
 
     def _admit(self, member: Member) -> Member:
         for occupant in self.members.with_role(member.role, healthy=False):
@@ -398,13 +405,23 @@ class Master(HandlesRequests):
         """Remove a member at once, and not only when its lease ends, if its machine says that nobody listens at its
         address, and it is not heard either."""
         self._run.member(request)
-        identity = request.message.identity
+        await self._remove_if_dead(request.message.identity, SILENT_SECONDS)
+        return Done()
+
+    async def _look_for_the_dead(self) -> None:
+        """Nobody has a connection to some members that would be lost with them, such as a rollout manager."""
+        while True:
+            await asyncio.sleep(SILENT_SECONDS)
+            silent = self.members.silent(2 * SILENT_SECONDS)
+            await asyncio.gather(*(self._remove_if_dead(identity, 0.0) for identity, _ in silent))
+
+    async def _remove_if_dead(self, identity: str, seconds: float) -> None:
+        """Remove a member if nobody listens at its address, and it is not heard for so long either."""
         member, last = self.state.members.get(identity), self.members.last_heartbeats.get(identity)
         if member and await self.bus.network.refuses(member.address):
-            await asyncio.sleep(SILENT_SECONDS)
+            await asyncio.sleep(seconds)
             if self.members.last_heartbeats.get(identity) is last:
                 self._remove(identity, f"nobody listens at {member.address}")
-        return Done()
 
     @handles(AskSnapshot)
     async def ask_snapshot(self, request: Request[AskSnapshot]) -> Snapshot:

@@ -181,7 +181,7 @@ class Trainer(Actor):
         self.config, self.directory = member.config, member.directory
         self._learner, self._spool, self._rollouts, self._turns, self._phases = parts
         self._recovery = recovery
-        limits = limits_of(self.config.for_device(cuda=bool(visible_devices())))
+        limits = limits_of(self.config, cuda=bool(visible_devices()))
         self._guard = Guard(limits, self.config.trainer.objective)
         self._weight_server = WeightServer(VERSIONS_KEPT)
         host = host_of(member.listen_address.reached_at(""))

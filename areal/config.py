@@ -1093,6 +1093,13 @@ class ObserveConfig(Section):
         "all", description="rollouts kept in the run folder, as Parquet; sample: those of one group in 16"
     )
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
+    metrics_mib: float | None = Field(
+        None,
+        gt=0,
+        description="at this size metrics.jsonl becomes metrics.1.jsonl, in place of an older file, of which the steps "
+        "are removed; null: all steps are kept",
+    )
+    events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")
 

@@ -28,6 +28,8 @@ COMPUTED = {
     *("linear_attention", "mamba", "conv", "moe", "sparse", "dense"),
 }
 SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
+# What config.json says otherwise when another program has copied the model.
+_WRITTEN_ANEW = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
 # Where models say how many experts they have.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Where models say how long sequences may be.
@@ -326,6 +328,36 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
+def digests_of(folder: Path) -> dict[str, str]:
+    """Digests of what has to be the same in all copies of a model: its configuration, the names and the sizes of its
+    weights, its tokenizer, its chat template. What the folder lacks is left out. What programs that copy a model write
+    otherwise, and the type of its numbers, do not count. Raises UserError if a file is damaged."""
+    names = [name for name in ("config.json", "tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()]
+    values = {name: _read_json(folder / name) for name in names}
+    config, tokenizer = values.get("config.json", {}), values.get("tokenizer.json", {})
+    template = folder / "chat_template.jinja"
+    facts = {
+        "config.json": {key: value for key, value in config.items() if key not in _WRITTEN_ANEW},
+        "weights": weight_sizes(folder),
+        "tokenizer.json": [tokenizer[key] for key in ("model", "added_tokens", "pre_tokenizer") if key in tokenizer],
+        "chat template": template.read_text(encoding="utf-8")
+        if template.is_file()
+        else values.get("tokenizer_config.json", {}).get("chat_template"),
+    }
+    texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items() if fact}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def check_same(folder: Path, digests: Mapping[str, str]) -> None:
+    """Raises UserError if the model in a folder of this machine is not the one of a run, which has these digests."""
+    for name, digest in digests_of(folder).items():
+        if digests.get(name, digest) != digest:
+            raise UserError(
+                f"{folder} on this machine is not the model of the run, its {name} differs: copy it from the master's "
+                f"machine."
+            )
+
+
 def _sizes(folder: Path) -> dict[str, Any]:
     """What config.json says of the model of text. Raises UserError."""
     sizes = _read_config(folder)
@@ -334,13 +366,16 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """What config.json says. Raises UserError."""
-    with explain(
-        (OSError, ValueError), f"The model's {folder / 'config.json'} cannot be read ({{why}}): copy it again."
-    ):
-        sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(sizes, dict):
-        raise UserError(f"The model's {folder / 'config.json'} has no keys and values: copy it again.")
-    return sizes
+    return _read_json(folder / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """What a file of a model says. Raises UserError."""
+    with explain((OSError, ValueError), f"The model's {file} cannot be read ({{why}}): copy it again."):
+        values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise UserError(f"The model's {file} has no keys and values: copy it again.")
+    return values
 
 
 def quickstart_folder(parent: Path, seed: int = 0) -> Path:

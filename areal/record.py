@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import chain
@@ -15,7 +15,18 @@ from typing import Any
 from areal.config import Config, UserError, read_values
 from areal.data.files import read_object
 from areal.models import QUICKSTART_FOLDER
-from areal.run_files import CHANGES, CONFIG, EVALUATIONS, EVENTS, JOURNAL, METRICS, OLDER_EVENTS, ROLLOUTS, SUMMARY
+from areal.run_files import (
+    CHANGES,
+    CONFIG,
+    EVALUATIONS,
+    EVENTS,
+    JOURNAL,
+    METRICS,
+    OLDER_EVENTS,
+    OLDER_METRICS,
+    ROLLOUTS,
+    SUMMARY,
+)
 from areal.storage import rollouts
 from areal.storage.disk import leaves, within
 from areal.storage.journal import Journal, journal_copy
@@ -143,12 +154,20 @@ class Record:
 
     def update(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Take in the steps and evaluations since the last call, and return all of them."""
+        new = self._in_short(self._new_steps.read())
+        if self._read is None:  # what a crash has left in both files is there once
+            first = new[0]["step"] if new else math.inf
+            older = self._in_short(read_records(self.folder / OLDER_METRICS))
+            new = [*(record for record in older if record["step"] < first), *new]
         steps, evaluations = self._read = self._read or ([], [])
-        for record in self._new_steps.read():
-            if isinstance(record.get("step"), int):
-                steps.append({key: value for key, value in record.items() if key not in self._without})
+        steps += new
         evaluations += [e for e in self._new_evaluations.read() if isinstance(e.get("version"), int)]
         return self._read
+
+    def _in_short(self, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The records of steps, without the values that are left out."""
+        steps = (record for record in records if isinstance(record.get("step"), int))
+        return [{key: value for key, value in record.items() if key not in self._without} for record in steps]
 
     @property
     def steps(self) -> list[int]:
@@ -222,7 +241,7 @@ class Record:
     @property
     def number_files(self) -> list[Path]:
         """The files of its steps and evaluations that are there, none of them through a link out of its folder."""
-        files = [self.folder / name for name in (METRICS, EVALUATIONS)]
+        files = [self.folder / name for name in (OLDER_METRICS, METRICS, EVALUATIONS)]
         return [file for file in files if file.is_file() and not leaves(file, self.folder)]
 
     def checkpoint(self, version: int) -> Path:

@@ -57,7 +57,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 30
+PROTOCOL_VERSION = 31
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -206,11 +206,12 @@ class Snapshot(Message):
 
 class Welcome(Message):
     """The answer to Join: the actor's identity, the run's configuration and a snapshot. start: no earlier start of an
-    actor with this role and index had the same."""
+    actor with this role and index had the same. model: digests of the parts of the run's model, by name."""
 
     identity: Name
     start: Name
     config: dict[str, Any]
+    model: dict[str, str]
     snapshot: Snapshot
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # before tests/, which has f
 from areal.config import UserError
 from simulation.faults import HANDLERS, POINTS
 from simulation.mutants import MUTANTS
-from simulation.world import Result, World, simulate
+from simulation.world import Result, simulate
 
 SEEDS_A_TASK = 25
 
@@ -95,7 +95,7 @@ def run_seeds(seeds: range, jobs: int, mutant: str | None, console: Console) -> 
 def run_one(seed: int, mutant: str | None, console: Console) -> bool:
     """Simulate one seed and print everything that happens. Returns True if it violates no invariant."""
     with _mutated(mutant), _without_noise():
-        result = World(seed, traced=True).run()
+        result = simulate(seed, traced=True)
     for line in result.trace:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     outcome = "no violation" if result.ok else result.story.splitlines()[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
-from areal.run_files import JOURNAL, METRICS, SPOOL
+from areal.run_files import JOURNAL, METRICS, OLDER_METRICS, SPOOL
 from areal.storage.database import copy_store
 from areal.storage.disk import within
 from areal.storage.journal import journal_copy
@@ -30,7 +30,7 @@ ATTEMPTS = 20
 
 
 class OvertakenError(Exception):
-    """A checkpoint was reported while the run was copied."""
+    """The run has replaced what was copied while it was."""
 
 
 def backup(options: Namespace) -> None:
@@ -54,6 +54,7 @@ def backup(options: Namespace) -> None:
 
 def _fill(config: Config, folder: Path, copy: Path) -> int:
     """Copy the run into an empty folder. Returns its version."""
+    older = _file_of(folder / OLDER_METRICS)
     checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version
     for name in LINKED:
         if (folder / name).exists():
@@ -71,7 +72,14 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
         raise OvertakenError("a checkpoint was saved meanwhile")
     # The journal was copied before, and must not be the older.
     (copy / METRICS).write_bytes(metrics_up_to(folder / METRICS, state.ledger.version))
+    if _file_of(folder / OLDER_METRICS) != older:
+        raise OvertakenError(f"{OLDER_METRICS} was replaced meanwhile")
     return state.ledger.version
+
+
+def _file_of(path: Path) -> int | None:
+    """The number of the file that has this name now."""
+    return path.stat().st_ino if path.exists() else None
 
 
 def _state(config: Config, journal: Path, copy: Path | None = None) -> RunState:

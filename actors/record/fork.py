@@ -31,6 +31,7 @@ from areal.storage.run_folder import (
     config_with,
     facts_of,
     is_elsewhere,
+    metrics_of,
     origins_of,
 )
 from areal.weights.folders import link
@@ -74,8 +75,11 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
     is_comparable = not any(is_under(key, OF_EVALUATIONS) for key in changed)
     journal = Journal.open(config.folder / JOURNAL)
     try:
-        for name, key in [(METRICS, "step"), *[(EVALUATIONS, "version")] * is_comparable]:
-            records = (record | {"run": journal.run} for record in read_records(run / name) if record[key] <= step)
+        for name, key, lines in [
+            (METRICS, "step", metrics_of(run)),
+            *[(EVALUATIONS, "version", read_records(run / EVALUATIONS))] * is_comparable,
+        ]:
+            records = (record | {"run": journal.run} for record in lines if record[key] <= step)
             replace(config.folder / name, "".join(map(line_of, records)))
         origin = Origin(parent.config.name, str(run.resolve()), parent.journal.run, step)
         origins = [run_before._asdict() for run_before in (*origins_of(run), origin)]

@@ -115,6 +115,9 @@ class Audit:
         self.first, records = self.record.first_version, self.record.records
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
+        may_be_cut = self.config.observe.metrics_mib and self.records
+        # The first step whose metrics are to be there.
+        self.oldest = min(self.records) if may_be_cut else self.first + 1
         self.changes = [change for change in self.record.changes if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []
@@ -169,7 +172,9 @@ class Audit:
             for name, value in by_journal.items()
             if self.summary.get(name, value) != value
         ]
-        missing = sorted(set(range(self.first + 1, ledger.version + 1)) ^ self.records.keys())
+        if self.oldest > self.first + 1:
+            finding.unknown.append(f"metrics.1.jsonl begins with step {self.oldest} (observe.metrics_mib)")
+        missing = sorted(set(range(self.oldest, ledger.version + 1)) ^ self.records.keys())
         if missing:
             finding.faults.append(f"metrics.jsonl and the journal differ in the steps {_some(missing)}")
         finding.about = f"{ledger.version} steps, {counters.admitted} groups admitted, events since step " + str(
@@ -224,7 +229,8 @@ class Audit:
         discarded = {prompt for place in places for prompt, _ in place.get("discarded") or ()}
         accounted = trained.keys() | before | waiting | journal.discarded | discarded
         if missing := sorted(set(range(journal.ledger.next_prompt)) - accounted):
-            once.faults.append(f"no fate is known of the prompts {_some(missing)}")
+            cut = self.oldest > self.first + 1  # with what was discarded in its steps
+            (once.unknown if cut else once.faults).append(f"no fate is known of the prompts {_some(missing)}")
         if strange := sorted(set(trained) - set(range(journal.ledger.next_prompt))):
             once.faults.append(f"the prompts {_some(strange)} were trained and never admitted")
         if repeated := sorted(trained.keys() & (waiting | before)):

@@ -3,7 +3,7 @@
     {"time", "actor", "state", "activity", "stats"}    a heartbeat, when it changed or was due to be written again
     {"time", "actor", "span", "seconds"}               an activity of an actor that began at `time`, and its duration
 
-`time` is the master's clock, in seconds since 1970. The size is bounded: the newest LIMIT_BYTES to twice that are kept.
+`time` is the master's clock, in seconds since 1970. The size is bounded: the newest `limit` to twice that are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from areal.run_files import EVENTS, OLDER_EVENTS
 from areal.storage.disk import Backlog
 from areal.storage.records import line_of
 
-LIMIT_BYTES = 32 << 20
 FLUSH_SECONDS = 1.0
 # A heartbeat whose state and activity are unchanged is written at this interval. With more than ACTORS_AT_ONCE actors
 # the interval grows, so that all actors together write no more than ACTORS_AT_ONCE actors would.
@@ -48,10 +47,11 @@ TOTALS = frozenset(COUNTERS) | {
 
 
 class EventLog:
-    """Writes the events of the run in `folder`; the master owns it. What a full disk refuses is written later."""
+    """Writes the events of the run in `folder`; the master owns it. What a full disk refuses is written later. limit:
+    bytes of a file."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._file = Backlog(folder / EVENTS, folder / OLDER_EVENTS, LIMIT_BYTES)
+    def __init__(self, folder: Path, limit: int, clock: Callable[[], float] = time.time) -> None:
+        self._file = Backlog(folder / EVENTS, folder / OLDER_EVENTS, limit)
         self._clock = clock
         self._lines: list[str] = []
         self._last_written: dict[str, tuple[float, str, str]] = {}  # by actor: time of the last write, state, activity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ def _move_damaged(path: Path, aside: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     rename(whole, path)
+
+
+def set_aside(path: Path, older: Path) -> None:
+    """Move the records of a file to `older`, in place of those there. A crash in between leaves them in both."""
+    copy = older.with_name(f"{older.name}.tmp")
+    shutil.copyfile(path, copy)
+    rename(copy, older)
+    replace(path, "")
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,8 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +30,22 @@ from areal.config import (
 )
 from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
-from areal.run_files import CHANGES, CONFIG, EVALUATIONS, FORK, JOURNAL, METRICS, REPORT, SECRETS, SUMMARY
+from areal.run_files import (
+    CHANGES,
+    CONFIG,
+    EVALUATIONS,
+    FORK,
+    JOURNAL,
+    METRICS,
+    OLDER_METRICS,
+    REPORT,
+    SECRETS,
+    SUMMARY,
+)
 from areal.settings import MAY_CHANGE, REDONE, differences, is_under
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
-from areal.storage.records import line_of, read_records, record_of, whole_records
+from areal.storage.records import line_of, read_records, record_of, set_aside, whole_records
 
 log = structlog.get_logger()
 
@@ -71,16 +83,18 @@ class RunFolder:
         for name in (SUMMARY, REPORT):
             (self.path / name).unlink(missing_ok=True)
         store_configuration(config)
-        for record in whole_records(self.path / METRICS):
-            self._update_totals(record)
         self._metrics = self.path / METRICS
+        self._most_metrics = (config.observe.metrics_mib or math.inf) * (1 << 20)
+        for path in (self.path / OLDER_METRICS, self._metrics):
+            for record in whole_records(path):
+                self._update_totals(record)
         self._metrics.touch()  # now a run has begun here
         self._evaluations = self.path / EVALUATIONS
         self._evaluated = {record["version"] for record in whole_records(self._evaluations)}
         self._free: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # bytes on the disk after each of the newest steps
         self.filling = ""
         self.free_reserve = Reserve(self.path).free
-        events = EventLog(self.path)
+        events = EventLog(self.path, int(config.observe.events_mib * (1 << 20)))
         self.record_heartbeat = events.record_heartbeat
         self._flush_events = events.flush
 
@@ -91,6 +105,8 @@ class RunFolder:
             return
         # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
         free = free_bytes(self.path)
+        if self._metrics.stat().st_size > self._most_metrics:
+            set_aside(self._metrics, self.path / OLDER_METRICS)
         append(self._metrics, self._line(metrics | {"disk_free": free}))
         self._update_totals(metrics)
         self._free.append(free)
@@ -111,6 +127,8 @@ class RunFolder:
         return line_of(record | {"run": self._run, "time": time.time()})
 
     def _update_totals(self, metrics: dict[str, Any]) -> None:
+        if metrics["step"] <= self._step:  # a crash has left it in both files
+            return
         self._step = metrics["step"]
         self._staleness_max = max(self._staleness_max, metrics["staleness_max"])
         gap = metrics.get("logprob_gap")
@@ -156,9 +174,18 @@ def version_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def metrics_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """The metrics of each step of the run in `folder`, as far as they are kept."""
+    step = 0
+    for record in chain(read_records(folder / OLDER_METRICS), read_records(folder / METRICS)):
+        if record["step"] > step:  # a crash may have left it in both files
+            step = record["step"]
+            yield record
+
+
 def steps_trained(folder: Path) -> int:
     """The number of steps that the run in `folder` has trained."""
-    return max((record["step"] for record in read_records(folder / METRICS)), default=0)
+    return max((record["step"] for record in metrics_of(folder)), default=0)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -200,7 +227,7 @@ def compare_record(folder: Path, run: str, version: int) -> None:
     # The checkpoint of a step may be on disk before the step is in the journal.
     kept = {str(newest): version_of(newest) - 1} if newest else {}
     runs = set()
-    for record in read_records(metrics):
+    for record in metrics_of(folder):
         kept[str(metrics)] = record["step"]
         runs.add(record["run"])
     for name, step in kept.items():

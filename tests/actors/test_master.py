@@ -26,7 +26,7 @@ from actors.mastering import members as members_module
 from actors.mastering.members import next_event
 from actors.runtime.membership import Membership
 from areal.__main__ import main as areal_tool
-from areal.config import Config
+from areal.config import Config, UserError
 from areal.data.history import History
 from areal.data.sources import open_source
 from areal.desk.timeline import spans
@@ -85,6 +85,7 @@ from protocols.messages import (
     StepFailed,
     TrainingFailed,
     TrainingFinished,
+    actor_name,
 )
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
@@ -136,8 +137,9 @@ class Caller:
     async def ask(self, message, seconds: float = 20.0):
         return await self.bus.peer(self.address).ask(message, seconds)
 
-    async def join(self, index: int | None = None, listens: str = "tcp://127.0.0.1:1"):
-        welcome = await self.ask(Join(role=self.role, index=index, address=listens))
+    async def join(self, index: int | None = None, listens: str | None = None):
+        """listens: where, if this is not to be an address at which somebody does."""
+        welcome = await self.ask(Join(role=self.role, index=index, address=listens or self.address))
         self.bus.identity.name = welcome.identity
         return welcome
 
@@ -450,6 +452,22 @@ async def test_an_actor_that_another_cannot_reach_is_removed_before_its_lease_en
         await generator.bus.close()
 
 
+async def test_a_silent_actor_that_nobody_calls_is_removed_before_its_lease_ends_if_it_does_not_listen(
+    config, monkeypatch
+):
+    monkeypatch.setattr(master_module, "SILENT_SECONDS", 0.1)
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, lives):
+        dead = Caller("rollout_manager", config.master.address)
+        await dead.join(listens=UNUSED)
+        members = {"trainer/0", "rollout_manager/0", "rollout_manager/1"}
+        while "rollout_manager/1" in members:
+            await trainer.beat()
+            members = {actor_name(member.identity) for member in (await trainer.ask(AskSnapshot())).members}
+        assert members == {"trainer/0", actor_name(lives.bus.identity.name)}
+        await dead.bus.close()
+
+
 async def test_an_actor_that_fell_silent_is_removed_and_then_refused(config):
     config = without_evaluation(config)
     config = config.model_copy(update={"master": config.master.model_copy(update={"lease_seconds": 0.5})})
@@ -506,6 +524,15 @@ async def test_an_engine_that_is_started_again_does_not_draw_the_random_numbers_
         seeds.append(await seed_of_start(fresh[1], 0))
     assert len(set(seeds)) == 7
     assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+async def test_a_generator_whose_model_is_another_one_than_the_masters_does_not_join(config):
+    model = Path(config.model)
+    (model / "config.json").write_text('{"vocab_size": 5}')
+    async with master_of(config):
+        (model / "config.json").write_text('{"vocab_size": 6}')  # as on another machine
+        with pytest.raises(UserError, match=r"is not the model of the run, its config.json differs: copy it from"):
+            await seed_of_start(config, 0)
 
 
 # --- whose request it is

@@ -18,7 +18,7 @@ from actors.master import Master
 from actors.record.fork import configuration_of_fork, fork
 from actors.runtime.actor import Ending
 from areal.__main__ import main
-from areal.config import Config
+from areal.config import Config, GuardConfig
 from areal.storage.journal import Journal
 from areal.storage.rollouts import batches
 from areal.storage.run_folder import RunFolder, checkpoint_of
@@ -228,6 +228,23 @@ async def test_a_trainer_that_is_told_to_leave_saves_its_last_step_and_the_next_
     assert sorted((config.folder / "checkpoints").iterdir()) == [checkpoint_of(config.folder, n) for n in (2, 3, 4)]
     assert not list((config.folder / "weights").glob("*-v000005*"))
     TrainingEngine(Path(config.model), config.trainer, seed=0).load(checkpoint)
+
+
+@pytest.mark.slow
+async def test_a_run_whose_engines_compute_its_first_weights_otherwise_ends_at_its_first_step(config, run):
+    config = config.model_copy(update={"guard": GuardConfig(effective_sample_size=0.0, patience=3)})
+    master = start_master(config)
+    manager = Manager(config.master.address)
+    started = run("--role", "trainer", "--master", config.master.address, "--keys", keys_folder())
+    await manager.feed(await manager.trainer())
+    await manager.bus.close()
+    ending = await asyncio.wait_for(master, SECONDS)
+    output = await asyncio.to_thread(started.wait, SECONDS)
+    assert ending.reason.startswith("The guard stopped the run at step 1: log-probs of engine and trainer are ")
+    assert "vLLM computes Qwen3ForCausalLM otherwise than the trainer here" in ending.reason
+    assert started.code == 1 and "Traceback" not in output
+    assert not read_jsonl(config.folder / "metrics.jsonl")
+    assert not list((config.folder / "weights").glob("*-v000001*"))
 
 
 @pytest.mark.slow

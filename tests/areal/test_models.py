@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from areal.config import LoraConfig, UserError
-from areal.models import check_adapters, check_mixture, check_trainable, context_of, default_context, weight_sizes
+from areal.models import (
+    check_adapters,
+    check_mixture,
+    check_same,
+    check_trainable,
+    context_of,
+    default_context,
+    digests_of,
+    weight_sizes,
+)
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": bytes(30_000_000), "notes.md": b"#"}
@@ -185,6 +195,32 @@ def test_a_damaged_model_is_told(tmp_path, tiny_model):
             weight_sizes(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(complete)
     assert weight_sizes(tmp_path) == weight_sizes(tiny_model)
+
+
+def change_json(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_copy_of_a_model_is_the_same_whatever_copied_it_and_another_model_is_not(tmp_path, tiny_model):
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    digests = digests_of(tiny_model)
+    assert {*digests} == {"config.json", "weights", "tokenizer.json"}
+    change_json(copy / "config.json", transformers_version="0.1", dtype="bfloat16", _name_or_path="elsewhere")
+    check_same(copy, digests)
+    (copy / "model.safetensors").unlink()  # where only text is made of tokens
+    check_same(copy, digests)
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    change_json(copy / "tokenizer.json", model=tokenizer["model"] | {"vocab": {"other": 0}})
+    with pytest.raises(UserError, match=r"copy on this machine is not the model of the run, its tokenizer.json "):
+        check_same(copy, digests)
+    shutil.copy(tiny_model / "tokenizer.json", copy)
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    check_same(copy, digests)  # the run's has none
+    with pytest.raises(UserError, match=r"its chat template differs"):
+        check_same(copy, digests | {"chat template": "another"})
+    change_json(copy / "config.json", vocab_size=7)
+    with pytest.raises(UserError, match=r"its config.json differs"):
+        check_same(copy, digests)
 
 
 def test_each_layer_that_gets_an_adapter_has_to_be_there(tiny_model):

@@ -35,9 +35,9 @@ from simulation.cluster.engines import ModelTokenizer
 # exact in float32 for the first 4095 files that a simulation writes.
 MARKS, TOKEN_MARKS = 4096, 4093
 SCALE = float(1 << 24)
-# A token is its position in the sequence plus POSITIONS times the mark of the sequence, from 1 to SEQUENCE_MARKS. A
-# sequence that goes on elsewhere keeps its mark.
-POSITIONS, SEQUENCE_MARKS = 4096, 999
+# A token is its position in the sequence plus POSITIONS times the mark of the sequence, from 1 to SEQUENCE_MARKS, plus
+# END if the sequence ends with it by itself. A sequence that goes on elsewhere keeps its mark.
+POSITIONS, SEQUENCE_MARKS, END = 4096, 999, 1 << 22
 # The largest factor by which the tokens of a straggler are slower. Without it, a very slow sequence could not be told
 # from one that hangs.
 SLOWEST = 30.0
@@ -83,7 +83,14 @@ def tokens_at(position: int, n: int, mark: int) -> np.ndarray:
 
 def are_of_one(tokens: np.ndarray) -> bool:
     """True if all sampled tokens are of the same sequence."""
-    return len(set((tokens // POSITIONS).tolist())) <= 1
+    return len(set((tokens % END // POSITIONS).tolist())) <= 1
+
+
+def ends_right(call: Generation) -> bool:
+    """True if the last token of a call, and no other, is the end of a sequence, unless the call has ended for its
+    length."""
+    ends: list[int] = np.flatnonzero(call.tokens >= END).tolist()
+    return ends == [len(call.tokens) - 1] * (call.finish == "stop")
 
 
 def are_whole(tokens: np.ndarray, sampled: np.ndarray) -> bool:
@@ -184,7 +191,7 @@ class Judge(Protocol):
 
 class SimEngine:
     """Samples `pace.tokens_per_second` in each sequence, with the interface of
-    areal.generation.engine.GenerationEngine.
+    areal.generation.engine.GenerationEngine. The `seed` draws the marks of sequences.
 
     `on_load` is called with each version before it is loaded. `unloadable`: the folders that failed to load once."""
 
@@ -197,6 +204,7 @@ class SimEngine:
         pace: Pace,
         mishaps: Mishaps,
         random: Random,
+        seed: int,
         toil: Toil,
         tell: Callable[[str], None] | None,
         on_load: Callable[[SimEngine, int], None],
@@ -211,6 +219,7 @@ class SimEngine:
         self._pace = pace
         self._mishaps = mishaps
         self._random = random
+        self._marks = Random(seed)
         self._tell = tell
         self._toil = toil
         self._on_load = on_load
@@ -245,7 +254,7 @@ class SimEngine:
         else:
             slow = 1.0
         key = next(self._serial)
-        mark = tokens[-1] // POSITIONS or 1 + crc32(request_id.encode()) % SEQUENCE_MARKS
+        mark = tokens[-1] // POSITIONS or self._marks.randint(1, SEQUENCE_MARKS)
         stream = self._streams[key] = _Stream(
             self, request_id, len(tokens), mark, min(wanted, most), wanted <= most, slow / self._pace.tokens_per_second
         )
@@ -447,6 +456,7 @@ class _Stream:
         tokens = tokens_at(self._at, n, self._mark)
         self._at += n
         finish: Finish | None = None if self._left else ("stop" if self._stops else "length")
+        tokens[-1] += END * (finish == "stop")
         if len(parts) == 1:
             _, weights, version = parts[0]
             logprobs, versions = logprobs_of(tokens, weights.serial), np.full(n, version, np.int32)

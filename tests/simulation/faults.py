@@ -6,7 +6,8 @@ A plan uses only a few kinds of faults, so that over many seeds each kind also o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -33,6 +34,8 @@ POINTS: tuple[Point, ...] = ("before", "working", "worked", "handled", "answered
 RESUMED = 0.15
 # The share of the runs in which a checkpoint is damaged.
 DAMAGED = 0.1
+# The share of the runs in which a fault comes right before an event, and how long before it at most.
+AIMED, BEFORE_SECONDS = 0.3, 0.5
 # The other roles have no disk, so they have no points `working` and `worked`.
 WITH_A_DISK = ("master", "trainer")
 WITHOUT_A_DISK: tuple[Point, ...] = ("before", "handled", "answered")
@@ -236,15 +239,29 @@ def draw(random: Random, processes: list[str], until: float) -> Plan:
     return plan
 
 
+def draw_before(random: Random, processes: list[str], until: float, events: Sequence[tuple[float, str]]) -> Fault:
+    """Draw a fault that comes right before one of the events of a simulation, of which there are the times and kinds.
+    Each kind of event is as likely as each other one, however seldom it happens, and so is each kind of fault: over
+    many seeds, all pairs of them come."""
+    kind = random.choice(sorted({kind for _, kind in events}))
+    at = random.choice([time for time, name in events if name == kind])
+    plan = Plan(until)
+    random.choice(_SINGLE)(random, plan, processes)
+    return replace(plan.faults[0], at=max(0.0, at - BEFORE_SECONDS * random.random() ** 2))
+
+
 def add_resume(random: Random, plan: Plan) -> None:
     """Add to some plans that the run is resumed with other settings."""
     if random.random() < RESUMED:
-        at, more_steps = _when(random, plan), random.choice((-2, -1, -1, 0, 1, 2))
-        max_staleness = random.choice((0, 1, 2))
-        back = random.choice((None, 0, 0, 1, 2))
-        fault = Resume(at, more_steps, max_staleness, back, back is not None and random.random() < 0.3)
-        plan.faults.append(fault)
-        plan.until = max(plan.until, fault.at + random.uniform(0.5, 2.0))
+        _draw_resume(random, plan, [])
+        plan.until = max(plan.until, plan.faults[-1].at + random.uniform(0.5, 2.0))
+
+
+def _draw_resume(random: Random, plan: Plan, processes: list[str]) -> None:
+    at, more_steps = _when(random, plan), random.choice((-2, -1, -1, 0, 1, 2))
+    max_staleness = random.choice((0, 1, 2))
+    back = random.choice((None, 0, 0, 1, 2))
+    plan.faults.append(Resume(at, more_steps, max_staleness, back, back is not None and random.random() < 0.3))
 
 
 def add_manager_kills(random: Random, plan: Plan) -> None:
@@ -474,3 +491,18 @@ _DRAWS = {
     "slow disk": _draw_slow_disk,
     "stragglers": _draw_stragglers,
 }
+
+# One for each kind of fault that may befall a run at any moment.
+_SINGLE = (
+    _draw_kills,
+    _draw_leaves,
+    _draw_pauses,
+    _draw_replacements,
+    _draw_partitions,
+    _draw_resets,
+    _draw_loss,
+    _draw_slow_disk,
+    _draw_full_disk,
+    _draw_clock_jumps,
+    _draw_resume,
+)

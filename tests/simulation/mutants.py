@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from actors.trainer import Trainer
 from actors.training.sample_store import SampleStore
 from actors.training.turns import Turns
 from areal.data.rows import Row
+from areal.sampled import Finish, Generation, TokenTable
 from areal.staleness.ledger import (
     Admitted,
     Discarded,
@@ -69,6 +71,7 @@ from protocols.messages import (
     StoredSamples,
     StoreSamples,
     TokenColumns,
+    TrainingFinished,
 )
 from protocols.transport import Peer, RequestServer
 from simulation.engines import HELDOUT, REFERENCE, TEACHER, SimLearner, SimSource
@@ -191,6 +194,19 @@ def payloads_of_one_checkpoint() -> AbstractContextManager[None]:
     return patch.multiple(Trainer, _train=train_and_note, _complete_checkpoint=complete)
 
 
+def last_checkpoint_left_to_the_dead() -> AbstractContextManager[None]:
+    """A trainer that begins after the last step takes the last checkpoint for saved."""
+    finish = Trainer._finish_run
+
+    async def report(trainer: Trainer) -> None:
+        if trainer._recovery.version < trainer.config.steps:
+            await finish(trainer)
+        else:
+            await trainer.member.ask_master(TrainingFinished(), Done)
+
+    return patch.multiple(Trainer, _finish_run=report)
+
+
 def nothing_saved_on_leaving() -> AbstractContextManager[None]:
     """A trainer that is told to leave ends its step, and saves no checkpoint."""
 
@@ -257,6 +273,28 @@ def tokens_twice_after_a_break() -> AbstractContextManager[None]:
         return await leave(generators, call, *more)
 
     return patch.multiple(RoutedGenerators, _leave=leave_with_more)
+
+
+def end_tokens_dropped() -> AbstractContextManager[None]:
+    """A completion of several tokens that ends by itself arrives without its last token."""
+    add = Call.add
+
+    def add_less(call: Call, new: TokenTable, finish: Finish | None) -> Generation | None:
+        drops = finish == "stop" and len(new) and call.sampled + len(new) > 1
+        return add(call, new.view(0, len(new) - 1) if drops else new, finish)
+
+    return patch.multiple(Call, add=add_less)
+
+
+def the_same_random_numbers() -> AbstractContextManager[None]:
+    """A generator that is started again begins with the random numbers that it began with before."""
+
+    async def join(member: Membership, address: str) -> None:
+        await joined(member, address)
+        member.engine_seed = crc32(f"{member.config.seed}/{member.index}".encode())
+
+    joined = Membership._join
+    return patch.multiple(Membership, _join=join)
 
 
 def shared_tokens_trained_twice() -> AbstractContextManager[None]:
@@ -764,6 +802,7 @@ MUTANTS: dict[str, Mutant] = {
     "lost groups stay ready": lost_groups_stay_ready,
     "only the last checkpoint": only_the_last_checkpoint,
     "payloads of one checkpoint": payloads_of_one_checkpoint,
+    "last checkpoint left to the dead": last_checkpoint_left_to_the_dead,
     "nothing saved on leaving": nothing_saved_on_leaving,
     "payloads dropped once trained": payloads_dropped_once_trained,
     "answers before the commit": answers_before_the_commit,
@@ -776,6 +815,8 @@ MUTANTS: dict[str, Mutant] = {
     "no wait for the write": no_wait_for_the_write,
     "checkpoint before it is written": checkpoint_reported_before_it_is_written,
     "tokens twice after a break": tokens_twice_after_a_break,
+    "end tokens dropped": end_tokens_dropped,
+    "the same random numbers": the_same_random_numbers,
     "shared tokens trained twice": shared_tokens_trained_twice,
     "branches lost on the way": branches_lost_on_the_way,
     "start versions not reported": start_versions_not_reported,

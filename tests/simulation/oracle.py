@@ -39,6 +39,7 @@ from simulation.engines import (
     Weights,
     are_of_one,
     are_whole,
+    ends_right,
     is_doubtful,
     likely,
     logprobs_of,
@@ -81,6 +82,8 @@ class Oracle:
         self.fail = fail
         self.doubtful = doubtful
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.times: list[tuple[float, str]] = []
+        """When each kind of event was appended, in order, also those that were lost then."""
         self.on_disk = 0
         self.fault, self.fault_until = "", -1.0
         """The last kind of fault, and until when it counts as one that is near."""
@@ -125,6 +128,7 @@ class Oracle:
         self.reused_tokens = 0
         """Tokens with which samples have begun whose calls were stored."""
         self._saved: set[bytes] = set()  # digests of the calls that were saved, each with its prompt and place
+        self._seeds: dict[int, str] = {}  # of the engines that have started, and their processes
         self._needless: list[set[str]] = [set(), set()]  # in the spool at the last two checkpoints
         self.heard: Callable[[], None] = lambda: None
         """Called PROMPT_SECONDS after each publication that every generator could hear of."""
@@ -167,6 +171,7 @@ class Oracle:
 
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
+        self.times.append((self.scheduler.now, kind))
         if self.scheduler.now <= self.fault_until:
             self.pairs[f"{kind}/{self.fault}"] += 1
         match kind:
@@ -535,6 +540,8 @@ class Oracle:
             raise Violation(f"a sample of row {row.index} has the reward {sample.reward}, but its score is {reward}")
         if mixed := [call.tokens for call in calls if not are_of_one(call.tokens)]:
             raise Violation(f"a sample of row {row.index} has tokens of several sequences in one call: {mixed}")
+        if wrong := [(call.tokens, call.finish) for call in calls if not ends_right(call)]:
+            raise Violation(f"a sample of row {row.index} has calls without their own ends: {wrong}")
         trained = sorted(pair for own in sample.sequences() for pair in _sampled(own.tokens, own.logprobs, own.sampled))
         if trained != sorted(pair for call in calls for pair in _sampled(call.tokens, call.logprobs)):
             raise Violation(f"a sample trains {trained}, but its calls are {calls}")
@@ -617,6 +624,12 @@ class Oracle:
         row = self.memory.rows.get(group)
         if row is not None and row.started_at is not None and min_version < row.started_at:
             self.fail(Violation(f"{group} started at version {row.started_at}, but goes on from {min_version}", group))
+
+    def engine_starts(self, generator: str, seed: int) -> None:
+        """An engine starts, whose random numbers begin with this seed."""
+        if earlier := self._seeds.get(seed):
+            self.fail(Violation(f"{generator} draws the random numbers of {earlier} again", generator))
+        self._seeds[seed] = generator
 
     def loads(self, generator: str, version: int, loaded: int, held: int | None) -> None:
         """A generator begins to load a version. `held`: the version that it knows it holds, and that could be

@@ -50,6 +50,8 @@ CAUGHT_BY = {
     "no wait for the write": (5, 10),
     "checkpoint before it is written": (3, 10),
     "tokens twice after a break": (6, 40),
+    "end tokens dropped": (1, 20),
+    "the same random numbers": (20, 40),
     "shared tokens trained twice": (5, 40),
     "branches lost on the way": (5, 40),
     "start versions not reported": (19, 20),
@@ -80,6 +82,18 @@ def test_a_mutant_is_caught(mutant: str) -> None:
             if not World(seed).run().ok:
                 return
     pytest.fail(f"{mutant!r} is not caught by {tried} seeds from {first} on")
+
+
+AIMED = "last checkpoint left to the dead"
+
+
+def test_a_fault_right_before_an_event_finds_what_the_others_of_its_seed_do_not() -> None:
+    with MUTANTS[AIMED](), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(18, 78):
+            if World(seed).run().ok and not simulate(seed).ok:
+                return
+    pytest.fail(f"{AIMED!r} is not caught by 60 seeds")
 
 
 class Provoked(NamedTuple):
@@ -316,5 +330,5 @@ def test_a_group_that_waits_for_its_score_outlives_its_manager_and_its_reward_ac
 
 
 def test_all_mutants_are_tested_and_described() -> None:
-    assert sorted(MUTANTS) == sorted([*CAUGHT_BY, *PROVOKED])
+    assert sorted(MUTANTS) == sorted([*CAUGHT_BY, *PROVOKED, AIMED])
     assert not [name for name, mutant in MUTANTS.items() if not mutant.__doc__]

@@ -143,9 +143,17 @@ class Result:
 
 
 class World:
-    """One simulation. `traced`: record a readable line for every message and event."""
+    """One simulation. `traced`: record a readable line for every message and event. `extra`: a fault beside those of
+    the plan, which may come after its end."""
 
-    def __init__(self, seed: int, model: Model | None = None, plan: Plan | None = None, traced: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        model: Model | None = None,
+        plan: Plan | None = None,
+        traced: bool = False,
+        extra: faults.Fault | None = None,
+    ) -> None:
         self.seed = seed
         self.random = Random(seed)
         self.model = model or draw_model(self.random)
@@ -172,6 +180,7 @@ class World:
             judge = Random(f"judge {seed}").random() < 0.5
             self.model = replace(self.model, scorers=draw_scorers(scorers), judge=judge)
             faults.add_scorer_faults(scorers, self.plan, len(self.model.scorers))
+        self.plan.faults += [extra] if extra else []
         self.config = config_of(self.model)
         self._source = SimSource(self.model.bytes_a_row, self.model.size)
         self.scheduler = WorldScheduler()
@@ -206,7 +215,8 @@ class World:
             delay = 0.0 if process.role == "master" else self.random.random() * 0.2
             self.scheduler.call_at(delay, self.start, process)
         resumes = sum(isinstance(fault, faults.Resume) for fault in self.plan.faults)
-        deadline = self.plan.until + self.model.patience + resumes * RESUMED_SECONDS
+        last = max([self.plan.until, *(fault.at for fault in self.plan.faults)])
+        deadline = last + self.model.patience + resumes * RESUMED_SECONDS
         with quiet(self):
             try:
                 self.scheduler.run(deadline)
@@ -381,6 +391,7 @@ class World:
         transfer: Any,
     ) -> SimEngine:
         await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
+        self.oracle.engine_starts(one.loop.name, seed)
         tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
         one.engine = SimEngine(
             self.files,
@@ -390,6 +401,7 @@ class World:
             self.model.pace,
             self.plan.mishaps,
             self.random,
+            seed,
             one.toil,
             tell,
             functools.partial(self._loads, one),
@@ -871,8 +883,16 @@ def _short(value: Any) -> str:
 
 
 def simulate(seed: int, model: Model | None = None, plan: Plan | None = None, *, traced: bool = False) -> Result:
-    """Simulate one seed. If it violates an invariant, the result has a trace."""
-    result = World(seed, model, deepcopy(plan), traced).run()
-    if not result.ok and not traced:
-        result = World(seed, model, deepcopy(plan), traced=True).run()
+    """Simulate one seed. In some, a fault then comes right before an event that has happened. If an invariant is
+    violated, the result has a trace."""
+    world = World(seed, model, deepcopy(plan))
+    result, extra = world.run(), None
+    random = Random(f"aim {seed}")
+    if result.ok and model is None and plan is None and random.random() < faults.AIMED:
+        # The same again until the fault comes.
+        extra = faults.draw_before(random, world.model.processes, world.model.faults_until, world.oracle.times)
+        earlier, result = result, World(seed, extra=extra).run()
+        result.counters.update(earlier.counters)
+    if traced or not result.ok:
+        result = replace(World(seed, model, deepcopy(plan), True, extra).run(), counters=result.counters)
     return result

@@ -23,11 +23,12 @@ from areal.run_files import CHANGES, ROLLOUTS
 from areal.staleness.ledger import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
 from areal.storage import rollouts
 from areal.storage.journal import Journal
-from areal.storage.records import line_of, read_records, record_of
+from areal.storage.records import line_of, read_records, record_of, set_aside
 from areal.storage.run_folder import (
     RunFolder,
     checkpoint_of,
     first_version,
+    metrics_of,
     origins_of,
 )
 from areal.storage.spool import Spool, SpoolDamage
@@ -148,6 +149,14 @@ def test_what_came_after_is_moved_away_and_what_was_ready_then_is_still(config):
     assert steps_in(config.folder) == ([1, 2, 3, 4], [1, 2, 3, 4])
     assert steps_in(config.folder / "abandoned" / "1") == ([5], [5])
     assert [change["step"] for change in read_records(config.folder / CHANGES)] == [2, 5]
+
+
+def test_steps_of_before_that_are_in_another_file_are_moved_and_forked_like_those_in_this_one(config):
+    set_aside(config.folder / "metrics.jsonl", config.folder / "metrics.1.jsonl")
+    assert [line["step"] for line in metrics_of(forked(config, 4).folder)] == [1, 2, 3, 4]
+    check_record(config, from_step=2)
+    assert [line["step"] for line in metrics_of(config.folder)] == [1, 2]
+    assert [line["step"] for line in metrics_of(config.folder / "abandoned" / "1")] == [3, 4, 5]
 
 
 def test_an_older_checkpoint_makes_the_newer_ones_history(config):

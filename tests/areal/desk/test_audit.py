@@ -289,6 +289,17 @@ def test_a_forgery_of_what_the_record_says_of_itself_is_found_without_training(r
     assert fault in failures(run)[check]
 
 
+def test_steps_whose_metrics_were_removed_by_a_setting_are_not_shown_and_no_fault(run, monkeypatch):
+    monkeypatch.setattr(Audit, "_check_training", lambda audit, run: None)
+    metrics, file = run / "metrics.jsonl", run / "config.yaml"
+    file.write_text(file.read_text().replace("metrics_mib: null", "metrics_mib: 1.0"))
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[1:]))
+    audit = Audit(run)
+    assert audit._check_journal() is not None
+    (finding,) = [finding for finding in audit.findings.values() if finding.unknown]
+    assert not finding.faults and "begins with step 2 (observe.metrics_mib)" in finding.unknown[0]
+
+
 def test_a_group_is_judged_by_the_bound_of_its_admission_also_if_that_held_between_two_changes(run):
     """That of step 3 was admitted when the bound of step 2 held."""
     file = run / "config.yaml"

@@ -7,7 +7,6 @@ import pytest
 from areal.desk.timeline import TimelineSpan, activities, spans
 from areal.record import Record
 from areal.run_files import METRICS
-from areal.storage import events as event_log
 from areal.storage.events import GONE, EventLog
 from areal.storage.records import line_of
 
@@ -27,7 +26,7 @@ def clock(tmp_path) -> Clock:
 
 @pytest.fixture
 def events(tmp_path, clock) -> EventLog:
-    return EventLog(tmp_path, clock)
+    return EventLog(tmp_path, 1 << 20, clock)
 
 
 def test_a_change_is_recorded_at_once_and_what_stays_the_same_once_a_second(events, clock, tmp_path):
@@ -74,9 +73,8 @@ def test_an_actor_that_comes_back_may_have_another_clock(events, tmp_path):
     assert list(spans(Record(tmp_path).events)) == [TimelineSpan("generator/0", "load", 999.0, 0.5)]
 
 
-def test_the_newest_events_are_kept_and_the_files_are_bounded(clock, tmp_path, monkeypatch):
-    monkeypatch.setattr(event_log, "LIMIT_BYTES", 2000)
-    events = EventLog(tmp_path, clock)
+def test_the_newest_events_are_kept_and_the_files_are_bounded(clock, tmp_path):
+    events = EventLog(tmp_path, 2000, clock)
     for second in range(200):
         clock.now = 1000.0 + second
         events.record_heartbeat("trainer/0", "healthy", f"step {second}", {})
@@ -86,7 +84,7 @@ def test_the_newest_events_are_kept_and_the_files_are_bounded(clock, tmp_path, m
 
 
 def test_a_folder_that_cannot_be_written_to_hurts_nobody(clock, tmp_path):
-    events = EventLog(tmp_path / "missing", clock)
+    events = EventLog(tmp_path / "missing", 1 << 20, clock)
     for second in range(3):
         clock.now = 1000.0 + second
         events.record_heartbeat("trainer/0", "healthy", f"step {second}", {})

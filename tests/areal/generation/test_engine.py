@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 from tiny_training import divide
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -110,6 +112,25 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Models:
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     write_models(folders, lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | mixture | {"decoder_sparse_step": 1})))
     divide(folders[1], 3)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Folders of three policies with latent attention, interleaved rotation and experts, by version."""
+    folders = {version: tmp_path_factory.mktemp(f"latent{version}") for version in range(3)}
+    sizes = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    sizes |= experts | {"moe_intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    sizes |= {"topk_method": "noaux_tc"}
+    base = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    write_models(folders, lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**base | sizes)))
     return folders
 
 
@@ -248,6 +269,13 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weig
     stale = reference_on_old_cache(models[0], models[1], prompt, sequence.tokens, split)
     part = (sequence.versions == 1)[split:]
     assert np.abs(stale - sequence.logprobs[split:])[part].mean() > 0.01
+
+
+@pytest.mark.slow
+async def test_latent_attention_has_the_logprobs_of_the_weights_that_sampled_on_a_cpu(latent: Models) -> None:
+    engine = await GenerationEngine.start(latent[0], CONFIG, version=0)
+    await check_interruption(engine, latent)
+    await engine.close()
 
 
 def check_likely(model: Path, scores: TokenScores) -> None:

@@ -159,7 +159,7 @@ def test_a_rename_is_on_disk_before_anything_counts_on_it(tmp_path: Path, monkey
 
 
 def test_lines_of_a_log_and_events_that_did_not_fit_are_written_later(small: Path):
-    log, events = Backlog(small / "a.jsonl", small / "a.jsonl.1", 1 << 20), EventLog(small, lambda: 0.0)
+    log, events = Backlog(small / "a.jsonl", small / "a.jsonl.1", 1 << 20), EventLog(small, 1 << 20, lambda: 0.0)
     hog = fill_disk(small)
     for number in range(3):
         log.append([f"{number}" * 3000 + "\n"])

@@ -9,9 +9,10 @@ from areal.storage import journal, rollouts, spool
 from protocols.messages import PROTOCOL_VERSION
 
 VERSIONS = {
-    "0.2": {"journal": 8, "spool": 8, "rollouts": 2, "protocol": 30},
+    "0.2": {"journal": 8, "spool": 8, "rollouts": 2, "protocol": 31},
 }
-"""The formats of each version. Whoever changes one raises the middle number in pyproject.toml, and adds a line here."""
+"""The formats of each version. Whoever changes one raises the middle number in pyproject.toml, once for the next
+release, and adds a line here."""
 
 
 def test_a_changed_format_has_a_version_of_its_own():

@@ -15,7 +15,7 @@ from helpers import read_jsonl
 from areal.config import Config, UserError, dump_config, load_config
 from areal.hiding import secrets_in, without_secrets
 from areal.record import Record
-from areal.run_files import METRICS
+from areal.run_files import METRICS, OLDER_METRICS
 from areal.storage.claim import announce, check_free, claim, claimed_address
 from areal.storage.database import try_lock
 from areal.storage.records import NewRecords, line_of, read_records
@@ -27,7 +27,9 @@ from areal.storage.run_folder import (
     configuration_to_resume,
     end_of,
     keep_changes,
+    metrics_of,
     read_summary,
+    steps_trained,
     store_configuration,
 )
 
@@ -92,6 +94,26 @@ def test_a_new_run_moves_an_old_one_of_its_name_aside_and_says_where_it_is(confi
     names = sorted(path.name for path in config.run_dir.iterdir())
     assert names == ["mine", "mine.1", "mine.2"]
     assert config_of_run(config.folder) == config
+
+
+def test_metrics_of_a_bounded_size_are_the_newest_steps_and_whoever_follows_them_gets_each_once(file):
+    config = load_config(file, [f"observe.metrics_mib={1 / 1024}"])
+    folder, follower = RunFolder(config), NewRecords(config.folder / METRICS)
+    followed = []
+    for step in range(1, 41):
+        folder.append_metrics(record(step, staleness=9 if step == 1 else 0))
+        followed += [line["step"] for line in follower.read()]
+    assert followed == list(range(1, 41))
+    files = [config.folder / name for name in (OLDER_METRICS, METRICS)]
+    assert all(0 < file.stat().st_size < 1024 + 256 for file in files)
+    steps = [line["step"] for line in metrics_of(config.folder)]
+    assert steps == Record(config.folder).steps == list(range(steps[0], 41)) and steps[0] > 20
+    shutil.copy(files[1], files[0])  # as a crash does between the two
+    folder = RunFolder(config)
+    assert steps_trained(config.folder) == 40
+    assert Record(config.folder).steps == [line["step"] for line in read_records(files[1])]
+    folder.append_metrics(record(41))
+    assert [line["step"] for line in metrics_of(config.folder)][-2:] == [40, 41]
 
 
 SECRET = "s3cr3t"

@@ -135,8 +135,16 @@ def test_the_limit_of_the_gap_is_what_dtypes_and_settings_explain(model, changes
     folder = model(text_config={"num_experts": experts})
     values = {"model": str(folder), "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
     values |= {"sampling": {"max_new_tokens": 8} | changes.pop("sampling", {}), "reward": {"functions": "addition"}}
-    config = Config.model_validate(values | changes).for_device(cuda=False)
-    assert limits_of(config).logprob_gap == limit
+    config = Config.model_validate(values | changes)
+    assert limits_of(config, cuda=False).logprob_gap == limit
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("auto", 0.05), ("float32", 0.01)])
+def test_on_gpus_the_limit_of_the_gap_has_room_for_their_products(model, dtype, limit):
+    values = {"model": str(model()), "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
+    values |= {"sampling": {"max_new_tokens": 8}, "reward": {"functions": "addition"}}
+    values |= {"generator": {"dtype": dtype}, "trainer": {"dtype": dtype}}
+    assert limits_of(Config.model_validate(values), cuda=True).logprob_gap == limit
 
 
 def test_engines_that_compute_the_first_weights_otherwise_end_the_run_at_its_first_step(model):
