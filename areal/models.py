@@ -27,6 +27,19 @@ COMPUTED = {
     *("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"),
     *("linear_attention", "mamba", "conv", "moe", "sparse", "dense"),
 }
+# Text models of wrappers that have no class of their own, and the types that compute the same.
+TEXT_TYPES = {
+    wrapper + suffix: text
+    for wrapper, text in {
+        "qwen2_vl": "qwen2",
+        "qwen2_5_vl": "qwen2",
+        "qwen3_vl": "qwen3",
+        "qwen3_vl_moe": "qwen3_moe",
+    }.items()
+    for suffix in ("", "_text")
+}
+# Types of models whose layers do not pass on what the trainer's attention needs of a row.
+SILENT = {"nemotron", "stablelm"}
 SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
 # What config.json says otherwise when another program has copied the model.
 _WRITTEN_ANEW = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
@@ -114,7 +127,7 @@ def check_trainable(folder: Path, ranks: int = 1, longest: int | None = None) ->
 
     ranks: those that compute a row together. longest: the most tokens of a sequence; None: the model's limit.
     """
-    sizes, kind = _sizes(folder), _read_config(folder).get("model_type")
+    sizes, kind = _sizes(folder), _text_type(folder)
     if why := _why_untrainable(_read_config(folder), sizes, kind, longest or context_of(folder) or sys.maxsize):
         raise UserError(f"The model {folder} cannot be trained: {why}.")
     heads = sizes.get("num_attention_heads", ranks)
@@ -144,7 +157,7 @@ def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: s
     if unknown := sorted({*kinds} - COMPUTED):
         return f"the trainer does not compute layers of the type {unknown[0]}: take another model"
     code = _code_of(kind)
-    if "ALL_ATTENTION_FUNCTIONS" not in code and "Attention(nn.Module)" in code:
+    if kind in SILENT or ("ALL_ATTENTION_FUNCTIONS" not in code and "Attention(nn.Module)" in code):
         return f"transformers lets nobody replace the attention of models of the type {kind}: take another model"
     if "position_bias=position_bias" in code:
         return "its attention has a bias by position, which the trainer does not compute: take another model"
@@ -155,11 +168,25 @@ def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: s
     return None
 
 
+def is_wrapper(folder: Path) -> bool:
+    """Whether the model in `folder` has something beside text, such as vision."""
+    facts = _read_config(folder)
+    return "vision_config" in facts or isinstance(facts.get("text_config"), dict)
+
+
+def _text_type(folder: Path) -> str | None:
+    """The type of the text model in `folder`, as transformers computes it; None if config.json does not say."""
+    kind, of_text = _read_config(folder).get("model_type"), _sizes(folder).get("model_type")
+    if kind is not None and of_text is None:
+        of_text = f"{kind}_text"
+    return TEXT_TYPES.get(of_text, of_text) if of_text else kind
+
+
 def flash_computes(folder: Path) -> bool:
     """Whether flash attention 2 computes the attention of the model in `folder`: it has neither sinks nor chunks."""
     sizes = _sizes(folder)
     chunked = "chunked_attention" in (sizes.get("layer_types") or ()) or sizes.get("attention_chunk_size")
-    return not chunked and "s_aux=" not in _code_of(sizes.get("model_type"))
+    return not chunked and "s_aux=" not in _code_of(_text_type(folder))
 
 
 @cache

@@ -15,18 +15,7 @@ from typing import Any
 from areal.config import Config, UserError, read_values
 from areal.data.files import read_object
 from areal.models import QUICKSTART_FOLDER
-from areal.run_files import (
-    CHANGES,
-    CONFIG,
-    EVALUATIONS,
-    EVENTS,
-    JOURNAL,
-    METRICS,
-    OLDER_EVENTS,
-    OLDER_METRICS,
-    ROLLOUTS,
-    SUMMARY,
-)
+from areal.run_files import CHANGES, CONFIG, EVALUATIONS, EVENTS, JOURNAL, METRICS, OLDER, ROLLOUTS, SUMMARY
 from areal.storage import rollouts
 from areal.storage.disk import leaves, within
 from areal.storage.journal import Journal, journal_copy
@@ -157,7 +146,7 @@ class Record:
         new = self._in_short(self._new_steps.read())
         if self._read is None:  # what a crash has left in both files is there once
             first = new[0]["step"] if new else math.inf
-            older = self._in_short(read_records(self.folder / OLDER_METRICS))
+            older = self._in_short(read_records(self.folder / OLDER[METRICS]))
             new = [*(record for record in older if record["step"] < first), *new]
         steps, evaluations = self._read = self._read or ([], [])
         steps += new
@@ -216,7 +205,7 @@ class Record:
     @property
     def events(self) -> list[dict[str, Any]]:
         """The events, in the order of their time. Incomplete ones are left out."""
-        records = chain.from_iterable(read_records(self.folder / file) for file in (OLDER_EVENTS, EVENTS))
+        records = chain.from_iterable(read_records(self.folder / file) for file in (OLDER[EVENTS], EVENTS))
         events = [event for event in records if isinstance(event.get("time"), int | float) and "actor" in event]
         return sorted(events, key=lambda event: event["time"])
 
@@ -241,7 +230,7 @@ class Record:
     @property
     def number_files(self) -> list[Path]:
         """The files of its steps and evaluations that are there, none of them through a link out of its folder."""
-        files = [self.folder / name for name in (OLDER_METRICS, METRICS, EVALUATIONS)]
+        files = [self.folder / name for name in (OLDER[METRICS], METRICS, EVALUATIONS)]
         return [file for file in files if file.is_file() and not leaves(file, self.folder)]
 
     def checkpoint(self, version: int) -> Path:

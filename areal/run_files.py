@@ -3,6 +3,7 @@
 CONFIG, CHANGES, FORK, SECRETS = "config.yaml", "changes.jsonl", "fork.json", "secrets.json"
 JOURNAL, SPOOL = "journal.db", "spool.db"
 METRICS, EVALUATIONS, SUMMARY, REPORT = "metrics.jsonl", "evaluations.jsonl", "summary.json", "report.html"
-OLDER_METRICS = "metrics.1.jsonl"
-EVENTS, OLDER_EVENTS = "events.jsonl", "events.1.jsonl"
+EVENTS = "events.jsonl"
+# Files whose records go to another one at some size, in place of those there, and that one.
+OLDER = {METRICS: "metrics.1.jsonl", EVENTS: "events.1.jsonl"}
 ROLLOUTS = "rollouts"

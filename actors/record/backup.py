@@ -14,7 +14,7 @@ from pathlib import Path
 
 from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
-from areal.run_files import JOURNAL, METRICS, OLDER_METRICS, SPOOL
+from areal.run_files import JOURNAL, METRICS, OLDER, SPOOL
 from areal.storage.database import copy_store
 from areal.storage.disk import within
 from areal.storage.journal import journal_copy
@@ -54,7 +54,7 @@ def backup(options: Namespace) -> None:
 
 def _fill(config: Config, folder: Path, copy: Path) -> int:
     """Copy the run into an empty folder. Returns its version."""
-    older = _file_of(folder / OLDER_METRICS)
+    older = _file_of(folder / OLDER[METRICS])
     checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version
     for name in LINKED:
         if (folder / name).exists():
@@ -72,8 +72,8 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
         raise OvertakenError("a checkpoint was saved meanwhile")
     # The journal was copied before, and must not be the older.
     (copy / METRICS).write_bytes(metrics_up_to(folder / METRICS, state.ledger.version))
-    if _file_of(folder / OLDER_METRICS) != older:
-        raise OvertakenError(f"{OLDER_METRICS} was replaced meanwhile")
+    if _file_of(folder / OLDER[METRICS]) != older:
+        raise OvertakenError(f"{OLDER[METRICS]} was replaced meanwhile")
     return state.ledger.version
 
 

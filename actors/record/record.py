@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import structlog
+
 from actors.mastering.run_state import RunState
 from actors.record.rollback import go_back
 from areal.config import Config, UserError
+from areal.data.sources import PromptSource
 from areal.run_files import METRICS
-from areal.storage.journal import journal_copy
+from areal.storage.journal import Journal, journal_copy
 from areal.storage.run_folder import compare_record, keep_changes
+
+log = structlog.get_logger()
 
 
 def check_record(config: Config, from_step: int | None = None) -> list[str]:
@@ -26,6 +31,22 @@ def check_record(config: Config, from_step: int | None = None) -> list[str]:
     if config.steps < ledger.version:
         raise UserError(f"The run in {config.folder} has trained {ledger.version} steps: set steps to at least that.")
     return [*lines, *keep_changes(config, ledger.batches_logged, state.checkpoint_version)]
+
+
+def check_rows_kept(config: Config, journal: Journal, source: PromptSource) -> None:
+    """Compare the rows with those with which the run began. Raises UserError if there are more or fewer, since each
+    index is then that of another row, and says so if they differ otherwise."""
+    now = source.summary()
+    at_first = journal.note("data", now) if now else now
+    first_rows, rows = at_first.partition(" ")[0], now.partition(" ")[0]
+    if first_rows != rows:
+        raise UserError(
+            f"{config.data.named} had {first_rows} rows to train on when the run in {config.folder} began, and has "
+            f"{rows} now: put them back, or give the new rows another name for a fork, --fork {config.folder} "
+            f"--at-step N data.source=NAME."
+        )
+    if at_first != now:
+        log.warning("the rows are others than when the run began", data=config.data.named)
 
 
 def _state(config: Config) -> RunState:

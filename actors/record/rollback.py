@@ -22,7 +22,7 @@ from typing import Any
 from actors.mastering.changes import Abandoned
 from actors.mastering.run_state import RunState
 from areal.config import Config, UserError
-from areal.run_files import EVALUATIONS, JOURNAL, METRICS, OLDER_METRICS, REPORT, ROLLOUTS, SPOOL, SUMMARY
+from areal.run_files import EVALUATIONS, JOURNAL, METRICS, OLDER, REPORT, ROLLOUTS, SPOOL, SUMMARY
 from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal
 from areal.storage.records import move_records
@@ -130,7 +130,7 @@ def _move_files(config: Config, state: RunState) -> None:
     for path in (folder / "benchmarks").glob("*.jsonl"):
         if int(path.stem.rpartition("-")[2]) > version:
             _move(path, abandoned / "benchmarks")
-    for name in (OLDER_METRICS, METRICS):
+    for name in (OLDER[METRICS], METRICS):
         move_records(folder / name, abandoned / name, lambda record: record["step"] > version)
     move_records(folder / EVALUATIONS, abandoned / EVALUATIONS, lambda record: record["version"] > version)
     hold_changes_from(folder, version + 1)

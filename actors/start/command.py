@@ -360,7 +360,7 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
     network = claim_record(config, arguments) if arguments else open_network(host_of(config.master.address))
     config, source = uvloop.run(prepare(config))
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
-    record, tracker = open_record(config), tracking.start(config)
+    record, tracker = open_record(config, source), tracking.start(config)
     serving = serve(config, network, *record, source)
     del source  # the master keeps the rows only if its sampler needs them
     try:
@@ -380,8 +380,10 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
     return 0 if ending.ok else 1
 
 
-def open_record(config: Config) -> tuple[Journal, RunFolder]:
-    """The journal of a run and its other records, once its disk takes them."""
+def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolder]:
+    """The journal of a run and its other records, once its disk takes them. Raises UserError if the rows are not those
+    with which it began."""
+    from actors.record.record import check_rows_kept
     from actors.runtime.logs import write_log_file
     from areal.storage.disk import DiskRetry
     from areal.storage.journal import Journal
@@ -390,6 +392,8 @@ def open_record(config: Config) -> tuple[Journal, RunFolder]:
     disk_retry = DiskRetry(config.folder, "the master")
     # The lock on the journal also guards the run folder.
     journal = disk_retry.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
+    if config.steps:
+        disk_retry.write_in_thread(lambda: check_rows_kept(config, journal, source), "the journal")
     folder = disk_retry.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
     write_log_file(folder.path / "logs" / "master-0.jsonl")
     return journal, folder

@@ -37,6 +37,8 @@ from areal.data.rows import Prompt, Row, read_prompt
 MAX_DRAWS = 100
 # Rows in which a mixture with weights has its proportions exactly.
 BLOCK_ROWS = 1000
+# So many rows are looked at to see whether the rows are still those with which a run began.
+DIGESTED_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,17 @@ class PromptSource:
         """Which row of the data `row(index)` is: the same number for each index of the same row. Its remainder by the
         number of sources is the source."""
         raise NotImplementedError
+
+    def summary(self) -> str:
+        """The number of rows of one epoch, and a digest of some of them; empty if the source is endless."""
+        if not self.size:
+            return ""
+        digest = hashlib.blake2b(digest_size=8)
+        for index in range(0, self.size, -(-self.size // DIGESTED_ROWS)):
+            with suppress(UserError):  # it is discarded when its turn comes
+                row = self.row(index)
+                digest.update(json.dumps([_key(row.prompt), row.answer], default=lambda value: "").encode())
+        return f"{self.size} {digest.hexdigest()}"
 
     def heldout(self, i: int) -> Row:
         """Return held-out row i, for i in range(eval_size)."""

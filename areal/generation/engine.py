@@ -40,7 +40,8 @@ from areal.processes import importing
 from areal.sampled import Finish, Generation, TokenTable
 from areal.tokens import tokenizer_in
 from areal.trajectory import TokenScores
-from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
+from areal.weights.folders import WEIGHTS_FILE, Shapes
+from areal.weights.wrappers import published_shapes
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, PoolingParams, SamplingParams

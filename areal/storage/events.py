@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal.run_files import EVENTS, OLDER_EVENTS
+from areal.run_files import EVENTS, OLDER
 from areal.storage.disk import Backlog
 from areal.storage.records import line_of
 
@@ -51,7 +51,7 @@ class EventLog:
     bytes of a file."""
 
     def __init__(self, folder: Path, limit: int, clock: Callable[[], float] = time.time) -> None:
-        self._file = Backlog(folder / EVENTS, folder / OLDER_EVENTS, limit)
+        self._file = Backlog(folder / EVENTS, folder / OLDER[EVENTS], limit)
         self._clock = clock
         self._lines: list[str] = []
         self._last_written: dict[str, tuple[float, str, str]] = {}  # by actor: time of the last write, state, activity

@@ -91,6 +91,12 @@ class Journal:
             raise
         return journal
 
+    def note(self, name: str, value: str) -> str:
+        """What the journal says of the run under this name: `value`, unless it has said something before."""
+        noted = read_meta(self._connection, name) or value
+        write_meta(self._connection, name, noted)
+        return noted
+
     def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
         """Return what is on disk: the last snapshot or None, and (kind, body) of each event since then. Raises
         UserError if a part of it is missing or not as it was written."""

@@ -30,18 +30,7 @@ from areal.config import (
 )
 from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
-from areal.run_files import (
-    CHANGES,
-    CONFIG,
-    EVALUATIONS,
-    FORK,
-    JOURNAL,
-    METRICS,
-    OLDER_METRICS,
-    REPORT,
-    SECRETS,
-    SUMMARY,
-)
+from areal.run_files import CHANGES, CONFIG, EVALUATIONS, FORK, JOURNAL, METRICS, OLDER, REPORT, SECRETS, SUMMARY
 from areal.settings import MAY_CHANGE, REDONE, differences, is_under
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
@@ -85,7 +74,7 @@ class RunFolder:
         store_configuration(config)
         self._metrics = self.path / METRICS
         self._most_metrics = (config.observe.metrics_mib or math.inf) * (1 << 20)
-        for path in (self.path / OLDER_METRICS, self._metrics):
+        for path in (self.path / OLDER[METRICS], self._metrics):
             for record in whole_records(path):
                 self._update_totals(record)
         self._metrics.touch()  # now a run has begun here
@@ -106,7 +95,7 @@ class RunFolder:
         # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
         free = free_bytes(self.path)
         if self._metrics.stat().st_size > self._most_metrics:
-            set_aside(self._metrics, self.path / OLDER_METRICS)
+            set_aside(self._metrics, self.path / OLDER[METRICS])
         append(self._metrics, self._line(metrics | {"disk_free": free}))
         self._update_totals(metrics)
         self._free.append(free)
@@ -177,7 +166,7 @@ def version_of(checkpoint: Path) -> int:
 def metrics_of(folder: Path) -> Iterator[dict[str, Any]]:
     """The metrics of each step of the run in `folder`, as far as they are kept."""
     step = 0
-    for record in chain(read_records(folder / OLDER_METRICS), read_records(folder / METRICS)):
+    for record in chain(read_records(folder / OLDER[METRICS]), read_records(folder / METRICS)):
         if record["step"] > step:  # a crash may have left it in both files
             step = record["step"]
             yield record

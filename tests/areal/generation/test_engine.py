@@ -45,8 +45,8 @@ from areal.sampled import Generation
 from areal.selftest.transport import Receiving, Sending
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores
-from areal.weights.folders import published_shapes
 from areal.weights.lora import add_adapters, write_adapter
+from areal.weights.wrappers import published_shapes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

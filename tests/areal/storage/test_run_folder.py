@@ -15,7 +15,7 @@ from helpers import read_jsonl
 from areal.config import Config, UserError, dump_config, load_config
 from areal.hiding import secrets_in, without_secrets
 from areal.record import Record
-from areal.run_files import METRICS, OLDER_METRICS
+from areal.run_files import METRICS, OLDER
 from areal.storage.claim import announce, check_free, claim, claimed_address
 from areal.storage.database import try_lock
 from areal.storage.records import NewRecords, line_of, read_records
@@ -104,7 +104,7 @@ def test_metrics_of_a_bounded_size_are_the_newest_steps_and_whoever_follows_them
         folder.append_metrics(record(step, staleness=9 if step == 1 else 0))
         followed += [line["step"] for line in follower.read()]
     assert followed == list(range(1, 41))
-    files = [config.folder / name for name in (OLDER_METRICS, METRICS)]
+    files = [config.folder / name for name in (OLDER[METRICS], METRICS)]
     assert all(0 < file.stat().st_size < 1024 + 256 for file in files)
     steps = [line["step"] for line in metrics_of(config.folder)]
     assert steps == Record(config.folder).steps == list(range(steps[0], 41)) and steps[0] > 20
