@@ -128,6 +128,7 @@ class SourceConfig(Section):
     * `reasoning_gym:NAME`: a task of the reasoning_gym library, which receives `options`;
     * `verifiers:NAME`: an environment of the verifiers library, which receives `options`; `verifiers:NAME:eval` takes
       the rows that the environment keeps for evaluation;
+    * `harbor:FOLDER`: tasks in Harbor's folder layout;
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, a folder with files as the hub has them, or
       one written by `save_to_disk`); `hf:NAME:SPLIT` and `FOLDER:SPLIT` name the split, too.
 
@@ -538,7 +539,9 @@ class RolloutManagerConfig(Section):
     @property
     def gives_rewards(self) -> bool:
         """Whether the workflow has rewards of its own, so that answers and tests of rows are not needed."""
-        return self.workflow in ("environment", "verifiers") or bool(self.workflow_options.get("agent_reward"))
+        return self.workflow in ("environment", "sandbox_tools", "verifiers") or bool(
+            self.workflow_options.get("agent_reward")
+        )
 
     @property
     def names_parsers(self) -> bool:

@@ -40,7 +40,7 @@ import areal.generation.engine
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.cpu.generation import BLOCK_SIZE
 from areal.devices import SHARES
-from areal.generation.engine import EngineError, EngineStats, GenerationEngine, WeightLoadError, stop_tokens
+from areal.generation.engine import EngineError, EngineStats, GenerationEngine, WeightLoadError, _Use, stop_tokens
 from areal.sampled import Generation
 from areal.selftest.transport import Receiving, Sending
 from areal.tokens import load_tokenizer
@@ -781,7 +781,7 @@ async def test_the_engine_s_arguments_are_the_settings_with_the_options_on_top(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def arguments(cpu: bool = False, sleeps: bool = False, **changes: Any) -> Any:
-        return areal.generation.engine._engine_args(models[0], GeneratorConfig(**changes), 7, None, sleeps, cpu)
+        return areal.generation.engine._engine_args(models[0], GeneratorConfig(**changes), _Use(7, None, sleeps), cpu)
 
     results = arguments(engine_options={"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, tensor_parallel=2)
     assert (results.kv_cache_dtype, results.enable_prefix_caching, results.tensor_parallel_size) == ("fp8", False, 2)
@@ -821,7 +821,7 @@ async def test_a_step_of_a_gpu_has_as_many_tokens_as_vllm_takes_for_throughput(
 
     def scheduler(on_cpu: bool, **options: Any) -> Any:
         config = CONFIG.model_copy(update={"max_concurrent_rollouts": 200, "engine_options": options})
-        arguments = areal.generation.engine._engine_args(models[0], config, 7, None, False, on_cpu)
+        arguments = areal.generation.engine._engine_args(models[0], config, _Use(7), on_cpu)
         return areal.generation.engine._vllm_config(arguments, config, on_cpu).scheduler_config
 
     settings = scheduler(on_cpu=False)
