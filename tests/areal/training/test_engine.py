@@ -75,7 +75,9 @@ def test_packed_log_probs_equal_those_of_each_sequence_alone(engine_of, folder):
 
 
 @pytest.mark.parametrize(("cuda", "stage", "place"), [(True, 1, {"": 3}), (True, 3, None), (False, 1, None)])
-def test_ranks_read_a_whole_model_into_their_gpus_and_not_each_into_host_memory(monkeypatch, cuda, stage, place):
+def test_ranks_read_a_whole_model_into_their_gpus_and_not_each_into_host_memory(
+    folder, monkeypatch, cuda, stage, place
+):
     places = []
 
     def read(*arguments, device_map, **options):
@@ -86,7 +88,7 @@ def test_ranks_read_a_whole_model_into_their_gpus_and_not_each_into_host_memory(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
     with pytest.raises(UserError, match="enough"):
-        ModelReader(TrainerConfig(zero_stage=stage, dtype="bfloat16"), stage, "sdpa", None).read(Path("folder"))
+        ModelReader(TrainerConfig(zero_stage=stage, dtype="bfloat16"), stage, "sdpa", None).read(folder)
     assert places == [place]
 
 
