@@ -338,7 +338,7 @@ def digests_of(folder: Path) -> dict[str, str]:
     template = folder / "chat_template.jinja"
     facts = {
         "config.json": {key: value for key, value in config.items() if key not in _WRITTEN_ANEW},
-        "weights": weight_sizes(folder),
+        "list of weights": weight_sizes(folder),
         "tokenizer.json": [tokenizer[key] for key in ("model", "added_tokens", "pre_tokenizer") if key in tokenizer],
         "chat template": template.read_text(encoding="utf-8")
         if template.is_file()
