@@ -180,6 +180,7 @@ class Generator(Actor):
                 lora=config.trainer.lora,
                 sleeps=config.colocate,
                 transfer=config.weights.backend,
+                routes=bool(config.steps) and config.trainer.routing == "replay",
             )
 
         devices = SharedDevices(config, member.directory, member.ask, member.spawn, member.works)

@@ -16,6 +16,7 @@ dies, another one samples what is missing. It never decides admission.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
@@ -31,8 +32,10 @@ from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
+from areal.programs.outside import SandboxError
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import Note, Trajectory, row_text
+from areal.workflows.sandbox_tasks import task_of
 from protocols.errors import BusError, FencedError, MalformedError, RefusedError, text_of
 from protocols.messages import (
     AskCalls,
@@ -65,6 +68,8 @@ STORE_SECONDS = 60.0
 # threads beside the trainer's own took 0.18 s of CPU a step of the quickstart, now 0.07. A kill loses this time.
 STORE_AFTER_SECONDS = 2.0
 BALANCE_SECONDS = 2.0
+# Rows after that of a new group whose images are pulled meanwhile.
+ROWS_AHEAD = 8
 # Time to save the calls of all samples before others take them over, and how many samples are saved at once.
 HAND_OVER_SECONDS = 0.8
 SAVES = 4
@@ -207,6 +212,7 @@ class RolloutManager(Sampler):
         """Sample a group, or what is missing of it, and have the trainer store its samples soon after they are scored.
         Raises SampleFailed if the group cannot be finished."""
         row = self._read_row(permit.row)
+        self._pull_ahead(permit.row)
         all_or_none = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
         stored = await self._ask_stored(permit, all_or_none)
         places = [place for place in range(self._samples) if place not in stored.places]
@@ -279,6 +285,13 @@ class RolloutManager(Sampler):
         if too_long := self.services.too_long(row):
             raise SampleFailed("long", too_long)
         return row
+
+    def _pull_ahead(self, index: int) -> None:
+        """Begin to pull the images of the next rows, if samples run in containers."""
+        if self.services.sandboxes.containers:
+            for later in range(index + 1, index + 1 + ROWS_AHEAD):
+                with contextlib.suppress(SampleFailed, SandboxError):  # heard again once the row is used
+                    self.services.sandboxes.pull_ahead(task_of(self._read_row(later).fields))
 
     async def _first_scored(
         self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None] | None

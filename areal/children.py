@@ -16,10 +16,33 @@ def kill_group(process: subprocess.Popen[Any] | asyncio.subprocess.Process) -> N
         os.killpg(process.pid, signal.SIGKILL)
 
 
+class Output:
+    """What a program prints: all of it, or the first and last bytes, `most_bytes` together, around a mark."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._last_bytes = most_bytes // 2
+        self._first_bytes = most_bytes - self._last_bytes
+        self._first, self._last = bytearray(), bytearray()
+        self.missing = 0
+        """Bytes that are left out."""
+
+    def add(self, part: bytes) -> None:
+        room = self._first_bytes - len(self._first)
+        self._first += part[:room]
+        self._last += part[room:]
+        excess = max(0, len(self._last) - self._last_bytes)
+        del self._last[:excess]
+        self.missing += excess
+
+    def __bytes__(self) -> bytes:
+        mark = f"\n[{self.missing} bytes are left out here]\n".encode() if self.missing else b""
+        return bytes(self._first + mark + self._last)
+
+
 async def finish(*command: str, stdin: bytes = b"", seconds: float, most_bytes: int = 0) -> tuple[int | None, bytes]:
-    """Run a program to its end. Returns its exit status, or None if it was killed after `seconds`, and the first
-    `most_bytes` of what it printed."""
-    pipe, nothing, printed = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL, bytearray()
+    """Run a program to its end. Returns its exit status, or None if it was killed after `seconds`, and what it printed
+    (`Output`)."""
+    pipe, nothing, printed = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL, Output(most_bytes)
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=pipe if stdin else nothing,
@@ -33,7 +56,7 @@ async def finish(*command: str, stdin: bytes = b"", seconds: float, most_bytes: 
                 process.stdin.write(stdin)
                 process.stdin.close()
             while process.stdout and (part := await process.stdout.read(65536)):
-                printed += part[: most_bytes - len(printed)]
+                printed.add(part)
             return await process.wait(), bytes(printed)
     except TimeoutError:
         return None, bytes(printed)

@@ -128,6 +128,7 @@ class SourceConfig(Section):
     * `reasoning_gym:NAME`: a task of the reasoning_gym library, which receives `options`;
     * `verifiers:NAME`: an environment of the verifiers library, which receives `options`; `verifiers:NAME:eval` takes
       the rows that the environment keeps for evaluation;
+    * `harbor:FOLDER`: tasks in Harbor's folder layout;
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, a folder with files as the hub has them, or
       one written by `save_to_disk`); `hf:NAME:SPLIT` and `FOLDER:SPLIT` name the split, too.
 
@@ -538,7 +539,9 @@ class RolloutManagerConfig(Section):
     @property
     def gives_rewards(self) -> bool:
         """Whether the workflow has rewards of its own, so that answers and tests of rows are not needed."""
-        return self.workflow in ("environment", "verifiers") or bool(self.workflow_options.get("agent_reward"))
+        return self.workflow in ("environment", "sandbox_tools", "verifiers") or bool(
+            self.workflow_options.get("agent_reward")
+        )
 
     @property
     def names_parsers(self) -> bool:
@@ -1099,6 +1102,13 @@ class ObserveConfig(Section):
     events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")
+    mlflow: str | None = Field(
+        None,
+        description="MLflow experiment to log to, at MLFLOW_TRACKING_URI or else in mlflow.db beside the run folder",
+    )
+    profile: bool = Field(
+        False, description="each actor, engine and rank 0 writes its CPU time by function into the folder profile"
+    )
 
     def conflicts(self) -> Iterator[str]:
         beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,19 @@ COMPUTED = {
     *("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"),
     *("linear_attention", "mamba", "conv", "moe", "sparse", "dense"),
 }
+# Text models of wrappers that have no class of their own, and the types that compute the same.
+TEXT_TYPES = {
+    wrapper + suffix: text
+    for wrapper, text in {
+        "qwen2_vl": "qwen2",
+        "qwen2_5_vl": "qwen2",
+        "qwen3_vl": "qwen3",
+        "qwen3_vl_moe": "qwen3_moe",
+    }.items()
+    for suffix in ("", "_text")
+}
+# Types of models whose layers do not pass on what the trainer's attention needs of a row.
+SILENT = {"nemotron", "stablelm"}
 SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
 # What config.json says otherwise when another program has copied the model.
 _WRITTEN_ANEW = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
@@ -114,7 +128,7 @@ def check_trainable(folder: Path, ranks: int = 1, longest: int | None = None) ->
 
     ranks: those that compute a row together. longest: the most tokens of a sequence; None: the model's limit.
     """
-    sizes, kind = _sizes(folder), _read_config(folder).get("model_type")
+    sizes, kind = _sizes(folder), _text_type(folder)
     if why := _why_untrainable(_read_config(folder), sizes, kind, longest or context_of(folder) or sys.maxsize):
         raise UserError(f"The model {folder} cannot be trained: {why}.")
     heads = sizes.get("num_attention_heads", ranks)
@@ -144,7 +158,7 @@ def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: s
     if unknown := sorted({*kinds} - COMPUTED):
         return f"the trainer does not compute layers of the type {unknown[0]}: take another model"
     code = _code_of(kind)
-    if "ALL_ATTENTION_FUNCTIONS" not in code and "Attention(nn.Module)" in code:
+    if kind in SILENT or ("ALL_ATTENTION_FUNCTIONS" not in code and "Attention(nn.Module)" in code):
         return f"transformers lets nobody replace the attention of models of the type {kind}: take another model"
     if "position_bias=position_bias" in code:
         return "its attention has a bias by position, which the trainer does not compute: take another model"
@@ -155,11 +169,25 @@ def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: s
     return None
 
 
+def is_wrapper(folder: Path) -> bool:
+    """Whether the model in `folder` has something beside text, such as vision."""
+    facts = _read_config(folder)
+    return "vision_config" in facts or isinstance(facts.get("text_config"), dict)
+
+
+def _text_type(folder: Path) -> str | None:
+    """The type of the text model in `folder`, as transformers computes it; None if config.json does not say."""
+    kind, of_text = _read_config(folder).get("model_type"), _sizes(folder).get("model_type")
+    if kind is not None and of_text is None:
+        of_text = f"{kind}_text"
+    return TEXT_TYPES.get(of_text, of_text) if of_text else kind
+
+
 def flash_computes(folder: Path) -> bool:
     """Whether flash attention 2 computes the attention of the model in `folder`: it has neither sinks nor chunks."""
     sizes = _sizes(folder)
     chunked = "chunked_attention" in (sizes.get("layer_types") or ()) or sizes.get("attention_chunk_size")
-    return not chunked and "s_aux=" not in _code_of(sizes.get("model_type"))
+    return not chunked and "s_aux=" not in _code_of(_text_type(folder))
 
 
 @cache
@@ -296,6 +324,10 @@ def check_adapters(model: object, weights: Iterable[str], lora: LoraConfig) -> N
 def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
     """Raise UserError if the model in `folder` is a mixture of experts that engines on these devices, GPUs (cuda) or
     CPUs, cannot have with such adapters, or that has no place for all of them."""
+    if not cuda and _text_type(folder) == "gpt_oss":
+        raise UserError(
+            f"vLLM computes the experts of gpt-oss on GPUs alone: {folder} cannot generate on this machine."
+        )
     if lora is None or not is_mixture(folder):
         return
     kind = f"the model {folder} is a mixture of experts"
@@ -399,7 +431,9 @@ def _make_quickstart(config: Config) -> Path:
         return folder
     # A process of its own makes the model, because the master must not import torch.
     command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
-    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT)
+    # Threads that spin while they wait take six times the CPU time where engines are imported beside them.
+    waiting = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT, env=waiting)
     if process.returncode:
         raise UserError(
             f"The quickstart's model could not be made: {' '.join(command)} exited with {process.returncode}."

@@ -18,7 +18,7 @@ from areal.text import shown
 
 # What a configuration says of code: a file or module with its object, or, under the key `command`, a program. These
 # beginnings name data and addresses instead.
-_OBJECT = re.compile(r"(?!(?:hf|reasoning_gym|verifiers|paper|tcp|https?):)[\w./~-]+:[A-Za-z_]\w*")
+_OBJECT = re.compile(r"(?!(?:hf|harbor|reasoning_gym|verifiers|paper|tcp|https?):)[\w./~-]+:[A-Za-z_]\w*")
 
 
 def load(path: str, what: str) -> Any:

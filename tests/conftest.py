@@ -25,7 +25,8 @@ from areal.processes import cache_folder
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.register_profile("brief", deadline=None, max_examples=25)
 
-ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -135,12 +136,29 @@ def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
 
 # Whole runs and what else takes a minute. Begun last, they would be what one process of pytest does at the end alone.
 LONG = {"test_chaos.py", "test_redo.py", "test_eval.py", "test_run.py", "test_hosts.py"}
+# What has an engine in a process of pytest. It stands together, so that one of two processes need not import vLLM and
+# DeepSpeed, which takes longer than most tests.
+ENGINES = (
+    *(f"areal/{room}/" for room in ("cpu", "generation", "selftest", "training", "weights")),
+    "areal/desk/test_audit",
+    "areal/desk/test_replay",
+    "actors/test_scorer",
+    "actors/weights/",
+)
+
+
+def _turn(item: pytest.Item) -> int:
+    """When a test begins: those with smaller numbers are the first."""
+    if item.path.name in LONG:
+        return 0
+    return 1 if item.path.relative_to(TESTS).as_posix().startswith(ENGINES) else 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=_turn)
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(10_000)  # with 700 it takes longer than reading all files does
     gc.enable()

@@ -249,7 +249,7 @@ def reference_gradients(model, batch, mask_older_than=0, entropy_coef=0.0):
         count += int(trained.sum())
     model.zero_grad()
     (loss / count).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def exact_gradients(folder, batch=None):
@@ -269,7 +269,8 @@ def step_and_gradients(engine, batch, **options):
 
     def spy():
         for name, parameter in engine._module.named_parameters():
-            gradients[name] = safe_get_full_grad(parameter).clone()
+            if (gradient := safe_get_full_grad(parameter)) is not None:  # a bias of Ernie 4.5's routers has none
+                gradients[name] = gradient.clone()
         optimizer_step()
 
     engine._deepspeed.step = spy

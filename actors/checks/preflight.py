@@ -75,6 +75,11 @@ from areal.config import GeneratorConfig
 from areal.generation.engine import check_options
 check_options(Path(sys.argv[1]), GeneratorConfig.model_validate_json(sys.argv[2]))
 """
+_CHECK_NAMES = """
+from pathlib import Path
+from areal.weights.wrappers import check_names
+check_names(Path(sys.argv[1]))
+"""
 _IN_A_PROCESS = """
 import sys
 from areal.config import UserError
@@ -228,6 +233,17 @@ def check_options(config: Config) -> None:
             what="vLLM",
             remedy="leave out generator.engine_options",
         )
+
+
+def check_names(config: Config) -> None:
+    """Compare the names of the weights that the trainer would publish with those of the model's files, if these are
+    here. Raises UserError."""
+    if config.model == "quickstart" or not config.steps or config.trainer.lora:
+        return
+    folder = resolve_model(config, weights=False)
+    if weight_sizes(folder):
+        remedy = "leave out the rehearsal"
+        _check_apart(_CHECK_NAMES, str(folder), what="transformers", remedy=remedy)
 
 
 def _check_apart(code: str, *arguments: str, what: str, remedy: str) -> None:

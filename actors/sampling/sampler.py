@@ -19,11 +19,13 @@ from actors.sampling.sessions import SampleSession
 from areal.config import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.programs.outside import SandboxError
 from areal.text import error_text
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
 from areal.workflows.parsers import Parsers
+from areal.workflows.sandbox_tasks import RowError
 from protocols.errors import text_of
 from protocols.messages import Cause, ConnectionLost, Done, Member, ScoringFailed, Work
 
@@ -88,11 +90,12 @@ class Sampler(Actor):
             rewards=self._scoring,
             programs=Programs(config.sandbox),
             endpoint=Endpoint(config),
+            place=f"{self.role}/{member.index}",
         )
         member.used.push_async_callback(self.services.close)
 
     def stats(self) -> dict[str, float]:
-        return {"samples_scored": self.services.succeeded}
+        return {"samples_scored": self.services.succeeded} | self.services.sandboxes.stats()
 
     def works(self) -> tuple[Work, ...]:
         own_code = self.services.own_code
@@ -128,6 +131,10 @@ class Sampler(Actor):
             if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
                 self.report_failure(failure.cause, f"{failure}")
             raise
+        except SandboxError as error:
+            cause: Cause = "row" if isinstance(error, RowError) else "sandbox"
+            self.report_failure(cause, f"{error}")
+            raise SampleFailed(cause, f"{error}") from error
         except Exception as error:
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
             reason = f"the workflow raised {error_text(error)}"

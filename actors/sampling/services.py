@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ import numpy as np
 from actors.sampling.calls import Call, SampleFailed
 from areal.config import Config, SandboxConfig, UserError
 from areal.data.rows import Row
-from areal.programs.outside import Sandbox, SandboxError, open_sandbox
+from areal.programs.outside import ProgramSandbox, SandboxError, open_sandbox
 from areal.result import Result, overlong_penalty
 from areal.sampled import Generation
 from areal.staleness.standstills import UNKNOWN, Standstills
@@ -23,6 +25,7 @@ from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import begin
 from areal.workflows.openai_api import Access
 from areal.workflows.parsers import Parsers
+from areal.workflows.sandbox_owner import Sandboxes
 from areal.workflows.session import Session
 
 if TYPE_CHECKING:
@@ -56,10 +59,12 @@ class Rewards(Protocol):
 class Programs:
     """Python programs, in a sandbox that is opened for the first one."""
 
-    def __init__(self, config: SandboxConfig, open_sandbox: Callable[[SandboxConfig], Sandbox] = open_sandbox) -> None:
+    def __init__(
+        self, config: SandboxConfig, open_sandbox: Callable[[SandboxConfig], ProgramSandbox] = open_sandbox
+    ) -> None:
         self._config = config
         self._open_sandbox = open_sandbox
-        self._sandbox: asyncio.Task[Sandbox] | None = None
+        self._sandbox: asyncio.Task[ProgramSandbox] | None = None
         # Further programs wait: more at once would only delay each other, up to their time limit.
         self._slots = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
@@ -103,8 +108,9 @@ class Endpoint:
 
 @dataclass(eq=False)
 class Services:
-    """See the module. `succeeded`: number of samples that were finished and scored. `own_code`: samples in their
-    workflow's own code, and since when. `own_limits`: of how long one may be there."""
+    """See the module. `place`: who samples, as in rollout_manager/0. `succeeded`: number of samples that were finished
+    and scored. `own_code`: samples in their workflow's own code, and since when. `own_limits`: of how long one may be
+    there."""
 
     config: Config
     tokenizer: Any
@@ -113,11 +119,14 @@ class Services:
     rewards: Rewards
     programs: Programs
     endpoint: Endpoint
+    place: str = "trial"
     succeeded: int = 0
     own_code: dict[object, float] = field(default_factory=dict)
     own_limits: Standstills = field(init=False)
+    sandboxes: Sandboxes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sandboxes = Sandboxes(_label(self.config, self.place), self.config.sandbox)
         seconds = self.config.master.hang_seconds
         self.own_limits = Standstills(OWN_CODE * seconds, UNKNOWN * seconds)
 
@@ -154,7 +163,14 @@ class Services:
 
     async def close(self) -> None:
         await self.endpoint.close()
+        await self.sandboxes.close()
         await self.programs.close()
+
+
+def _label(config: Config, place: str) -> str:
+    """What marks sandboxes of this place in the run, whichever process has it."""
+    names = f"{socket.gethostname()}:{config.folder.absolute()}:{place}"
+    return f"{config.name}-{hashlib.blake2b(names.encode(), digest_size=8).hexdigest()}"
 
 
 async def load_parsers(config: Config, tokenizer: Any, make: type[P]) -> P:

@@ -27,6 +27,7 @@ from areal.trajectory import Trajectory
 from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
+from areal.workflows.sandbox_owner import Sandboxes
 from protocols.messages import Member
 
 NO_CHANGES: Mapping[str, float] = {}
@@ -217,6 +218,10 @@ class SampleSession(SampleState):
         """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
         with self._waiting():
             return await self._services.programs.run(code)
+
+    @property
+    def sandboxes(self) -> Sandboxes:
+        return self._services.sandboxes
 
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
         return self._services.endpoint.serve(self)

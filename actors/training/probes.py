@@ -34,6 +34,7 @@ def measures_gaps(config: Config) -> bool:
         config.observe.rollouts != "none"
         and config.sampling.temperature == 1
         and config.trainer.proximal == "recompute"
+        and config.trainer.routing == "own"  # with the experts that the weights before the step choose
     )
 
 

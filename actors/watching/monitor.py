@@ -201,11 +201,14 @@ def _doing(member: dict[str, Any]) -> str:
         "kv_use": lambda n: f"KV {n:.0%}",
         "groups_running": lambda n: f"{n:.0f} groups",
         "samples_running": lambda n: f"{n:.0f} samples",
+        "sandboxes": lambda n: f"{n:.0f} sandboxes",
+        "images_pulling": lambda n: f"{n:.0f} images on their way" * bool(n),
+        "images_failed": lambda n: f"{n:.0f} failed pulls" * bool(n),
         "scored": lambda n: f"{n:,.0f} scored",
         "failed": lambda n: f"{n:,.0f} failed",
     }
     words = [word(stats[name]) for name, word in load.items() if name in stats]
-    return ", ".join([member["activity"], *words]).replace("running, of", "running of")
+    return ", ".join(filter(None, [member["activity"], *words])).replace("running, of", "running of")
 
 
 def _filtered(metrics: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, explain, reward_weights
-from areal.data import addition, reasoning_tasks, verifiers_tasks
+from areal.data import addition, harbor_tasks, reasoning_tasks, verifiers_tasks
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of
 from areal.data.rows import Prompt, Row, read_prompt
 
@@ -342,6 +342,10 @@ def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int
     if name.startswith("verifiers:"):
         environment, _, side = name.removeprefix("verifiers:").partition(":")
         return _table(config, verifiers_tasks.rows(environment, options, side or "train"), what)
+    if name.startswith("harbor:"):
+        folder = Path(name.removeprefix("harbor:")).expanduser()
+        config = config.model_copy(update={"prompt_key": "prompt", "answer_key": None})
+        return _table(config, harbor_tasks.rows(folder, what), what)
     if not name.startswith("hf:") and (kind := kind_of(name)):
         if options:
             raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")
@@ -353,7 +357,7 @@ def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int
         return _open_hugging_face(config, name, options, what)
     raise UserError(
         f"{what} is none of addition, a path ending in {', '.join(KINDS)}, reasoning_gym:NAME, verifiers:NAME, "
-        f"hf:NAME, or the path of a folder that exists: correct it"
+        f"harbor:FOLDER, hf:NAME, or the path of a folder that exists: correct it"
     )
 
 

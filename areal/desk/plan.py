@@ -34,6 +34,7 @@ from areal.text import without_code
 from areal.training.flops import experts_of
 from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
+from areal.weights.wrappers import text_config
 
 MEASURED = [
     "step_seconds",
@@ -181,11 +182,11 @@ def read_model(config: Config) -> ModelSizes:
 def read_modules(model: str) -> tuple[Any, Any]:
     """The configuration, as transformers has it, and the modules of a model, without weights. Raises UserError."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     message = f"The model {model} cannot be read ({{why}}): set model=FOLDER."
     with explain((OSError, ValueError), message), without_code():
-        sizes = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+        sizes = text_config(model)
         with torch.device("meta"):
             return sizes, AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
 

@@ -40,7 +40,8 @@ from areal.processes import importing
 from areal.sampled import Finish, Generation, TokenTable
 from areal.tokens import tokenizer_in
 from areal.trajectory import TokenScores
-from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
+from areal.weights.folders import WEIGHTS_FILE, Shapes
+from areal.weights.wrappers import published_shapes
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, PoolingParams, SamplingParams
@@ -159,11 +160,11 @@ class GenerationEngine:
     @classmethod
     async def start(
         cls, model: Path, config: GeneratorConfig, *, version: int, seed: int = 0, lora: LoraConfig | None = None,
-        sleeps: bool = False, transfer: str | None = None,
+        sleeps: bool = False, transfer: str | None = None, routes: bool = False,
     ) -> GenerationEngine:  # fmt: skip
         """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`. lora: if given, later
         versions are adapters of this model. sleeps: `sleep` will be called. transfer: the backend of vLLM's weight
-        transfer for `receive`; an engine with it does not sleep.
+        transfer for `receive`; an engine with it does not sleep. routes: whether tokens have the column of this name.
 
         Every process that starts an engine needs the guard `if __name__ == "__main__"`: the child imports its main
         module. Raises UserError if `model` or `config` is at fault, EngineError if the engine does not start.
@@ -171,12 +172,15 @@ class GenerationEngine:
         config = config.for_device(cuda=bool(visible_devices()))
         shapes, tied = _read_model_folder(model)
         # In a thread: importing vLLM and waiting for its process take seconds; the actor has to send heartbeats then.
-        core, stops = await asyncio.to_thread(_start_core, model, config, seed, lora, sleeps, transfer)
+        use = _Use(seed, lora, sleeps, transfer, routes)
+        core, stops = await asyncio.to_thread(_start_core, model, config, use)
         limits = core.vllm_config.model_config
         facts = _Model(model, shapes, tied, lora, stops, limits.get_vocab_size(), limits.max_model_len)
         engine = cls(core, config, facts, version)
         if lora:
             await engine._call(core.collective_rpc_async("start_adapter", args=(ADAPTER,)))
+        if routes and not core.vllm_config.aux_output_config.enabled:
+            await engine._call(core.collective_rpc_async("capture_routes"))
         await engine._call(core.set_weight_version_async(str(version)))
         return engine
 
@@ -217,6 +221,7 @@ class GenerationEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            routed_experts_prompt_start=len(tokens) - 1 if self._core.vllm_config.aux_output_config.enabled else 0,
         )
         async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version)) as sequences:
             async for sequence in sequences:
@@ -543,6 +548,7 @@ class GenerationEngine:
             self._hits += stats.prefix_cache_stats.hits
         first = outputs.outputs[0].new_logprobs if outputs.outputs else None
         logprobs = _NOTHING if first is None else first.logprobs  # of all outputs, one after another
+        routes = outputs.outputs[0].routed_experts if outputs.outputs else None
         end = 0
         for output in outputs.outputs:
             begin, end = end, end + len(output.new_token_ids)
@@ -551,7 +557,10 @@ class GenerationEngine:
             version = version or outputs.weight_version
             if (sequence := self._sequences.get(key)) is not None:
                 self._preemptions += sum(event.type == PREEMPTED for event in output.events or ())
-                sequence.add(output, logprobs[begin:end], version)
+                columns = {"logprobs": logprobs[begin:end]}
+                if routes is not None:
+                    columns["routes"] = routes[begin:end]
+                sequence.add(output, columns, version)
 
     def _fail(self, error: EngineError) -> EngineError:
         """End all sequences with the first error that occurred, and return that error."""
@@ -614,12 +623,11 @@ class _Sequence:
         """True if the sequence is finished and the reader has received all of its tokens."""
         return self.finished and not self.rows and self.scores is None
 
-    def add(self, output: EngineCoreOutput, logprobs: np.ndarray, version: str | None) -> None:
+    def add(self, output: EngineCoreOutput, columns: dict[str, np.ndarray], version: str | None) -> None:
         if count := len(output.new_token_ids):
             assert version is not None  # it is set before anything is sampled
             self.sampled += count
-            columns = {"tokens": output.new_token_ids, "logprobs": logprobs, "versions": int(version)}
-            self.rows.extend(count, columns)
+            self.rows.extend(count, columns | {"tokens": output.new_token_ids, "versions": int(version)})
         if output.new_prompt_logprobs_tensors is not None:
             # The token itself comes first, then the likeliest ones.
             tensors = output.new_prompt_logprobs_tensors
@@ -686,9 +694,18 @@ def set_environment(config: GeneratorConfig) -> None:
         cpu.set_environment(config)
 
 
-def _start_core(
-    model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, transfer: str | None
-) -> tuple[AsyncMPClient, list[int]]:
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What an engine is started for, as `GenerationEngine.start` has it."""
+
+    seed: int = 0
+    lora: LoraConfig | None = None
+    sleeps: bool = False
+    transfer: str | None = None
+    routes: bool = False
+
+
+def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncMPClient, list[int]]:
     prepare(config)
     with importing():
         from vllm.platforms import current_platform
@@ -698,11 +715,9 @@ def _start_core(
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         cpu.set_environment(config)
-        cpu.check_settings(config, transfer)
-    check_mixture(model, lora, cuda=not on_cpu)
-    vllm_config = _checked_config(
-        model, config, lambda: _engine_args(model, config, seed, lora, sleeps, on_cpu, transfer), on_cpu
-    )
+        cpu.check_settings(config, use.transfer)
+    check_mixture(model, use.lora, cuda=not on_cpu)
+    vllm_config = _checked_config(model, config, lambda: _engine_args(model, config, use, on_cpu), on_cpu)
     try:
         with forked_engines() if on_cpu else contextlib.nullcontext():
             core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
@@ -725,7 +740,7 @@ def check_options(model: Path, config: GeneratorConfig) -> None:
         from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
-    _checked_config(model, config, lambda: _engine_args(model, config, 0, None, False, on_cpu), on_cpu)
+    _checked_config(model, config, lambda: _engine_args(model, config, _Use(), on_cpu), on_cpu)
 
 
 def _checked_config(
@@ -751,33 +766,25 @@ def _vllm_config(arguments: AsyncEngineArgs, config: GeneratorConfig, on_cpu: bo
     return vllm_config
 
 
-def _engine_args(
-    model: Path,
-    config: GeneratorConfig,
-    seed: int,
-    lora: LoraConfig | None,
-    sleeps: bool,
-    on_cpu: bool,
-    transfer: str | None = None,
-) -> Any:
+def _engine_args(model: Path, config: GeneratorConfig, use: _Use, on_cpu: bool) -> Any:
     from vllm import AsyncEngineArgs
 
     options = config.engine_options
     # Data-parallel ranks have an executor each.
     workers = config.devices // options.get("data_parallel_size", 1)
-    share = SHARED if SHARES in os.environ else TURNS if sleeps else OWN
+    share = SHARED if SHARES in os.environ else TURNS if use.sleeps else OWN
     executor = "OneProcessExecutor" if workers == 1 else "ManyProcessExecutor"
     arguments = {
         "model": str(model),
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
         "dtype": config.dtype,
-        "seed": seed,
+        "seed": use.seed,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_concurrent_rollouts,
         "tensor_parallel_size": config.tensor_parallel,
         "gpu_memory_utilization": config.memory_share or share,
-        "enable_sleep_mode": sleeps,
+        "enable_sleep_mode": use.sleeps,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
@@ -785,10 +792,11 @@ def _engine_args(
         "stream_interval": config.stream_interval,
         "worker_extension_cls": "areal.generation.vllm_worker.PolicyWorker",
         "use_tqdm_on_load": False,
-        "weight_transfer_config": {"backend": transfer} if transfer else None,
+        "weight_transfer_config": {"backend": use.transfer} if use.transfer else None,
+        "enable_return_routed_experts": use.routes and not on_cpu,  # vLLM's runner for CPUs does not have it
     }
-    if lora:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora.rank)}
+    if use.lora:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(use.lora.rank)}
     if config.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if on_cpu:

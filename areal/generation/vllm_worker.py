@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -27,16 +27,22 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor import multiproc_executor, uniproc_executor
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from areal.devices import ENGINE_CORES, settle
+from areal.observe import cpu_profile
 from areal.weights.lora import stored_tensors
 
 NOTHING = np.zeros(0, np.float32)
@@ -64,6 +70,13 @@ class PolicyWorker:
         for module in self.model_runner.get_model().modules():
             if isinstance(module, LogitsProcessorWithLoRA):
                 module._get_logits = partial(_logits_of_model, module)
+
+    def capture_routes(self) -> None:
+        """Have what each step gives say to which experts its tokens went, as `_set_routes` takes it."""
+        runner = self.model_runner
+        capturer = RoutedExpertsCapturer(self.vllm_config.scheduler_config.max_num_batched_tokens, self.vllm_config)
+        bind_routed_experts_capturer(runner.get_model(), capturer)
+        runner.sample_tokens = partial(_sample_with_routes, runner.sample_tokens, runner, capturer)
 
     def open_policy(self, folder: str, adapter: int | None) -> str | None:
         """Open the files that `load_policy` loads: those of a whole model, or of the adapter with this number. Returns
@@ -144,6 +157,39 @@ def _logits_of_model(module: LogitsProcessorWithLoRA, hidden: torch.Tensor, head
     return module.base_layer._get_logits(hidden, getattr(head, "base_layer", head), *options)
 
 
+def _sample_with_routes(
+    sample: Callable[..., Any], runner: Any, capturer: RoutedExpertsCapturer, *arguments: Any
+) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+    """The model runner's own `sample`, with the experts of each token of the step's forward pass: [tokens, layers,
+    chosen], those of one request after another."""
+    state = runner.execute_model_state
+    result = sample(*arguments)
+    if state is not None:
+        scheduled: SchedulerOutput = state.scheduler_output
+        routes = capturer.snapshot_routing_data(scheduled.total_num_scheduled_tokens).numpy()
+        of_step = getattr(result, "_model_runner_output", result)  # that of a step which is not waited for
+        of_step.aux_output_connector_output = routes
+    return result
+
+
+def _set_routes(outputs: Sequence[EngineCoreOutput], scheduled: SchedulerOutput, step: ModelRunnerOutput) -> None:
+    """Set for each new token the experts of the pass that sampled it, [new tokens, layers, chosen], which is the pass
+    at the token before it. No cached prefix has this one, and after a pause or a preemption it is computed again."""
+    rows: Any = step.aux_output_connector_output
+    captured, ends = isinstance(rows, np.ndarray), {}
+    if captured:
+        counts = [scheduled.num_scheduled_tokens[request] for request in step.req_ids]
+        ends = dict(zip(step.req_ids, np.cumsum(counts).tolist(), strict=True))
+    for output in outputs:
+        count = len(output.new_token_ids)
+        if captured:
+            guessed = len(scheduled.scheduled_spec_decode_tokens.get(output.request_id, ()))
+            first = ends[output.request_id] - 1 - guessed
+            output.routed_experts = rows[first : first + count]
+        elif output.routed_experts is not None:  # by vLLM's own option: of all tokens so far but the last
+            output.routed_experts = output.routed_experts[len(output.routed_experts) - count :]
+
+
 def _prepare_reload(model: torch.nn.Module) -> None:
     """To call before vLLM's own reload, as `_finish_reload` after it."""
     # It warns of every layer without weights in the files, such as rotary embeddings and tied heads. The files have
@@ -160,7 +206,8 @@ def _finish_reload(model: torch.nn.Module) -> None:
 
 class _Gathers:
     """A scheduler that sends the tokens of a sequence once there are `stream_interval` of them, or the last one. All
-    log-probs of a step's message are in its first output, one after another: an array each would cost more than they.
+    log-probs and routes (uint8 [tokens, width]) of a step's message are in its first output, one after another: an
+    array each would cost more than they.
 
     vLLM labels what it sends with the version of the last step. Weights change only in a pause, so tokens from before
     the last pause go in outputs of their own, whose request id ends in `@VERSION`. A pause preempts every sequence;
@@ -178,13 +225,17 @@ class _Gathers:
         if pause_state == PauseState.UNPAUSED:  # and not when it begins: steps in flight are finished in it
             self._pauses += 1
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        steps: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+    def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        steps: dict[int, EngineCoreOutputs] = super().update_from_output(scheduled, result)  # type: ignore[misc]
         for step in steps.values():
+            _set_routes(step.outputs, scheduled, result)
             ready = [part for output in step.outputs for part in self._ready(output, step)]
-            step.outputs = [output for output, _ in ready]
-            if logprobs := [array for _, arrays in ready for array in arrays]:
+            step.outputs = [part.output for part in ready]
+            if logprobs := [array for part in ready for array in part.logprobs]:
                 step.outputs[0].new_logprobs = LogprobsLists(NOTHING, np.concatenate(logprobs), NOTHING)
+            if routes := [array for part in ready for array in part.routes]:
+                rows = np.concatenate(routes)
+                step.outputs[0].routed_experts = rows.reshape(len(rows), -1).view(np.uint8)
         return steps
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
@@ -194,10 +245,8 @@ class _Gathers:
             self._seen.pop(request.request_id, None)
         return ended
 
-    def _ready(
-        self, output: EngineCoreOutput, step: EngineCoreOutputs
-    ) -> Iterator[tuple[EngineCoreOutput, list[np.ndarray]]]:
-        """What to send of this output's sequence now, and the log-probs of its tokens."""
+    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> Iterator[_Part]:
+        """What to send of this output's sequence now."""
         if self._seen.get(output.request_id) != self._pauses:
             output.events = None
         self._seen[output.request_id] = self._pauses
@@ -219,8 +268,17 @@ class _Gathers:
             logprobs = [piece.new_logprobs.logprobs[:, 0] for piece in outputs if piece.new_logprobs is not None]
             combined.new_token_ids = [token for piece in outputs for token in piece.new_token_ids]
             combined.events = [event for piece in outputs for event in piece.events or ()] or None
-            combined.new_logprobs = None
-            yield combined, logprobs
+            routes = [piece.routed_experts for piece in outputs if piece.routed_experts is not None]
+            combined.new_logprobs = combined.routed_experts = None
+            yield _Part(combined, logprobs, routes)
+
+
+class _Part(NamedTuple):
+    """An output to send, and the log-probs and routes of its tokens."""
+
+    output: EngineCoreOutput
+    logprobs: list[np.ndarray]
+    routes: list[np.ndarray]
 
 
 class _Held(NamedTuple):
@@ -267,6 +325,7 @@ class _DiesWithGenerator:
 
         threading.Thread(target=die_with_generator, daemon=True, name="die-with-generator").start()
         settle(ENGINE_CORES)
+        cpu_profile.begin_as_child("engine")
         super()._init_executor()  # type: ignore[misc]  # of the executor that this is mixed into
 
 

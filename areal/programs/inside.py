@@ -68,8 +68,8 @@ with socket.socket(socket.AF_UNIX) as example:
     SOCKET_BYTES = example.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 # Of the names of this sandbox's control groups. Others may use the same delegated group.
 GROUP_PREFIX = f"areal-{os.urandom(4).hex()}-"
-# Files and folders in the working folder of a program.
-MOST_FILES = 4096
+# Files and folders in the working folder of a program, and in that of many commands.
+MOST_FILES, MOST_FILES_OF_MANY = 1 << 12, 1 << 16
 # Address space allowed beyond the memory limit: JavaScript reserves gigabytes that it never touches.
 RESERVED_BYTES = 4 << 30
 # The stack that a thread may reserve beyond it, for deep recursion; what it uses of that counts.
@@ -392,37 +392,46 @@ class ProgramRunner:
         call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.init(run, *descriptors)
 
-    def init(self, run, job_file, stdin, stdout, stderr):
-        with open(job_file) as file:
-            job = json.load(file)
+    def init(self, run, job_file, *descriptors):
+        job = read_job(job_file)
         folder = self.make_folder(job)
         try:
             for name, content in job["files"].items():
                 write_program_file(folder, name, base64.b64decode(content))
-            usage = PolledUsage(job, self.plain) if self.groups is None else ControlGroup(self.groups, job)
-            program = usage.fork()
-            if program == 0:
-                self.become(job, folder, (stdin, stdout, stderr))
-            for descriptor in (stdin, stdout, stderr):
-                os.close(descriptor)
-            status, code = watch(program, run, usage, time.monotonic() + job["wall_seconds"])
-            result = {"status": status, "exit": code}
-            self.end_all()
-            usage.remove()
-            result["files"] = {
-                name: data for name in job["keep"] if (data := read_program_file(folder, name)) is not None
-            }
+            self.answer(run, job, folder, descriptors)
+            while job["stays"]:  # further commands in the same folder, until the caller closes its end
+                message, received, _, _ = socket.recv_fds(run, 1, 4)
+                if not message:
+                    return
+                self.answer(run, read_job(received[0]), folder, received[1:])
         finally:
             if self.plain:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def answer(self, run, job, folder, descriptors):
+        """Runs the program of a job, ends all that it has left, and sends its result in one line."""
+        usage = PolledUsage(job, self.plain) if self.groups is None else ControlGroup(self.groups, job)
+        program = usage.fork()
+        if program == 0:
+            self.become(job, folder, descriptors)
+        for descriptor in {*descriptors}:
+            os.close(descriptor)
+        ended = os.pidfd_open(program)
+        status, code = watch(program, ended, run, usage, time.monotonic() + job["wall_seconds"])
+        os.close(ended)
+        result = {"status": status, "exit": code}
+        self.end_all()
+        usage.remove()
+        result["files"] = {name: data for name in job["keep"] if (data := read_program_file(folder, name)) is not None}
         with contextlib.suppress(BrokenPipeError):  # the caller is gone
-            run.sendall(json.dumps(result).encode())
+            run.sendall(json.dumps(result).encode() + b"\n")
 
     def make_folder(self, job):
         """Creates an empty working folder for the program. It is removed with the sandbox."""
         if self.plain:
             return tempfile.mkdtemp(prefix="program-")
-        options = f"mode=777,size={job['disk_bytes']},nr_inodes={MOST_FILES}"
+        most_files = MOST_FILES_OF_MANY if job["stays"] else MOST_FILES
+        options = f"mode=777,size={job['disk_bytes']},nr_inodes={most_files}"
         mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
         mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
         return "/tmp"
@@ -438,8 +447,9 @@ class ProgramRunner:
             self.give_up(job)
             if job["command"][0] == sys.executable:
                 run_python(job["command"][1])
-            path = shutil.which(job["command"][0], path=ENVIRONMENT["PATH"]) or job["command"][0]
-            os.execve(path, job["command"], ENVIRONMENT | {"HOME": folder})
+            environment = ENVIRONMENT | {"HOME": folder} | job["environment"]
+            path = shutil.which(job["command"][0], path=environment["PATH"]) or job["command"][0]
+            os.execve(path, job["command"], environment)
         except BaseException as error:  # this process must not go on as a second init
             os.write(2, f"sandbox: {error}\n".encode())
         finally:
@@ -537,11 +547,11 @@ def depth():
     return 1 + sum(1 for _ in traceback.walk_stack(sys._getframe(1).f_back))
 
 
-def watch(program, run, usage, deadline):
-    """Waits for the program. Returns (status, exit code) as in areal.programs.outside.Outcome."""
+def watch(program, ended, run, usage, deadline):
+    """Waits for the program. ended: can be read then. Returns (status, exit code) as areal.programs.outside.Outcome."""
     poll = select.poll()
     poll.register(run, select.POLLIN)
-    poll.register(os.pidfd_open(program), select.POLLIN)
+    poll.register(ended, select.POLLIN)
     pause = TICK_SECONDS
     while True:
         poll.poll(1000 * pause)
@@ -598,6 +608,7 @@ class ControlGroup:
         return read(f"/proc/self/fd/{self.folder}/{name}")
 
     def remove(self):
+        os.close(self.folder)
         os.rmdir(self.name, dir_fd=self.groups)
 
 
@@ -610,6 +621,7 @@ class PolledUsage:
         self.plain = plain
         self.counter = open_counter()
         self.own_cpu = time.process_time()  # of this process, before the counter
+        self.earlier = kept_seconds({})  # CPU seconds of earlier programs
         self.cpu: dict[int, float] = {}  # CPU seconds of each process at the last look
         self.seen_cpu = 0.0  # CPU seconds of all processes that were ever seen, up to the last look at each
         self.processes: dict[int, list[bytes]] = {}
@@ -643,7 +655,7 @@ class PolledUsage:
             # If it has used less than at the last look, it is another process of this id.
             self.seen_cpu += seconds - (last_seconds if seconds >= last_seconds else 0.0)
         self.cpu = now
-        return max(self.seen_cpu, kept_seconds(self.processes), self.counted_seconds())
+        return max(self.seen_cpu, kept_seconds(self.processes) - self.earlier, self.counted_seconds())
 
     def counted_seconds(self):
         if self.counter is None:
@@ -667,7 +679,9 @@ class PolledUsage:
         return sockets + measure([living_task(pid, fields) for pid, fields in self.processes.items()])
 
     def remove(self):
-        """There is nothing to remove."""
+        self.memory_exceeded = True  # the thread that looks at the memory ends
+        if self.counter is not None:
+            os.close(self.counter)
 
 
 def reap(program):
@@ -796,6 +810,11 @@ def exact_bytes(tasks):
                     elif not stat.S_IFMT(status.st_mode):
                         total += WATCH_BYTES * lines(f"{task}/fdinfo/{number}", math.inf)
     return total + PIPE_BYTES * len(pipes)
+
+
+def read_job(descriptor):
+    with open(descriptor) as file:
+        return json.load(file)
 
 
 def write_program_file(folder, name, content):

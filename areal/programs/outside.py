@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from areal.children import Output
 from areal.config import SandboxConfig, UserError, explain
 from areal.programs import inside as sandbox_init
 
@@ -98,7 +99,7 @@ LANGUAGES = {
 }
 
 
-def open_sandbox(config: SandboxConfig) -> Sandbox:
+def open_sandbox(config: SandboxConfig) -> ProgramSandbox:
     """The sandbox that the configuration asks for, after a test of it. Raises UserError if the test fails."""
     return RemoteSandbox(config, config.url) if config.url else LocalSandbox(config)
 
@@ -201,6 +202,8 @@ class LocalSandbox:
             "memory_bytes": config.memory_mib * MIB,
             "processes": config.processes,
             "disk_bytes": config.disk_mib * MIB,
+            "environment": {},
+            "stays": False,
         }
 
     def _ask(self, job: Mapping[str, Any], stdin: str) -> tuple[socket.socket, BinaryIO, BinaryIO]:
@@ -225,6 +228,24 @@ class LocalSandbox:
             its_run.close()
         return run, stdout, stderr
 
+    async def stay(self, **limits: float) -> Commands:
+        """A sandbox for many commands, until it is closed. limits: keys of a job, in place of the configuration's.
+        Raises SandboxError."""
+        folders = os.pathsep.join(f"/packages/{number}" for number in range(len(_packages())))
+        path = f"{Path(PYTHON).parent}:{sandbox_init.ENVIRONMENT['PATH']}"
+        environment = {"PATH": path, "PYTHONPATH": folders}
+        job = self._job(["true"], {}) | limits | {"stays": True, "environment": environment}
+        run, stdout, stderr = self._ask(job, "")
+        stdout.close()
+        stderr.close()
+        commands = Commands(job, run, *await asyncio.open_connection(sock=run.dup(), limit=1 << 20))
+        try:
+            await commands.answer(START_SECONDS + GRACE_SECONDS)
+        except BaseException:
+            commands.close()
+            raise
+        return commands
+
     def _probe(self) -> None:
         """Runs the probe. Raises UserError if the probe breaks out, or if no program runs at all."""
         files = {"main.py": PROBE.encode()}
@@ -246,6 +267,64 @@ class LocalSandbox:
             raise UserError(f"programs cannot be run in a sandbox on this machine ({reason}): {ADVICE}")
         if leaks := json.loads(printed):
             raise UserError(f"the sandbox is not safe on this machine, programs can {', '.join(leaks)}: {ADVICE}")
+
+
+class Commands:
+    """Commands that run one after another in the same /tmp. What a command has started ends with it."""
+
+    def __init__(
+        self, job: Mapping[str, Any], run: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._job, self._run, self._reader, self._writer = job, run, reader, writer
+        self._turn = asyncio.Lock()
+
+    @property
+    def closed(self) -> bool:
+        return self._writer.is_closing() or self._reader.at_eof()
+
+    def close(self) -> None:
+        """End the sandbox, with all that is in it."""
+        self._writer.close()
+        self._run.close()
+
+    async def run(
+        self, command: Sequence[str], stdin: bytes, limits: Mapping[str, float], output: Output
+    ) -> tuple[Status, int | None]:
+        """Run a command to its end. limits: keys of a job, among them `wall_seconds`. Returns the status and the exit
+        code as in `Outcome`. Raises SandboxError. If the caller is cancelled, the sandbox ends."""
+        job = {**self._job, **limits, "command": list(command)}
+        async with self._turn:
+            try:
+                with explain(OSError, "the sandbox has ended, or does not answer ({why})", SandboxError):
+                    stdout = self._send(job, stdin)
+                    async with asyncio.timeout(job["wall_seconds"] + GRACE_SECONDS):
+                        reader, transport = await _connected(stdout)
+                        with contextlib.closing(transport):
+                            while part := await reader.read(1 << 16):
+                                output.add(part)
+                    result = await self.answer(GRACE_SECONDS)
+            except BaseException:
+                self.close()
+                raise
+        return result["status"], result["exit"]
+
+    def _send(self, job: Mapping[str, Any], stdin: bytes) -> BinaryIO:
+        """Start a command. Returns the pipe of its output. Raises OSError."""
+        out, its_out = os.pipe()
+        stdout = os.fdopen(out, "rb", 0)
+        descriptors = [_sealed(json.dumps(job).encode()), _sealed(stdin), its_out]
+        try:
+            socket.send_fds(self._run, [b"."], [*descriptors, its_out])
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return stdout
+
+    async def answer(self, seconds: float) -> dict[str, Any]:
+        """The next result. Raises SandboxError."""
+        with explain(TimeoutError, "the sandbox does not answer", SandboxError):
+            async with asyncio.timeout(seconds):
+                return _result(await self._reader.readline())
 
 
 class RemoteSandbox:
@@ -317,7 +396,7 @@ class RemoteSandbox:
         return Outcome(status, code, stdout[:limit], stderr[:limit])
 
 
-Sandbox = LocalSandbox | RemoteSandbox
+ProgramSandbox = LocalSandbox | RemoteSandbox
 
 
 def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -387,12 +466,17 @@ def _sealed(content: bytes) -> int:
     return descriptor
 
 
-async def _read(pipe: BinaryIO, limit: int, stop: asyncio.StreamWriter) -> bytes:
-    """The output of a pipe, at most one byte more than `limit`. The program is stopped if it exceeds `limit`."""
+async def _connected(pipe: BinaryIO) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
     )
+    return reader, transport
+
+
+async def _read(pipe: BinaryIO, limit: int, stop: asyncio.StreamWriter) -> bytes:
+    """The output of a pipe, at most one byte more than `limit`. The program is stopped if it exceeds `limit`."""
+    reader, transport = await _connected(pipe)
     with contextlib.closing(transport):
         try:
             text = await reader.readexactly(limit + 1)

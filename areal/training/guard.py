@@ -36,7 +36,8 @@ bf16 a logit of 20 is rounded by up to 0.06, and by 0.03 in the mean."""
 TF32_GAP = 0.01
 """The same in fp32 on GPUs, whose kernels may multiply with 10 bits."""
 MIXTURE_GAP = 0.2
-"""The same where rounding may choose another expert: a sound one of 30B parameters has 0.06 in bf16."""
+"""The same where rounding may choose another expert (a sound mixture of 30B parameters has 0.06 in bf16), or where
+earlier weights have chosen the experts of a prefix."""
 WIDE_GAP = 0.5
 """The same where an engine computes something else than the trainer by the run's own settings."""
 
@@ -53,7 +54,7 @@ def limits_of(config: Config, *, cuda: bool) -> GuardConfig:
     gap = max(GAP[generator.dtype], GAP[config.trainer.dtype], TF32_GAP if cuda else 0.0)
     if generator.kv_on_update == "keep" or quantized or truncated:
         gap = WIDE_GAP
-    elif gap > TF32_GAP and is_mixture(Path(config.model)):
+    elif config.trainer.routing == "replay" or (gap > TF32_GAP and is_mixture(Path(config.model))):
         gap = MIXTURE_GAP
     return guard.model_copy(update={"logprob_gap": gap})
 

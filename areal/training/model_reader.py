@@ -14,6 +14,7 @@ from areal.config import TrainerConfig, UserError, explain
 from areal.processes import importing
 from areal.text import without_code
 from areal.training.optimizer import deepspeed_config
+from areal.weights.wrappers import arguments_for_text
 
 
 def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
@@ -90,6 +91,7 @@ class ModelReader:
                 device_map=place,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                **arguments_for_text(folder),
             )
         # transformers gives them random values.
         if lacks := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):

@@ -418,7 +418,7 @@ def packed_sdpa(
             outputs.append(attend(q, k, v, is_causal=True))
         else:
             outputs.append(attend(q, k, v, attn_mask=mask[length - added : length, :length]))
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    return torch.cat([output.transpose(1, 2) for output in outputs], 1), None
 
 
 def _attend_by_scores(
@@ -557,7 +557,7 @@ def packed_flex(
         # With one more score s, each share becomes exp(score) / (exp(lse) + exp(s)).
         share = torch.sigmoid(normaliser.lse - s_aux.to(normaliser.lse.dtype)[None, :, None])
         output = output * share[..., None].to(output.dtype)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None
 
 
 @cache

@@ -28,6 +28,7 @@ from areal.weights.chunks import FileSums, Manifest
 from areal.weights.folders import copy_model_files, saved_buffers, sums_of, sync, write_index, write_weights
 from areal.weights.lora import FOLDER as ADAPTER
 from areal.weights.lora import merged_tensors, write_adapter
+from areal.weights.wrappers import beside_text
 
 
 def ranks_of_this_host() -> int:
@@ -188,10 +189,12 @@ class ModelFolder:
         self.copied.write_shard(self._tensors(folder), folder)
 
     def _tensors(self, folder: Path) -> Mapping[str, Tensor]:
+        shard, dtype = (dist.get_rank(), self.copied.writers), getattr(torch, self.dtype)
         if not self.copied.adapters:
-            return self.copied.stored()
-        merged = merged_tensors(self.source, folder / ADAPTER, dist.get_rank(), self.copied.writers)
-        return {name: tensor.to(getattr(torch, self.dtype)) for name, tensor in merged}
+            vision = {name: tensor.to(dtype) for name, tensor in beside_text(self.source, *shard)}
+            return {**self.copied.stored(), **vision}
+        merged = merged_tensors(self.source, folder / ADAPTER, *shard)
+        return {name: tensor.to(dtype) for name, tensor in merged}
 
     def finish(self, folder: Path, entries: list[str]) -> None:
         if self.copied.writers > 1:

@@ -11,7 +11,6 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,24 +131,6 @@ def saved_buffers(module: Module) -> dict[str, Tensor]:
     """The buffers that a model's files have beside its parameters, by name."""
     saved = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
-
-
-@lru_cache(maxsize=1)
-def published_shapes(model: Path) -> Shapes:
-    """The tensors that a trainer of the model folder `model` publishes: those that transformers has a place for. The
-    folder's files may have others, such as rotary frequencies or layers for speculative decoding.
-
-    No weights are read. Raises OSError or ValueError if transformers cannot read the folder.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # the trainer says what transformers has no place for
-    module = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, device_map="meta")
-    tensors = dict(module.named_parameters()) | saved_buffers(module)
-    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, tensors).items()}
 
 
 def write_index(folder: Path) -> None:

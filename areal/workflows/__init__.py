@@ -9,6 +9,9 @@ from areal.workflows.builtin import turns
 from areal.workflows.chat_templates import Message
 from areal.workflows.conversation import Conversation, Keep, begin, keep_until, user
 from areal.workflows.environments import Environment
+from areal.workflows.sandbox_tasks import Task, task_of
+from areal.workflows.sandbox_tools import SandboxTools
+from areal.workflows.sandboxes import Limits, Ran, Sandbox, ShellSandbox
 from areal.workflows.session import Session
 
 __all__ = [
@@ -16,11 +19,18 @@ __all__ = [
     "Environment",
     "Generation",
     "Keep",
+    "Limits",
     "Message",
+    "Ran",
+    "Sandbox",
+    "SandboxTools",
     "Session",
+    "ShellSandbox",
+    "Task",
     "Trajectory",
     "begin",
     "keep_until",
+    "task_of",
     "turns",
     "user",
 ]

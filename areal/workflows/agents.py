@@ -36,6 +36,8 @@ END_SECONDS = 5.0
 ERROR_BYTES = 1000
 Range = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
 REWARD_RANGE = [0.0, 1.0]
+# What an agent that is a function gets if it has a parameter of that name.
+EXTRAS = ("reward_key", "sandboxes")
 _WHERE = "rollout_manager.workflow_options"
 
 
@@ -64,8 +66,11 @@ async def agent(
     Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
     """
     async with session.endpoint() as api:
-        arguments = api, row, api.reward_key if agent_reward else ""
-        called = _call(agent, *arguments) if agent else _execute(command or "", plain_environment(pass_env), *arguments)
+        key = api.reward_key if agent_reward else ""
+        if agent:
+            called = _call(agent, api, row, {"reward_key": key, "sandboxes": session.sandboxes})
+        else:
+            called = _execute(command or "", plain_environment(pass_env), api, row, key)
         work = asyncio.create_task(called)
         try:
             ends: set[asyncio.Future[Any]] = {work, api.chat.failure}
@@ -128,10 +133,10 @@ def _check_function(name: str, agent: Any) -> None:
     signature = inspect.signature(agent)
     with explain(
         TypeError,
-        f"The agent {name!r}: {{why}}: it is called with base_url, api_key and row, and with reward_key if it has "
-        f"a parameter of that name.",
+        f"The agent {name!r}: {{why}}: it is called with base_url, api_key and row, and with {' and '.join(EXTRAS)} "
+        f"if it has parameters of these names.",
     ):
-        signature.bind("", "", {}, **{"reward_key": ""} if "reward_key" in signature.parameters else {})
+        signature.bind("", "", {}, **{name: "" for name in EXTRAS if name in signature.parameters})
 
 
 def _check_range(reward_range: Range | None, agent_reward: bool) -> None:
@@ -149,9 +154,9 @@ def _program(command: str) -> str:
         return (shlex.split(command) or [""])[0]
 
 
-async def _call(function: str, api: Access, row: Row, reward_key: str) -> float | None:
+async def _call(function: str, api: Access, row: Row, extras: Mapping[str, Any]) -> float | None:
     call = load(function, "The agent")
-    options = {"reward_key": reward_key} if "reward_key" in inspect.signature(call).parameters else {}
+    options = {name: value for name, value in extras.items() if name in inspect.signature(call).parameters}
     return await call(api.base_url, api.api_key, row.fields, **options)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Annotated, Any, get_type_hints
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, Protocol, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -28,6 +28,7 @@ from areal.workflows.agents import check as check_agent
 from areal.workflows.chat_templates import Message
 from areal.workflows.conversation import Conversation, Keep, begin, check_shown, keep_until, messages_of, user
 from areal.workflows.openai_api import ChatRequest, ChatSession
+from areal.workflows.sandbox_environments import SandboxEnvironment
 from areal.workflows.session import Session
 
 Workflow = Callable[..., Awaitable[Trajectory]]
@@ -91,7 +92,7 @@ async def environment(
 ) -> Trajectory:
     """The policy acts in an environment (areal.workflows.environments) until it is done, or for `max_turns` turns. The
     reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`)."""
-    async with environments.opened(environment, environment_options or {}) as world:
+    async with environments.opened(environment, environment_options or {}, session.sandboxes) as world:
         talk, messages = begin(session.tokenizer, await world.reset(row))
         async for action in turns(session, talk, messages, max_turns):
             observation, reward, is_last = await world.step(action)
@@ -113,25 +114,63 @@ async def tools(
 ) -> Trajectory:
     """The policy may call the tools of MCP servers (areal.workflows.mcp_tools), and continues with their results (each
     at most `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
-    answer = ""
     async with mcp_tools.opened(servers, timeout_seconds) as offered:
-        messages = messages_of(row.prompt)
-        check_shown(session.tokenizer, messages, offered.shown)
-        chat = ChatSession(session)
-        for remaining_turns in reversed(range(max_turns)):
-            completion = await chat.complete(ChatRequest(messages=messages, tools=offered.shown))
-            if not len(completion.sampled.tokens):
-                break
-            answer = session.tokenizer.decode(completion.sampled.tokens, skip_special_tokens=True)
-            calls = completion.message.get("tool_calls", [])
-            if not calls or not remaining_turns or completion.sampled.finish == "length":
-                break
-            messages.append(completion.message)
-            for call in calls:
-                result = await offered.call(call["function"]["name"], call["function"]["arguments"])
-                message = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
-                messages.append(message | {"content": _cut(result, max_output)})
+        answer = await _use_tools(session, messages_of(row.prompt), offered, max_turns, max_output)
     return session.trajectory(await session.score(answer, session.calls[-1].tokens))
+
+
+async def sandbox_tools(
+    session: Session,
+    row: Row,
+    *,
+    sandbox: str,
+    sandbox_options: dict[str, Any] | None = None,
+    max_turns: Turns = 30,
+) -> Trajectory:
+    """The policy has a shell and an editor in a sandbox (areal.workflows.sandbox_tools), until a turn without a call,
+    or for `max_turns` turns. Then the row's tests give the reward. sandbox, sandbox_options: an `environment` that is a
+    sandbox, and its `environment_options`."""
+    async with environments.opened(sandbox, sandbox_options or {}, session.sandboxes) as world:
+        if not isinstance(world, SandboxEnvironment):
+            raise UserError(
+                f"The sandbox {sandbox!r} in rollout_manager.workflow_options is an environment of another kind."
+            )
+        prompt = await world.reset(row)
+        await _use_tools(session, messages_of(prompt), world.tools(), max_turns)
+        reward = await world.judge()
+    return session.trajectory(reward)
+
+
+class OffersTools(Protocol):
+    """Tools, as chat templates take them, and their calls: their arguments are JSON, their results texts."""
+
+    @property
+    def shown(self) -> Sequence[dict[str, Any]]: ...
+
+    async def call(self, name: str, arguments: str) -> str: ...
+
+
+async def _use_tools(
+    session: Session, messages: list[Message], offered: OffersTools, max_turns: int, max_output: int | None = None
+) -> str:
+    """The policy's last turn, after it has called tools: one without a call, or the last of `max_turns`."""
+    check_shown(session.tokenizer, messages, [*offered.shown])
+    chat = ChatSession(session)
+    answer = ""
+    for remaining_turns in reversed(range(max_turns)):
+        completion = await chat.complete(ChatRequest(messages=messages, tools=[*offered.shown]))
+        if not len(completion.sampled.tokens):
+            break
+        answer = session.tokenizer.decode(completion.sampled.tokens, skip_special_tokens=True)
+        calls = completion.message.get("tool_calls", [])
+        if not calls or not remaining_turns or completion.sampled.finish == "length":
+            break
+        messages.append(completion.message)
+        for call in calls:
+            result = await offered.call(call["function"]["name"], call["function"]["arguments"])
+            message = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+            messages.append(message | {"content": _cut(result, max_output) if max_output else result})
+    return answer
 
 
 async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 600.0) -> Trajectory:
@@ -184,6 +223,7 @@ BUILT_IN: dict[str, Workflow] = {
     "python_tool": python_tool,
     "environment": environment,
     "tools": tools,
+    "sandbox_tools": sandbox_tools,
     "agent": agent,
     "verifiers": verifiers,
 }
@@ -200,6 +240,8 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
     bound = bound_workflow(name, workflow, options)
     if workflow is environment:
         environments.resolve(bound.keywords["environment"], bound.keywords.get("environment_options") or {})
+    if workflow is sandbox_tools:
+        environments.resolve(bound.keywords["sandbox"], bound.keywords.get("sandbox_options") or {})
     if workflow is tools:
         mcp_tools.check(bound.keywords["servers"])
     if workflow is agent:
@@ -239,6 +281,8 @@ def rehearse(name: str, options: Mapping[str, Any]) -> None:
     outside, starts MCP servers. Raises UserError."""
     if name == "environment":
         environments.rehearse(options["environment"], options.get("environment_options") or {})
+    if name == "sandbox_tools":
+        environments.rehearse(options["sandbox"], options.get("sandbox_options") or {})
     if name == "tools":
         mcp_tools.rehearse(options)
 

@@ -7,7 +7,7 @@
 The name of this environment is `package.module:MyEnvironment`. Each object of the class is made with
 `environment_options` and serves one sample. If it has an async `close`, that is called at the end, also after an error.
 `gymnasium:ID` names an environment of the Gymnasium library, `openenv:URL` one that an OpenEnv server serves,
-`docker:IMAGE` and `podman:IMAGE` a container.
+`docker:IMAGE`, `podman:IMAGE`, `bubble`, `http://HOST` and `sandbox:package.module:function` a sandbox.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any, Protocol
 from areal import plugins
 from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
-from areal.workflows.containers import Container
 from areal.workflows.gymnasium_environments import GymnasiumEnvironment
 from areal.workflows.openenv_environments import OpenEnvEnvironment
+from areal.workflows.sandbox_environments import SandboxEnvironment
+from areal.workflows.sandbox_owner import CONTAINERS, Sandboxes
 
 
 class Environment(Protocol):
@@ -65,12 +66,12 @@ class ColumnAddition:
 BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddition}
 
 
-# PREFIX:NAME makes an environment of another program or library, which it calls NAME.
-OUTSIDE: dict[str, Callable[..., Container | GymnasiumEnvironment | OpenEnvEnvironment]] = {
-    "docker": functools.partial(Container, "docker"),
+# PREFIX:NAME makes an environment of another program or library, which it calls NAME. Those of NAMELESS need no name.
+NAMELESS = (*CONTAINERS, "bubble")
+OUTSIDE: dict[str, Callable[..., SandboxEnvironment | GymnasiumEnvironment | OpenEnvEnvironment]] = {
     "gymnasium": GymnasiumEnvironment,
     "openenv": OpenEnvEnvironment,
-    "podman": functools.partial(Container, "podman"),
+    **{kind: functools.partial(SandboxEnvironment, kind) for kind in (*NAMELESS, "http", "https", "sandbox")},
 }
 
 
@@ -78,7 +79,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """A factory of the environment called `name`: a built-in one, one from outside, or `package.module:Class`. Raises
     UserError."""
     prefix, _, outside_name = name.partition(":")
-    if name not in BUILT_IN and not outside_name:
+    if name not in (*BUILT_IN, *NAMELESS) and not outside_name:
         raise UserError(
             f"Unknown environment {name!r} in rollout_manager.workflow_options: known are {', '.join(BUILT_IN)} and "
             f"{', '.join(f'{prefix}:NAME' for prefix in OUTSIDE)}, or write package.module:Class."
@@ -102,14 +103,16 @@ def _load_class(name: str) -> Any:
 def rehearse(name: str, options: Mapping[str, Any]) -> None:
     """Tries whether an environment from outside can be made. Raises UserError."""
     world = resolve(name, options)()
-    if isinstance(world, Container | GymnasiumEnvironment | OpenEnvEnvironment):
+    if isinstance(world, SandboxEnvironment | GymnasiumEnvironment | OpenEnvEnvironment):
         world.rehearse()
 
 
 @contextlib.asynccontextmanager
-async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Environment]:
-    """A new environment, closed at the end of the block."""
+async def opened(name: str, options: Mapping[str, Any], sandboxes: Sandboxes) -> AsyncIterator[Environment]:
+    """A new environment, closed at the end of the block. sandboxes: the owner of its sandbox, if it has one."""
     world = resolve(name, options)()
+    if isinstance(world, SandboxEnvironment):
+        world.sandboxes = sandboxes
     try:
         yield world
     finally:

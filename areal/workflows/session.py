@@ -11,6 +11,7 @@ import numpy as np
 from areal.sampled import Generation, Tokens
 from areal.trajectory import Trajectory
 from areal.workflows.openai_api import Access, CallsPolicy
+from areal.workflows.sandbox_owner import Sandboxes
 
 
 class Session(CallsPolicy, Protocol):
@@ -18,6 +19,10 @@ class Session(CallsPolicy, Protocol):
 
     A workflow may make several calls of `generate` at the same time.
     """
+
+    @property
+    def sandboxes(self) -> Sandboxes:
+        """The owner of the sandboxes of tasks: `async with session.sandboxes.opened(...)`."""
 
     @property
     def calls(self) -> Sequence[Generation]:

@@ -184,6 +184,13 @@ def test_adapters_that_engines_do_not_compute_on_experts_are_refused(tmp_path, t
     check_mixture(tmp_path, lora, cuda=cuda)
 
 
+def test_a_model_whose_experts_engines_compute_on_gpus_alone_is_refused_on_a_cpu(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_local_experts": 32}))
+    check_mixture(tmp_path, None, cuda=True)
+    with pytest.raises(UserError, match="computes the experts of gpt-oss on GPUs alone"):
+        check_mixture(tmp_path, None, cuda=False)
+
+
 def test_a_damaged_model_is_told(tmp_path, tiny_model):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json cannot be read .*copy it again"):

@@ -14,7 +14,7 @@ from areal.desk.plan import read_modules
 from areal.sampled import Generation
 from areal.tokens import load_tokenizer
 from areal.training.engine import TrainingEngine
-from areal.weights.folders import published_shapes
+from areal.weights.wrappers import published_shapes
 from areal.workflows.conversation import Conversation, begin, user
 
 THINKS = (

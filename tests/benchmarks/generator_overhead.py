@@ -142,7 +142,7 @@ def engine_arguments(config: Config) -> tuple[Any, Any]:
     from vllm.sampling_params import RequestOutputKind
 
     arguments = generation._engine_args(
-        Path(config.model), config.generator, config.seed, None, False, current_platform.is_cpu()
+        Path(config.model), config.generator, generation._Use(config.seed), current_platform.is_cpu()
     )
     stop = arguments.create_engine_config().model_config.try_get_generation_config().get("eos_token_id")
     sampling = SamplingParams(

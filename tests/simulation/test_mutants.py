@@ -287,6 +287,11 @@ SLOW = {
     "newest version of saved calls",
     "evaluations of dead lineages",
     "leases not renewed at a start",
+    "scored groups stored in parts",
+    "snapshots without failures",
+    "snapshots without lost evaluations",
+    "saved calls sampled again",
+    "stored samples of another group",
 }
 """Half of the time of all: long simulations, or many until it is found. Cheaper mutants break the same rules."""
 

@@ -14,6 +14,7 @@ import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,6 +145,7 @@ class Cluster:
             steps=1,
             colocate=False,
             generator=self._config,
+            sampling=SAMPLING,
             weights=WEIGHTS,
             trainer=SimpleNamespace(lora=None),
             weights_folder=self.folder,
@@ -248,11 +250,16 @@ async def collect(stream, progress=None) -> Generation:
     return Generation(*fields, parts[-1].finish)
 
 
+@lru_cache(maxsize=3)
+def loaded(model):
+    return Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
 def reference(model, tokens: np.ndarray) -> np.ndarray:
     """Log-probs of `tokens` after the prompt under the weights of `model`, by transformers. They have no end token."""
     ids = torch.tensor([[*PROMPT, *tokens.tolist()]])
     with torch.no_grad():
-        logits = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits[0, len(PROMPT) - 1 : -1]
+        logits = loaded(model)(ids).logits[0, len(PROMPT) - 1 : -1]
     logits[:, SHAPE["eos_token_id"]] = -torch.inf
     return torch.log_softmax(logits, -1).gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
 

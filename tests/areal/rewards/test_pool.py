@@ -71,8 +71,7 @@ OWN = textwrap.dedent(
     def hangs(prompt, completion, row):
         child = subprocess.Popen(["sleep", "300"])
         open(row["pids"], "w").write(f"{os.getpid()} {child.pid}")
-        while True:
-            pass
+        time.sleep(300)
 
     def leaves(prompt, completion, row):
         os._exit(3)

@@ -125,6 +125,7 @@ def model(tmp_path):
         ({"generator": {"dtype": "float16"}}, None, 0.02),
         ({"generator": {"dtype": "bfloat16"}}, 8, 0.2),
         ({}, 8, 1e-3),
+        ({"trainer": {"routing": "replay"}}, 8, 0.2),
         ({"generator": {"kv_on_update": "keep"}}, None, 0.5),
         ({"generator": {"engine_options": {"kv_cache_dtype": "fp8"}}}, None, 0.5),
         ({"sampling": {"top_p": 0.9}, "trainer": {"objective": "grpo", "behaviour_weight": "none"}}, None, 0.5),

@@ -34,7 +34,7 @@ from areal.selftest import references
 from areal.training.engine import TrainingEngine
 from areal.training.model_checks import what_is_missing
 from areal.trajectory import random_groups
-from areal.weights.folders import published_shapes
+from areal.weights.wrappers import published_shapes
 
 PARTITIONED = {"Qwen3Moe", "Qwen3Next", "Gemma3"}
 """What ZeRO 3 has to gather differs in them: experts, layers of other sorts. There the other kinds are slow."""

@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from imitated_docker import make_docker, make_image
 from scripted_policy import Session
 
 from areal.config import UserError
 from areal.data.rows import Row
-from areal.workflows import containers as containers_module
+from areal.programs.outside import SandboxError
+from areal.workflows import sandboxes as sandboxes_module
 from areal.workflows.builtin import rehearse, resolve_workflow
 
 WORLD, *ARGUMENTS = os.environ.get("AREAL_TEST_CONTAINER", "").split() or [""]
@@ -86,7 +87,7 @@ async def test_a_command_that_takes_too_long_is_killed_with_what_it_has_started(
 async def test_output_without_end_is_cut():
     session = Session(bash("yes | head -c 100000000"), "Done.")
     await play(session, max_output=4)
-    assert "```output\ny\ny\n\n[more]\n```" in session.prompts[1]
+    assert "```output\ny\n\n[99999996 bytes are left out here]\ny\n```" in session.prompts[1]
 
 
 @needs_container
@@ -108,7 +109,7 @@ async def test_an_episode_that_is_given_up_leaves_no_container():
 
 @needs_container
 async def test_an_image_without_a_shell_or_no_image_at_all_fails_the_sample():
-    with pytest.raises(RuntimeError, match="does not start"):
+    with pytest.raises(SandboxError, match="does not start"):
         await play(Session("x"), arguments=[*ARGUMENTS, "--no-such-argument"])
 
 
@@ -119,49 +120,15 @@ def test_a_program_or_an_image_that_is_not_there_is_told_before_anything_runs(pr
         rehearse("environment", {"environment": world, "environment_options": {"command": "true", "folder": None}})
 
 
-# A container is a folder, in which is what it calls /box. An image is such a folder too. Nothing is shut in.
-DOCKER = """#!{python} -IS
-import os, pathlib, shutil, signal, subprocess, sys
-at, command, words = pathlib.Path({at!r}), sys.argv[1], sys.argv[2:]
-if command == "run":
-    place = at / next(word for word in words if word.startswith("--name=")).removeprefix("--name=")
-    shutil.copytree(at / "image", place)
-    (place / "process").write_text(str(os.getpid()))
-    print(flush=True)
-    sys.stdin.read()
-    shutil.rmtree(place)
-elif command == "exec":
-    _, name, *words = words
-    place = at / name
-    os.environ["PATH"] = str(place / "box") + ":" + os.environ["PATH"]
-    words = [word.replace("/box", str(place / "box")) for word in words]
-    sys.exit(1 if (place / "paused").exists() else subprocess.call(words))
-elif command == "pause":
-    (at / words[0] / "paused").touch()
-elif command == "cp":
-    name, path = next(word for word in words if word != "-").split(":")
-    path = pathlib.Path(str(at / name) + path)
-    assert words[0] == "-" or (at / name / "paused").exists()
-    subprocess.check_call(
-        ["tar", "-C", path, "-xf", "-"] if words[0] == "-" else ["tar", "-C", path.parent, "-cf", "-", path.name]
-    )
-elif command == "rm":
-    place = at / words[1]
-    os.kill(int((place / "process").read_text()), signal.SIGKILL)
-    shutil.rmtree(place)
-"""
-
-
 @pytest.fixture
 def docker(tmp_path, monkeypatch) -> Path:
-    """The folder of the containers of a stand-in for docker, whose image has a judge and a repository."""
-    at, program = tmp_path / "engine", tmp_path / "docker"
-    (at / "image/box/repo").mkdir(parents=True)
-    (at / "image/box/repo/wrong").touch()
-    (at / "image/box/judge").write_text("#!/bin/sh\ntest ! -e wrong && grep -q 42 answer\n")
-    program.write_text(DOCKER.format(python=sys.executable, at=str(at)))
-    for file in program, at / "image/box/judge":
-        file.chmod(0o755)
+    """The folder of a stand-in for docker, whose image has a judge and a repository."""
+    at = make_docker(tmp_path)
+    box = make_image(at / "images/image")
+    (box / "repo").mkdir()
+    (box / "repo/wrong").touch()
+    (box / "judge").write_text("#!/bin/sh\ntest ! -e wrong && grep -q 42 answer\n")
+    (box / "judge").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return at
 
@@ -187,12 +154,11 @@ async def test_what_a_policy_did_outside_the_folder_is_not_there_when_the_tests_
         Session(policy, "Done."), "cd /box/repo && sh test", fields, world="docker:image", folder=folder
     )
     assert outcome.reward == reward
-    assert [place.name for place in docker.iterdir()] == ["image"]
+    assert not [*(docker / "containers").iterdir()]
 
 
 async def test_a_folder_that_is_too_large_is_not_judged(docker, monkeypatch):
-    limit = str(containers_module.FOLDER_BYTES)
-    monkeypatch.setattr(containers_module, "_COPIES", containers_module._COPIES.replace(limit, "20000"))
+    monkeypatch.setattr(sandboxes_module, "FOLDER_BYTES", 20_000)
     for size, reward in (1000, 1.0), (100_000, 0.0):
         session = Session(SOLVES, bash(f"head -c {size} /dev/zero > /box/repo/more"), "Done.")
         outcome = await play(session, "cd /box/repo && judge", world="docker:image", folder="/box/repo")

@@ -1,0 +1,108 @@
+"""The text model in a wrapper: a model that has vision beside it (Mistral-Small 3.1, Gemma 3, Qwen-VL, Qwen3.5).
+
+The trainer loads the text model alone. Engines run the wrapper, so what is published has the wrapper's names, which
+transformers gives back to weights that it loaded under others. What is saved has the wrapper's vision, as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal.config import UserError, explain
+from areal.models import TEXT_TYPES, is_wrapper, shapes_in, weight_sizes
+from areal.text import without_code
+from areal.weights.folders import Shapes, saved_buffers
+from areal.weights.lora import stored_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAD = "lm_head."
+
+
+def text_config(model: str | Path) -> Any:
+    """The config of transformers of the text model in a model, which is a folder or a name on the hub. Raises OSError
+    and ValueError."""
+    from transformers import AutoConfig
+
+    with without_code():
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    if config.model_type not in TEXT_TYPES:
+        return config
+    values = config.to_dict()
+    # Of the positions of text, all three parts are the same, so any division of the head among them is.
+    values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if not k.startswith("mrope")}
+    return AutoConfig.for_model(**values | {"model_type": TEXT_TYPES[config.model_type]})
+
+
+def arguments_for_text(folder: Path) -> dict[str, Any]:
+    """What `from_pretrained` needs to load the text model of the wrapper in `folder`; nothing if it is no wrapper."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    if not is_wrapper(folder):
+        return {}
+    body, head = _prefixes(folder)
+    config = text_config(folder)
+    config.tie_word_embeddings = head is None
+    own_changes = get_checkpoint_conversion_mapping(config.model_type) or []
+    if any(type(change).__name__ == "PrefixChange" for change in own_changes):
+        return {"config": config}  # transformers knows this wrapper, and would rename the weights twice
+    renamed = {body: "model.", head or HEAD: HEAD}
+    return {"config": config, "key_mapping": {f"^{re.escape(old)}": new for old, new in renamed.items() if old != new}}
+
+
+@lru_cache(maxsize=1)
+def published_shapes(model: Path) -> Shapes:
+    """The tensors that a trainer of the model folder `model` publishes: those that transformers has a place for. The
+    folder's files may have others, such as rotary frequencies or layers for speculative decoding.
+
+    No weights are read. Raises OSError or ValueError if transformers cannot read the folder.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # the trainer says what transformers has no place for
+    how = arguments_for_text(model)
+    module = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, device_map="meta", **how)
+    tensors = dict(module.named_parameters()) | saved_buffers(module)
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, tensors).items()}
+
+
+def check_names(folder: Path) -> None:
+    """Raises UserError if a trainer of the model in `folder` would publish weights that its files, and so engines, do
+    not have by these names and in these shapes. No weights are read."""
+    with explain((OSError, ValueError), f"{folder} does not hold a model that transformers can load: {{why}}"):
+        published = published_shapes(folder)
+    stored = {name: shape for file in folder.glob("*.safetensors") for name, shape in shapes_in(file).items()}
+    wrong = [name for name, shape in published.items() if stored.get(name) != shape and name != f"{HEAD}weight"]
+    if wrong:
+        raise UserError(
+            f"The trainer would publish {len(wrong)} weights of {folder} by names or in shapes that its files, and so "
+            f"the engines, do not have, the first is {wrong[0]}: save the model again with transformers' "
+            f"save_pretrained, and name that folder."
+        )
+
+
+def beside_text(folder: Path, shard: int, shards: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the wrapper in `folder` that are not its text model's, and a part of them as `stored_tensors` has
+    it; none if it is no wrapper."""
+    if not is_wrapper(folder):
+        return iter(())
+    body, head = _prefixes(folder)
+    text = (f"{body}layers.", f"{body}norm.", f"{body}embed_tokens", head or HEAD)
+    return ((name, tensor) for name, tensor in stored_tensors(folder, shard, shards) if not name.startswith(text))
+
+
+def _prefixes(folder: Path) -> tuple[str, str | None]:
+    """What the names of the text model's weights begin with in a wrapper's files, and those of its head; None: it has
+    none."""
+    names = sorted(weight_sizes(folder), key=len)
+    body = next((name for name in names if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
+    head = next((name for name in names if name.endswith("lm_head.weight")), None)
+    return body.removesuffix("embed_tokens.weight"), head and head.removesuffix("weight")

@@ -1,0 +1,203 @@
+"""The owner of the sandboxes of a process: their images, starts and ends. None outlives its sample.
+
+What is begun elsewhere has the label of the run and of this place in it. What a killed process has left there is ended
+before the first sandbox of its successor starts, and when this process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import structlog
+
+from areal import plugins
+from areal.config import SandboxConfig, UserError
+from areal.programs.outside import LocalSandbox, SandboxError
+from areal.workflows.sandbox_providers import (
+    BubbleSandbox,
+    ContainerSandbox,
+    HttpSandbox,
+    SandboxService,
+    end_containers,
+    pull_image,
+)
+from areal.workflows.sandbox_tasks import RowError, Task
+from areal.workflows.sandboxes import Limits, Sandbox, ShellSandbox
+
+CONTAINERS = ("docker", "podman")
+PROVIDER = "The provider of sandboxes"
+# Images that are pulled at once, and how often the pull of one may fail before its rows are discarded.
+PULLS, PULL_FAILURES = 2, 3
+PULL_SECONDS = 1800.0
+
+log = structlog.get_logger()
+
+
+def is_url(provider: str) -> bool:
+    return provider.startswith(("http://", "https://"))
+
+
+class Sandboxes:
+    """label: of this run and place. config: of the namespaces of `bubble`. `running`: sandboxes that are open."""
+
+    def __init__(self, label: str, config: SandboxConfig) -> None:
+        self._label, self._config = label, config
+        self._pulls: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._pull_slots = asyncio.Semaphore(PULLS)
+        self._programs: asyncio.Task[LocalSandbox] | None = None
+        self._services: dict[str, SandboxService] = {}
+        self._swept: dict[str, asyncio.Task[None]] = {}
+        self.running = 0
+
+    def stats(self) -> dict[str, float]:
+        """Counts for the displays of the run; none where there was no sandbox."""
+        if not self._swept:
+            return {}
+        pulling = sum(not pull.done() for pull in self._pulls.values())
+        return {"sandboxes": self.running, "images_pulling": pulling, "images_failed": self._failures.total()}
+
+    @property
+    def containers(self) -> list[str]:
+        """The container programs in use."""
+        return [provider for provider in self._swept if provider in CONTAINERS]
+
+    def pull_ahead(self, task: Task) -> None:
+        """Begin to pull the image of a task that comes soon. Whoever needs it hears of a failure."""
+        for provider in self.containers if task.image else ():
+            self._pull(provider, task)
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        self, provider: str, task: Task, limits: Limits, seconds: float, arguments: Sequence[str] = ()
+    ) -> AsyncIterator[Sandbox]:
+        """A new sandbox with the task's image, its files, and after its setup, until the end of the block.
+
+        provider: docker, podman, bubble, http://..., or package.module:function, an async function of the image, the
+        label, the limits and the seconds, which returns a sandbox that has started. seconds: for the start, for
+        each file and for the setup. arguments: more for `docker run`. Raises SandboxError.
+        """
+        await self._sweep_once(provider)
+        if provider in CONTAINERS:
+            await self._pulled(provider, task)
+        sandbox = await self._made(provider, task, limits.changed(task.limits), seconds, arguments)
+        self.running += 1
+        try:
+            if isinstance(sandbox, ShellSandbox):
+                await sandbox.start(seconds)
+            await prepare(sandbox, task, seconds)
+            yield sandbox
+        finally:
+            self.running -= 1
+            await asyncio.shield(asyncio.ensure_future(sandbox.close()))
+
+    async def close(self) -> None:
+        """End all that this process and those before it have left."""
+        pulls = [*self._pulls.values()]
+        for pull in pulls:
+            pull.cancel()
+        await asyncio.gather(*pulls, return_exceptions=True)
+        for provider in self._swept:
+            await self._sweep(provider)
+        for service in self._services.values():
+            await service.close()
+        if self._programs is not None:
+            with contextlib.suppress(UserError):
+                (await self._programs).close()
+
+    async def _made(
+        self, provider: str, task: Task, limits: Limits, seconds: float, arguments: Sequence[str]
+    ) -> Sandbox:
+        """A sandbox, which is not started yet unless it is the user's."""
+        if provider in CONTAINERS:
+            if not task.image:
+                raise SandboxError(f"the row names no image, and neither does the sandbox {provider!r}")
+            return ContainerSandbox(provider, task.image, self._label, limits, arguments)
+        if provider == "bubble":
+            if self._programs is None:
+                self._programs = asyncio.create_task(asyncio.to_thread(open_programs, self._config))
+            return BubbleSandbox(await asyncio.shield(self._programs), limits)
+        if is_url(provider):
+            return HttpSandbox(self._service(provider), task.image, self._label, limits)
+        sandbox: Sandbox = await plugins.load(provider, PROVIDER)(task.image, self._label, limits, seconds)
+        return sandbox
+
+    def _service(self, url: str) -> SandboxService:
+        if url not in self._services:
+            self._services[url] = SandboxService(url)
+        return self._services[url]
+
+    def _pull(self, provider: str, task: Task) -> asyncio.Task[None]:
+        image = str(task.image)
+        key = provider, image
+        if key not in self._pulls:
+
+            async def pull() -> None:
+                async with self._pull_slots:
+                    await pull_image(provider, image, task.build, PULL_SECONDS)
+
+            self._pulls[key] = asyncio.create_task(pull())
+            self._pulls[key].add_done_callback(lambda pull: pull.cancelled() or pull.exception())
+        return self._pulls[key]
+
+    async def _pulled(self, provider: str, task: Task) -> None:
+        """Wait until the task's image is here. All samples that wait for one pull count one failure of it. Raises
+        SandboxError, and RowError at the last time."""
+        if not task.image:
+            return
+        key = provider, task.image
+        if self._failures[key] >= PULL_FAILURES:
+            raise RowError(f"the image {task.image} could not be had {PULL_FAILURES} times, so its rows are discarded")
+        pull = self._pull(provider, task)
+        try:
+            await asyncio.shield(pull)
+        except SandboxError:
+            if self._pulls.get(key) is pull:
+                del self._pulls[key]
+                self._failures[key] += 1
+            raise
+
+    async def _sweep_once(self, provider: str) -> None:
+        if provider not in self._swept:
+            self._swept[provider] = asyncio.create_task(self._sweep(provider))
+        await asyncio.shield(self._swept[provider])
+
+    async def _sweep(self, provider: str) -> None:
+        """End what has this label: of this process and those before it."""
+        try:
+            if provider in CONTAINERS:
+                await end_containers(provider, self._label)
+            elif is_url(provider):
+                await self._service(provider).end_all(self._label)
+        except SandboxError as error:
+            log.warning("sandboxes that were left cannot be ended", provider=provider, why=str(error))
+
+
+def open_programs(config: SandboxConfig) -> LocalSandbox:
+    """What starts the sandboxes of `bubble`. Raises UserError."""
+    if config.url or config.mode != "namespaces":
+        raise UserError("The sandbox `bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode.")
+    return LocalSandbox(config)
+
+
+async def prepare(sandbox: Sandbox, task: Task, seconds: float) -> None:
+    """Write a task's files and run its setup. Raises SandboxError if one fails: the policy has not run yet."""
+    if not await written(sandbox, task.files, seconds):
+        raise SandboxError("the row's files cannot be written")
+    if task.setup:
+        await run_own(sandbox, task, task.setup, seconds)
+
+
+async def written(sandbox: Sandbox, files: Mapping[str, str], seconds: float) -> bool:
+    """Whether all files could be written."""
+    return all([await sandbox.write(path, text.encode(), seconds) for path, text in files.items()])
+
+
+async def run_own(sandbox: Sandbox, task: Task, code: str, seconds: float) -> None:
+    """Run the row's own shell code. Raises SandboxError if it fails, since no policy has run there yet."""
+    ran = await sandbox.exec(*task.shell(code), seconds=seconds, most_bytes=2000)
+    if ran.status != 0:
+        raise SandboxError(f"the row's code {code!r:.80} ends with status {ran.status}: {ran.text}")
