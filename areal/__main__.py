@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TextIO, cast
 
 import areal
 from areal.command_line import RoomTools
-from areal.config import UserError, advice
+from areal.config import UserError, advice, explain
 from areal.processes import START, LenientOutput
 from areal.text import shown
 
@@ -67,9 +68,28 @@ def command_line() -> ArgumentParser:
     parsers = parser.add_subparsers(metavar="TOOL", required=True)
     summary = "start a run, or one role of it: CONFIG.yaml key=value, and all options of run.py"
     parsers.add_parser(RUN[0], aliases=RUN[1:], help=summary)
+    completion = RoomTools("areal", parsers).add(
+        "completion", "__main__:complete", "print what completes tools in a shell"
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='in bash: eval "$(areal completion bash)"')
     for room in ROOMS:
         import_module(f"{room}.commands").declare(RoomTools(room, parsers))
     return parser
+
+
+def complete(options: Namespace) -> None:
+    """`areal completion`: print the shell's code that completes tools, their options, and files."""
+    with explain(ImportError, "The completion needs shtab: pip install shtab."):
+        import shtab
+
+    parser = command_line()
+    tools = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
+    start = import_module("actors.start.command")
+    start.add_options_of_run(tools[RUN[0]].add_argument)  # those of its other name, too
+    start.add_options_of_role(tools[RUN[0]].add_argument)
+    for action in (action for tool in tools.values() for action in tool._actions if action.type is Path):
+        action.complete = shtab.DIRECTORY if action.metavar == "RUN_FOLDER" else shtab.FILE
+    print(shtab.complete(parser, options.shell))
 
 
 if __name__ == "__main__":

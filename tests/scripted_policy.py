@@ -72,7 +72,7 @@ class Recorded:
 class Session(Recorded):
     """The policy says what the test has written down; a turn that ends in … is cut."""
 
-    def __init__(self, *turns: str, scores: dict[str, float] | None = None, tokenizer=None) -> None:
+    def __init__(self, *turns: str, scores: dict[str, float] | None = None, tokenizer=None, sandboxes=None) -> None:
         super().__init__()
         self.tokenizer = tokenizer or Characters()
         self.end = tokenizer.convert_tokens_to_ids(END) if tokenizer else EOS
@@ -80,7 +80,7 @@ class Session(Recorded):
         self.scores = scores or {}
         self.prompts: list[str] = []
         self.ran: list[str] = []
-        self.sandboxes = Sandboxes("test", SandboxConfig())
+        self.sandboxes = sandboxes or Sandboxes("test", SandboxConfig())
 
     async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -25,14 +25,15 @@ from conftest import ROOT
 from scripted_policy import CHATML, Session, byte_tokenizer
 
 from actors.checks.start_checks import on_this_machine, rehearse_start
-from areal.config import Config, UserError, from_message, load_config
+from areal.config import Config, SandboxConfig, UserError, from_message, load_config
 from areal.data.rows import Row
 from areal.training.objectives import Tokens
 from areal.workflows import mcp_tools
 from areal.workflows.builtin import resolve_workflow
+from areal.workflows.sandbox_owner import Sandboxes
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
-ON_CPUS = ("own_reward", "own_loss", "feedback", "openai_agent", "distillation")
+ON_CPUS = ("own_reward", "own_loss", "feedback", "openai_agent", "distillation", "repositories")
 PACKAGES = {"agents_sdk": "agents", "gymnasium_game": "gymnasium", "mcp_tools": "mcp"}
 MOST_LINES_OF_TEXT, MOST_LINES_OF_CODE = 20, 70
 GSM8K = {"question": "Sum 70 and 2.", "answer": "70+2 = <<70+2=72>>72\n#### 72"}
@@ -102,8 +103,8 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
     return configure
 
 
-def test_there_are_twelve_examples():
-    assert len(EXAMPLES) == 12 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
+def test_there_are_thirteen_examples():
+    assert len(EXAMPLES) == 13 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -142,6 +143,8 @@ def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
     overrides = ["steps=2", "batch_size=4", "group_size=4", "data.eval_size=4", "generator.kv_cache_gib=0.25"]
     if example == "distillation":
         overrides += ["data.eval_size=0", "evaluator.benchmarks.sums.size=4"]
+    if example == "repositories":
+        overrides += ["data.eval_size=1"]
     config = configured(example, *overrides, "sampling.max_new_tokens=64")
     (tmp_path / "run.json").write_text(config.model_dump_json())
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -152,6 +155,39 @@ def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
     assert [step["step"] for step in metrics] == [1, 2]
     if example == "distillation":
         assert all(step["reward_mean"] == 0 and step["kl_teacher"] is not None for step in metrics)
+
+
+def repository_rows() -> list[Row]:
+    rows = (ROOT / "configs/examples/repositories/rows.jsonl").read_text().splitlines()
+    return [Row(index=0, prompt="Go.", answer=None, reward=None, fields=json.loads(row)) for row in rows]
+
+
+MENDS = {
+    "leap": "sed -i 's/and year % 100 != 0/and year % 100 != 0 or year % 400 == 0/' leap.py",
+    "second": "sed -i 's/sorted(numbers)/sorted(set(numbers))/' second.py",
+    "words": "sed -i 's/text.split(\" \")/text.lower().split()/' words.py",
+    "merge": "sed -i 's/start < /start <= /; s/\\[0\\], end)/[0], max(end, merged[-1][1]))/' merge.py",
+    "bank": "sed -i 's/history=\\[\\]/history=()/; s/= balance, history/= balance, [*history]/' bank.py",
+}
+
+
+async def test_the_rows_are_those_of_the_script_and_each_mistake_is_found_and_can_be_mended():
+    make = code_of("repositories", "make.py")
+    rows = repository_rows()
+    assert [row.fields for row in rows] == [make.row(name) for name in make.TASKS]
+    options = load_config(ROOT / "configs/examples/repositories/run.yaml").rollout_manager.workflow_options
+    episode = resolve_workflow("environment", options)
+    sandboxes = Sandboxes("test", SandboxConfig())
+    for row in rows:
+        session = Session(
+            f"```bash\ncd /tmp/repository && {MENDS[row.fields['name']]}\n```", "Done.", sandboxes=sandboxes
+        )
+        assert (await episode(session, row)).reward == 1.0, session.prompts
+    cheat = Session(
+        "```bash\necho 'def test(): pass' > /tmp/repository/test_leap.py\n```", "Done.", sandboxes=sandboxes
+    )
+    assert (await episode(cheat, rows[0])).reward == 0.0
+    await sandboxes.close()
 
 
 def test_the_own_reward_knows_right_from_wrong():

@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from actors.api import rows
+from actors.api import objective, rows
 from actors.api.function_pool import FunctionPool
 from areal.config import CONFIGS, EXTERNAL, Config, UserError, merged, overridden, read_values, validated, write_yaml
 from areal.data.sources import open_source
@@ -73,6 +73,7 @@ def settings_of(
         if value is not None or key not in ("model", "steps"):
             given[key] = str(value) if isinstance(value, Path) else value
     values = _values(config, given)
+    source_of_objective = objective.take_source(given)
     own_rows = not isinstance(data, str | Path | None)
     if own_rows and config is None and workflow is None and not any("reward" in key for key in given):
         raise UserError("Rows of your own need a reward: reward=FUNCTION, or the name of one (docs/rewards.md).")
@@ -95,6 +96,8 @@ def settings_of(
         if own_rows:
             shutil.move(file, folder / rows.FILE)
             complete = _configured(_with_source(values, str((folder / rows.FILE).absolute()), has_answers), given)
+    if source_of_objective:
+        complete = objective.write(complete, source_of_objective)
     replace(folder / FILE, write_yaml(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
     return Settings(complete, (folder / FILE).absolute(), functions, function)
 

@@ -66,7 +66,8 @@ DEFAULT_CONFIG = CONFIGS / "quickstart.yaml"
 
 def parse() -> argparse.Namespace:
     text = Path(__file__).with_name("help.txt").read_text()
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    prog = "run.py" if sys.argv[0].endswith("run.py") else "areal run"
+    parser = argparse.ArgumentParser(prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options_of_run(parser.add_argument)
     add_options_of_role(parser.add_argument)
     # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
@@ -385,6 +386,7 @@ def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolde
     with which it began."""
     from actors.record.record import check_rows_kept
     from actors.runtime.logs import write_log_file
+    from areal.observe import cpu_profile
     from areal.storage.disk import DiskRetry
     from areal.storage.journal import Journal
     from areal.storage.run_folder import RunFolder
@@ -396,6 +398,7 @@ def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolde
         disk_retry.write_in_thread(lambda: check_rows_kept(config, journal, source), "the journal")
     folder = disk_retry.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
     write_log_file(folder.path / "logs" / "master-0.jsonl")
+    cpu_profile.begin(config, "master-0")
     return journal, folder
 
 

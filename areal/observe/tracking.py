@@ -1,4 +1,4 @@
-"""Sends the numbers of a run to TensorBoard, and to W&B and trackio if the configuration names a project.
+"""Sends the numbers of a run to TensorBoard, and to W&B, trackio and MLflow if the configuration names a project.
 
 A separate process (`python -m areal track RUN_FOLDER`, started by the master) follows metrics.jsonl and
 evaluations.jsonl and passes every record to each sink. Its failure does not fail the run. `tracked.json` holds the last
@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ POLL_SECONDS = 1.0
 LAST_WORDS_SECONDS = 5.0
 RESTART_SECONDS = 10.0
 NICENESS = 10
+# What MLflow takes: characters of a name, settings in one request, characters of a setting.
+NOT_MLFLOW = re.compile(r"[^\w ./-]")
+MLFLOW_PARAMS, LONGEST_PARAM = 100, 500
 # The files that are followed, and the key that numbers their records.
 FILES = {METRICS: "step", EVALUATIONS: "version"}
 
@@ -46,7 +50,7 @@ log = structlog.get_logger()
 
 def check(config: ObserveConfig) -> None:
     """Raises UserError if a tracker is configured that is not installed."""
-    for name in ("wandb", "trackio"):
+    for name in ("wandb", "trackio", "mlflow"):
         if getattr(config, name) and importlib.util.find_spec(name) is None:
             raise UserError(f"observe.{name} is set, but {name} is not installed: pip install {name}, or leave it out.")
 
@@ -55,7 +59,7 @@ def start(config: Config) -> TrackingProcess | None:
     """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if the
     process cannot be started, which does not fail the run."""
     observe = config.observe
-    if not (observe.tensorboard or observe.wandb or observe.trackio):
+    if not (observe.tensorboard or observe.wandb or observe.trackio or observe.mlflow):
         return None
     try:
         return TrackingProcess(config.folder)
@@ -177,7 +181,7 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
 
 def open_sinks(config: Config, folder: Path) -> dict[str, Sink]:
     """The sinks that are configured and can be opened."""
-    openers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
+    openers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
     sinks = {}
     for name, opener in openers.items():
         if getattr(config.observe, name):
@@ -232,6 +236,36 @@ def _trackio(config: Config, folder: Path) -> Sink:
         config=config.model_dump(mode="json"),
     )
     return lambda step, numbers, at: run.log(numbers, step=step)
+
+
+def _mlflow(config: Config, folder: Path) -> Sink:
+    import mlflow
+
+    if "MLFLOW_TRACKING_URI" not in os.environ:  # by itself it writes into the folder of the code
+        mlflow.set_tracking_uri(f"sqlite:///{folder.parent.absolute() / 'mlflow.db'}")
+    mlflow.set_experiment(config.observe.mlflow)
+    run_id = _run_id(folder)
+    runs = mlflow.search_runs(filter_string=f"tags.areal = '{run_id}'", output_format="list")
+    mlflow.start_run(runs[0].info.run_id if runs else None, run_name=config.name, tags={"areal": run_id})
+    params = [] if runs else list(_params(config.model_dump(mode="json")))  # they cannot be changed
+    for begin in range(0, len(params), MLFLOW_PARAMS):
+        mlflow.log_params(dict(params[begin : begin + MLFLOW_PARAMS]))
+
+    def send(step: int, numbers: dict[str, float], at: float) -> None:
+        mlflow.log_metrics(
+            {NOT_MLFLOW.sub("_", name): n for name, n in numbers.items()}, step, timestamp=int(1000 * at)
+        )
+
+    return send
+
+
+def _params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The settings of a run as MLflow takes them: flat, with short values."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _params(value, f"{prefix}{name}.")
+        else:
+            yield NOT_MLFLOW.sub("_", prefix + name), str(value)[:LONGEST_PARAM]
 
 
 def _run_id(folder: Path) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from areal import plugins
 from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
-from areal.workflows.sandbox_owner import CONTAINERS, Sandboxes, is_url, run_own, written
+from areal.workflows.sandbox_owner import CONTAINERS, PROVIDER, Sandboxes, is_url, run_own, written
 from areal.workflows.sandbox_tasks import RowError, Task, task_of
 from areal.workflows.sandbox_tools import SandboxTools
 from areal.workflows.sandboxes import Limits, Sandbox, copy_folder
@@ -63,7 +63,7 @@ class SandboxEnvironment:
             raise UserError(f"{named}: folder is {folder}, but has to be the absolute path of a folder below /.")
         if self.provider not in CONTAINERS:
             if self.provider != "bubble" and not is_url(self.provider):
-                plugins.load(self.provider, "The provider of sandboxes")
+                plugins.load(self.provider, PROVIDER)
             return
         if not shutil.which(self.provider):
             raise UserError(f"{named} needs {self.provider}, which is not installed here: install it.")

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
 
 import structlog
 
@@ -29,6 +28,7 @@ from areal.workflows.sandbox_tasks import RowError, Task
 from areal.workflows.sandboxes import Limits, Sandbox, ShellSandbox
 
 CONTAINERS = ("docker", "podman")
+PROVIDER = "The provider of sandboxes"
 # Images that are pulled at once, and how often the pull of one may fail before its rows are discarded.
 PULLS, PULL_FAILURES = 2, 3
 PULL_SECONDS = 1800.0
@@ -38,12 +38,6 @@ log = structlog.get_logger()
 
 def is_url(provider: str) -> bool:
     return provider.startswith(("http://", "https://"))
-
-
-class Starts(Protocol):
-    """A provider of the user's: the sandbox, started."""
-
-    async def __call__(self, image: str | None, label: str, limits: Limits, seconds: float) -> Sandbox: ...
 
 
 class Sandboxes:
@@ -82,7 +76,8 @@ class Sandboxes:
     ) -> AsyncIterator[Sandbox]:
         """A new sandbox with the task's image, its files, and after its setup, until the end of the block.
 
-        provider: docker, podman, bubble, http://..., or package.module:function (`Starts`). seconds: for the start, for
+        provider: docker, podman, bubble, http://..., or package.module:function, an async function of the image, the
+        label, the limits and the seconds, which returns a sandbox that has started. seconds: for the start, for
         each file and for the setup. arguments: more for `docker run`. Raises SandboxError.
         """
         await self._sweep_once(provider)
@@ -127,8 +122,8 @@ class Sandboxes:
             return BubbleSandbox(await asyncio.shield(self._programs), limits)
         if is_url(provider):
             return HttpSandbox(self._service(provider), task.image, self._label, limits)
-        start: Starts = plugins.load(provider, "The provider of sandboxes")
-        return await start(task.image, self._label, limits, seconds)
+        sandbox: Sandbox = await plugins.load(provider, PROVIDER)(task.image, self._label, limits, seconds)
+        return sandbox
 
     def _service(self, url: str) -> SandboxService:
         if url not in self._services:
@@ -178,7 +173,7 @@ class Sandboxes:
             elif is_url(provider):
                 await self._service(provider).end_all(self._label)
         except SandboxError as error:
-            log.warning("sandboxes that were left could not be ended", provider=provider, why=str(error))
+            log.warning("sandboxes that were left cannot be ended", provider=provider, why=str(error))
 
 
 def open_programs(config: SandboxConfig) -> LocalSandbox:

@@ -26,8 +26,6 @@ from areal.workflows.sandboxes import END_SECONDS, OUTPUT_BYTES, Limits, Ran, Sh
 _WAITS = "echo; exec cat > /dev/null"
 # A service may be slower than a command by this much, and is asked again after a pause where a connection is lost.
 GRACE_SECONDS, AGAIN_SECONDS = 30.0, 0.2
-# What a mark in the middle of an output may take.
-MARK_BYTES = 100
 # A service ends a sandbox that it has heard nothing of for this long: whatever was killed, none stays.
 IDLE_SECONDS = 3600.0
 # Environment variable with what a service wants to see as `Authorization: Bearer`.
@@ -228,9 +226,7 @@ class HttpSandbox(ShellSandbox):
             (LookupError, TypeError, ValueError), f"{self._service.url} answers without {{why}}", SandboxError
         ):
             status, printed = answer["status"], base64.b64decode(answer["output"], validate=True)
-            output = Output(most_bytes + MARK_BYTES)
-            output.add(printed)
-            return Ran(None if status is None else int(status), bytes(output))
+            return Ran(None if status is None else int(status), printed)
 
     async def close(self) -> None:
         with contextlib.suppress(SandboxError):  # then the service ends it, or the next start of the run

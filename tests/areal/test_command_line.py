@@ -168,3 +168,24 @@ def test_nothing_that_a_tool_prints_can_steer_the_terminal(capsys):
     printed = capsys.readouterr().out
     assert not {"\x1b", "\x9b", "\x07"} & set(printed)
     assert r"fate\x1b[2K: 50 %" in printed and r"name\x1b[2J" in printed
+
+
+def test_a_shell_completes_tools_and_the_options_of_a_run(tmp_path, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "areal.bash").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        function = "F=$(complete -p areal | sed 's/.*-F \\([^ ]*\\).*/\\1/')"
+        code = f". ./areal.bash; {function}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
+        code += f'"$F" areal {words[-1]!r}; echo "${{COMPREPLY[@]}}"'
+        return subprocess.run(["bash", "-c", code], cwd=tmp_path, capture_output=True, text=True).stdout.split()
+
+    assert {"report", "rollouts"} <= {*completed("areal", "r")}
+    assert completed("areal", "run", "--dry") == ["--dry-run"] == completed("areal", "train", "--dry")
+
+
+def test_a_completion_without_its_library_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "zsh"]) == 2
+    assert capsys.readouterr().err == "The completion needs shtab: pip install shtab.\n"

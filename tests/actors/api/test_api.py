@@ -373,6 +373,13 @@ def test_a_reward_that_cannot_score_is_found_before_the_start(tmp_path, monkeypa
     assert not [*tmp_path.iterdir()]
 
 
+LOCK = threading.Lock()
+
+
+def needs_a_lock(tokens, config):
+    return LOCK
+
+
 async def test_a_reward_that_cannot_score_an_empty_completion_is_told_in_a_note(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings_of(None, [{"prompt": "1"}], uneven, None, {"model": "m", "data.eval_size": 0})
@@ -388,7 +395,14 @@ async def test_a_reward_that_cannot_score_an_empty_completion_is_told_in_a_note(
         (lambda: areal.join(), "areal.join: missing a required argument: 'folder'"),
         (lambda: areal.Config(model="m", steps="x"), "steps is 'x' in the call, but should be a valid integer"),
         (lambda: areal.train(model="m", data=[{"prompt": "1"}]), "Rows of your own need a reward"),
-        (lambda: areal.train(model="quickstart", **{"trainer.objective": length}), "write it to a file, FILE.py:NAME"),
+        (
+            lambda: areal.train(model="quickstart", **{"trainer.objective": lambda tokens, config: 0.0}),
+            "The objective <lambda> is no plain function: define it by def, without decorators, or write it to a file",
+        ),
+        (
+            lambda: areal.train(model="quickstart", trainer={"objective": needs_a_lock}),
+            "The objective needs_a_lock uses LOCK, which is only in this process: define it in needs_a_lock",
+        ),
         (lambda: areal.train(model="none", data=[{"prompt": "1"}], reward=length, data_=1), "Unknown key 'data_'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import fill_disk, mounted_small_disk
 
-from areal.config import ObserveConfig, UserError
+from areal.config import ObserveConfig, UserError, load_config
 from areal.observe import tracking
 from areal.observe.tracking import Tracker, TrackingProcess, flat, open_sinks
 from areal.processes import ROOT, tied
@@ -201,3 +202,23 @@ def test_a_process_that_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
     process = TrackingProcess(tmp_path)
     process.finish()
     assert process._process.returncode == -signal.SIGKILL
+
+
+def test_mlflow_gets_all_numbers_under_names_that_it_takes_and_a_resumed_run_stays_one(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "journal.db").touch()
+    overrides = ["name=demo", "observe.mlflow=sums", "reward.functions={'my_rewards.py:digits': 1.0}"]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    numbers = {"step/loss": 0.5, "step/reward_parts/my_rewards.py:digits": math.nan, "evaluation/pass_at/1@(x)": 1.0}
+    for step in (1, 2):  # it is resumed for the second
+        tracking._mlflow(config, folder)(step, numbers, 9.0 + step)
+        mlflow.end_run()
+    (run,) = mlflow.search_runs(experiment_names=["sums"], output_format="list")
+    assert run.info.run_name == "demo" and run.data.params["trainer.lr"] == "3e-05"
+    assert {"step/reward_parts/my_rewards.py_digits", "evaluation/pass_at/1__x_"} <= run.data.metrics.keys()
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "step/loss")
+    assert [(metric.step, metric.timestamp) for metric in history] == [(1, 10_000), (2, 11_000)]
+    assert (tmp_path / "runs" / "mlflow.db").exists()

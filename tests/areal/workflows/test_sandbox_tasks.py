@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from imitated_docker import make_docker, make_image
 from scripted_policy import Session
 
-from areal.config import DataConfig, UserError
+from areal.config import DataConfig, SandboxConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.programs.outside import SandboxError
 from areal.workflows import sandbox_tasks
 from areal.workflows.builtin import resolve_workflow
+from areal.workflows.sandbox_owner import Sandboxes
 from areal.workflows.sandbox_tasks import RowError, task_of
 
 # Fields as the sets have them: SWE-bench's lists are JSON.
@@ -27,6 +29,13 @@ SWE_BENCH = {
 
 def bash(code: str) -> str:
     return f"Let me see.\n```bash\n{code}\n```"
+
+
+@pytest.fixture
+async def sandboxes() -> AsyncIterator[Sandboxes]:
+    owner = Sandboxes("test", SandboxConfig())
+    yield owner
+    await owner.close()
 
 
 async def play(session: Session, fields: dict, environment: str = "bubble", **options) -> float:
@@ -82,20 +91,15 @@ def swe_row(monkeypatch) -> dict:
     return row | {"path": None, "seconds": 60}
 
 
-@pytest.mark.parametrize(
-    ("turns", "reward"),
-    [
-        ([FIXES], 1.0),
-        ([bash("ls")], 0.0),
+async def test_tests_of_swe_rows_run_in_a_new_sandbox_with_their_own_files(swe_row, sandboxes):
+    log = bash("rm /tmp/testbed/test_calc.py; git -C /tmp/testbed log --format=%s")
+    for turns, reward in (
         ([bash("cd /tmp/testbed && echo 'def test_sum(): pass' > test_calc.py")], 0.0),
-        ([FIXES, bash("rm /tmp/testbed/test_calc.py; git -C /tmp/testbed log --format=%s")], 1.0),
-        ([bash("rm -r /tmp/testbed")], 0.0),
-    ],
-)
-async def test_tests_of_swe_rows_run_in_a_new_sandbox_with_their_own_files(swe_row, turns, reward):
-    session = Session(*turns, "Done.")
-    assert await play(session, swe_row, timeout_seconds=60) == reward
-    assert "git -C" not in turns[-1] or "start\n```" in session.prompts[-1]  # there is no other history
+        ([FIXES, log], 1.0),
+    ):
+        session = Session(*turns, "Done.", sandboxes=sandboxes)
+        assert await play(session, swe_row, timeout_seconds=60) == reward
+        assert turns[-1] != log or "```output\nstart\n```" in session.prompts[-1]  # there is no other history
 
 
 def harbor_task(folder: Path, docker: str = "FROM far\nWORKDIR /box/app\n", **settings) -> Path:
@@ -124,11 +128,7 @@ def test_harbors_tasks_are_rows(tmp_path):
         open_source(DataConfig(source=f"harbor:{tmp_path}", eval_size=0), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("turns", "reward"),
-    [([bash("echo 0.5 > /box/app/answer")], 0.5), ([bash("ls")], 0.0), ([bash("echo x > /box/app/answer")], 0.0)],
-)
-async def test_the_reward_of_a_harbor_task_is_what_its_tests_write(tmp_path, monkeypatch, turns, reward):
+async def test_the_reward_of_a_harbor_task_is_what_its_tests_write(tmp_path, monkeypatch, sandboxes):
     at = make_docker(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     box = make_image(at / "registry/far")
@@ -138,15 +138,16 @@ async def test_the_reward_of_a_harbor_task_is_what_its_tests_write(tmp_path, mon
     source = open_source(DataConfig(source=f"harbor:{harbor_task(tmp_path / 'task')}", eval_size=0), seed=0)
     fields = source.row(0).fields | {"reward_file": "/box/logs/reward.txt", "tests_folder": None}
     fields |= {"command": "cd /box && sh test.sh", "tests": {"/box/test.sh": "cat app/answer > logs/reward.txt"}}
-    assert await play(Session(*turns, "Done."), fields, "docker") == reward
+    for code, reward in ("echo 0.5 > /box/app/answer", 0.5), ("ls", 0.0), ("echo x > /box/app/answer", 0.0):
+        assert await play(Session(bash(code), "Done.", sandboxes=sandboxes), fields, "docker") == reward
     assert not [*(at / "containers").iterdir()]
 
 
-async def test_tests_that_never_give_a_reward_are_an_error_of_the_row():
+async def test_tests_that_never_give_a_reward_are_an_error_of_the_row(sandboxes):
     fields = {"command": "true", "reward_file": "/tmp/reward.txt"}
     with pytest.raises(RowError, match="no number into /tmp/reward.txt, not even without a policy"):
-        await play(Session("Done."), fields)
+        await play(Session("Done.", sandboxes=sandboxes), fields)
     with pytest.raises(RowError, match="no command that judges"):
-        await play(Session("Done."), {})
+        await play(Session("Done.", sandboxes=sandboxes), {})
     with pytest.raises(SandboxError, match="ends with status 3: no"):
-        await play(Session("Done."), fields | {"setup": "echo no; exit 3"})
+        await play(Session("Done.", sandboxes=sandboxes), fields | {"setup": "echo no; exit 3"})
