@@ -365,7 +365,8 @@ class Master(HandlesRequests):
         log.info("joined", actor=member.identity, address=member.address)
         if member.role == "generator" and not self._run.end.done():
             self._run.evaluations.hold_version_0(member)
-        if len({is_loopback(host_of(m.address)) for m in self.state.members.values()}) > 1:
+        first = next(iter(self.state.members.values()))
+        if is_loopback(host_of(first.address)) != is_loopback(host_of(member.address)):
             log.warning(
                 "some actors listen on an address that other hosts cannot reach: start those with --host",
                 joined=member.identity,

@@ -43,6 +43,7 @@ from actors.watching import prometheus
 from areal.config import Config, UserError, explain, from_message
 from areal.devices import CORES, settle
 from areal.models import check_same
+from areal.observe import cpu_profile
 from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
 from protocols.addresses import host_of, reachable
@@ -303,6 +304,7 @@ class Membership:
         self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")
+            cpu_profile.begin(self.config, f"{role}-{self.index}")
         prometheus.serve(self.config.observe, role, self.index, lambda: self._numbers)
         self.directory = Directory(welcome.snapshot.policy)
         self._events = self._subscriber(welcome.snapshot)

@@ -386,6 +386,7 @@ def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolde
     with which it began."""
     from actors.record.record import check_rows_kept
     from actors.runtime.logs import write_log_file
+    from areal.observe import cpu_profile
     from areal.storage.disk import DiskRetry
     from areal.storage.journal import Journal
     from areal.storage.run_folder import RunFolder
@@ -397,6 +398,7 @@ def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolde
         disk_retry.write_in_thread(lambda: check_rows_kept(config, journal, source), "the journal")
     folder = disk_retry.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
     write_log_file(folder.path / "logs" / "master-0.jsonl")
+    cpu_profile.begin(config, "master-0")
     return journal, folder
 
 

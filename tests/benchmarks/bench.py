@@ -38,7 +38,11 @@ RATIOS = {
         ("seconds to accuracy 0.65, TRL asynchronous / ours", "ratio_trl", None),
     ],
     "generator_overhead": [("through the actors / bare vLLM", "ratio", 0.95)],
-    "bus": [("ours / bare pyzmq asyncio", "ratio", 0.6), ("ours / Ray actors", "ratio_ray", 3)],
+    "bus": [
+        ("ours / bare pyzmq asyncio", "ratio", 0.6),
+        ("arrays, ours / pyzmq with CURVE", "ratio_arrays", 0.6),
+        ("ours / Ray actors", "ratio_ray", 3),
+    ],
     "interrupt": [("interruption on / off", "ratio", 1.12)],
     "packing": [("prefix trees / padding", "ratio", 1.3)],
     "trainer_overhead": [("a step / a bare PyTorch loop", "ratio", 0.9)],

@@ -3,13 +3,14 @@
     python tests/benchmarks/bus.py --json bus.json
 
 Every contestant moves the same content: a heartbeat and its answer, and arrays of 1 MiB. Ours is a real `Bus` on each
-side, with validated messages, deadlines and answers kept for repeated requests. Bare pyzmq is a DEALER and a ROUTER of
-`zmq.asyncio` with msgpack and nothing else: no validation, no deadline, no credit; a single asker does without request
-ids there. Ray is calls of an async actor, with `ray.get` where there is a single asker. Ours alone is encrypted, and
-both ends prove who they are (docs/security.md). All processes stand at the same time, and in every round each
-contestant does the same work, one after another.
+side, with validated messages, deadlines and answers kept for repeated requests, encrypted with CURVE, and both ends
+prove who they are (docs/security.md). Bare pyzmq is a DEALER and a ROUTER of `zmq.asyncio` with msgpack and nothing
+else: no validation, no deadline, no credit; a single asker does without request ids there. It runs twice, in the clear
+and with CURVE. Ray is calls of an async actor, in the clear, with `ray.get` where there is a single asker. All
+processes stand at the same time, and in every round each contestant does the same work, one after another.
 
-`ratio` is ours over pyzmq for small round trips, with one asker or with 64, whichever is less.
+`ratio` is ours over pyzmq in the clear for small round trips, with one asker or with 64, whichever is less;
+`ratio_arrays` is ours over pyzmq with CURVE for arrays, fetched or streamed, whichever is less.
 """
 
 from __future__ import annotations
@@ -149,12 +150,17 @@ def _raise(error: BaseException) -> None:
 
 class Pyzmq(Contestant):
     name = "pyzmq asyncio"
+    encrypted = False
 
     def __init__(self) -> None:
-        self._server, address = serve(_serve_pyzmq)
+        keys = zmq.curve_keypair() if self.encrypted else None
+        self._server, address = serve(functools.partial(_serve_pyzmq, keys=keys))
         self._context = zmq.asyncio.Context()
         self._alone, self._shared = (self._context.socket(zmq.DEALER) for _ in range(2))
         for socket in (self._alone, self._shared):
+            if keys:
+                socket.curve_serverkey = keys[0]
+                socket.curve_publickey, socket.curve_secretkey = keys
             socket.connect(address)
         self._pack = msgpack.Packer().pack
         self._ids = itertools.count()
@@ -193,9 +199,17 @@ class Pyzmq(Contestant):
             yield np.frombuffer(frame.buffer, msgpack.unpackb(body.buffer)["dtype"])
 
 
-def _serve_pyzmq(ready: Connection) -> None:
+class Curve(Pyzmq):
+    name = "pyzmq, CURVE"
+    encrypted = True
+
+
+def _serve_pyzmq(ready: Connection, keys: tuple[bytes, bytes] | None) -> None:
     async def main() -> None:
         socket = zmq.asyncio.Context().socket(zmq.ROUTER)
+        if keys:
+            socket.curve_publickey, socket.curve_secretkey = keys
+            socket.curve_server = True
         ready.send(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
         pack = msgpack.Packer().pack
         while True:
@@ -294,7 +308,7 @@ MEASURES = {
     "MB/s, request and reply": (fetched, 128),
     "MB/s, streamed": (streamed, 128),
 }
-SMALL = list(MEASURES)[:2]
+SMALL, ARRAYS = list(MEASURES)[:2], list(MEASURES)[2:]
 
 
 def serve(server: Callable[[Connection], None]) -> tuple[multiprocessing.process.BaseProcess, str]:
@@ -316,7 +330,7 @@ def stop(process: multiprocessing.process.BaseProcess) -> None:
 async def measure(rounds: int, share: float) -> dict[str, dict[str, list[float]]]:
     """For each measure and contestant its rates, one a round, after a round that warms up."""
     async with AsyncExitStack() as stack:
-        contestants = [make() for make in (Ours, Pyzmq, *([RayActor] if ray else []))]
+        contestants = [make() for make in (Ours, Pyzmq, Curve, *([RayActor] if ray else []))]
         for contestant in contestants:
             stack.push_async_callback(contestant.close)
         rates = {measure: {contestant.name: [] for contestant in contestants} for measure in MEASURES}
@@ -335,7 +349,9 @@ def compare(options: argparse.Namespace) -> None:
         for neighbour in remainder
     }
     small = {neighbour: min(by[measure] for measure in SMALL) for neighbour, by in ratios.items()}
+    arrays = min(ratios[Curve.name][measure] for measure in ARRAYS)
     results = {"ratio": small[Pyzmq.name][0], "spread": small[Pyzmq.name][1]}
+    results |= {"ratio_arrays": arrays[0], "spread_arrays": arrays[1]}
     if ray:
         results |= {"ratio_ray": small[RayActor.name][0], "spread_ray": small[RayActor.name][1]}
     results["rows"] = [

@@ -83,6 +83,7 @@ class ModelEngine:
 
     def __init__(self, costs: Costs, lengths: Lengths) -> None:
         self.version = 0
+        self.max_model_len = costs.setup.prompt_tokens + costs.setup.max_new_tokens
         self._totals = dict.fromkeys(("tokens", "sequence_seconds", "busy_seconds", "load_seconds"), 0.0)
         self._costs = costs
         self._setup = costs.setup
