@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from actors.checks.preflight import check, check_names, check_options, free_port
+from actors.checks.preflight import check, check_options, free_port
 from actors.runtime.addresses import check_keys
 from actors.weights.direct_weights import check_transport
 from areal.config import Config, UserError
@@ -64,7 +64,6 @@ def rehearse_start(config: Config, *, resume: bool, rows: bool = True, alone: bo
     else:
         check_start(config, rows=rows, weights=False)
     check_options(config)
-    check_names(config)
     check_keys(config)
     check_room(config.folder, resume)
     check_free(config.folder, resume)

@@ -233,6 +233,7 @@ def resolved(arguments: argparse.Namespace) -> Config:
 def dry_run(config: Config, arguments: argparse.Namespace) -> int:
     """Print the configuration, and check all that a start checks. What the checks say, and their verdict, is the last
     block."""
+    from actors.checks.preflight import check_names
     from actors.checks.start_checks import own_port, rehearse_start
 
     if not arguments.quiet:
@@ -240,6 +241,7 @@ def dry_run(config: Config, arguments: argparse.Namespace) -> int:
     print("--- What the checks say:", file=sys.stderr)
     with own_port(config, bool(arguments.role) or port_is_named(arguments, config)) as config:
         rehearse_start(config, resume=bool(arguments.resume), alone=bool(arguments.role))
+    check_names(config)
     print("The configuration and what it names were checked: the run can be started.", file=sys.stderr)
     return 0
 
