@@ -184,6 +184,13 @@ def test_adapters_that_engines_do_not_compute_on_experts_are_refused(tmp_path, t
     check_mixture(tmp_path, lora, cuda=cuda)
 
 
+def test_a_model_whose_experts_engines_compute_on_gpus_alone_is_refused_on_a_cpu(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_local_experts": 32}))
+    check_mixture(tmp_path, None, cuda=True)
+    with pytest.raises(UserError, match="computes the experts of gpt-oss on GPUs alone"):
+        check_mixture(tmp_path, None, cuda=False)
+
+
 def test_a_damaged_model_is_told(tmp_path, tiny_model):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json cannot be read .*copy it again"):
@@ -204,7 +211,7 @@ def change_json(file, **values):
 def test_a_copy_of_a_model_is_the_same_whatever_copied_it_and_another_model_is_not(tmp_path, tiny_model):
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
     digests = digests_of(tiny_model)
-    assert {*digests} == {"config.json", "weights", "tokenizer.json"}
+    assert {*digests} == {"config.json", "list of weights", "tokenizer.json"}
     change_json(copy / "config.json", transformers_version="0.1", dtype="bfloat16", _name_or_path="elsewhere")
     check_same(copy, digests)
     (copy / "model.safetensors").unlink()  # where only text is made of tokens

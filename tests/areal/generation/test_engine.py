@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,6 +24,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny_training import divide
 from transformers import (
@@ -46,7 +48,7 @@ from areal.selftest.transport import Receiving, Sending
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores
 from areal.weights.lora import add_adapters, write_adapter
-from areal.weights.wrappers import published_shapes
+from areal.weights.wrappers import arguments_for_text, published_shapes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -197,7 +199,8 @@ async def collect(stream: AsyncGenerator[Generation, None], progress: list[Gener
 @cache
 def exact(model: Path) -> PreTrainedModel:
     """In float64, by transformers."""
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
+    how = {"attn_implementation": "eager", "experts_implementation": "eager", **arguments_for_text(model)}
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, **how)
 
 
 @cache
@@ -271,10 +274,70 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weig
     assert np.abs(stale - sequence.logprobs[split:])[part].mean() > 0.01
 
 
+async def test_queries_with_an_axis_of_heads_are_rotated_as_those_without_one() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.platforms import current_platform
+
+    from areal.cpu import kernels
+
+    current_platform.import_kernels()
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(16, 64, is_neox_style=False, rope_parameters={"rope_theta": 1e4}, dtype=torch.float32)
+    positions, query, key = torch.arange(7), torch.randn(7, 4, 24)[..., 8:], torch.randn(7, 1, 40)[..., 24:]
+    exact = rope.forward_native(positions, query.clone(), key.clone())
+    for part, exact_part in zip(kernels.rotate(rope, positions, query, key), exact, strict=True):
+        torch.testing.assert_close(part, exact_part, rtol=0, atol=1e-5)
+
+
 @pytest.mark.slow
 async def test_latent_attention_has_the_logprobs_of_the_weights_that_sampled_on_a_cpu(latent: Models) -> None:
     engine = await GenerationEngine.start(latent[0], CONFIG, version=0)
     await check_interruption(engine, latent)
+    await engine.close()
+
+
+ROPE = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 10000.0}
+TOWER = {"hidden_size": 64, "intermediate_size": 64, "patch_size": 14}
+FAMILIES = {
+    "Gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0, "sliding_window": 32},
+    "Gemma3": {
+        "text_config": {**SIZES, "sliding_window": 32, "query_pre_attn_scalar": 32},
+        "vision_config": {**TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+        **{"mm_tokens_per_image": 4, "boi_token_index": 3, "eoi_token_index": 4, "image_token_index": 5},
+    },
+    "Qwen3VL": {
+        "text_config": {**SIZES, "rope_parameters": ROPE, "tie_word_embeddings": False},
+        "vision_config": {
+            **TOWER,
+            **{"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
+            "deepstack_visual_indexes": [0],
+        },
+        **{"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8},
+        "tie_word_embeddings": False,
+    },
+}
+"""Softcapping, and wrappers, of which versions have the text alone, as a trainer publishes it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_models_that_only_some_engines_compute_have_the_logprobs_of_the_weights_that_sampled(
+    tmp_path: Path, family: str
+) -> None:
+    folders, wrapper = {version: tmp_path / f"{version}" for version in range(3)}, "text_config" in FAMILIES[family]
+    if wrapper:
+        pytest.importorskip("torchvision")  # without it vLLM has no wrappers
+    settings = FAMILIES[family] if wrapper else SIZES | FAMILIES[family]
+    config = getattr(transformers, f"{family}Config")(**settings)
+    kind = getattr(transformers, f"{family}For{'ConditionalGeneration' if wrapper else 'CausalLM'}")
+    write_models(folders, lambda: kind(config))
+    for file in (folders[version] / "model.safetensors" for version in (1, 2) if wrapper):
+        tensors = {name: tensor for name, tensor in load_file(file).items() if not re.search("vis|multi_modal", name)}
+        save_file(tensors, file, metadata={"format": "pt"})
+    options = {"engine_options": {"language_model_only": True}} if wrapper else {}
+    engine = await GenerationEngine.start(folders[0], CONFIG.model_copy(update=options), version=0)
+    await check_interruption(engine, folders)
     await engine.close()
 
 
