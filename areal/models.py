@@ -367,14 +367,12 @@ def digests_of(folder: Path) -> dict[str, str]:
     names = [name for name in ("config.json", "tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()]
     values = {name: _read_json(folder / name) for name in names}
     config, tokenizer = values.get("config.json", {}), values.get("tokenizer.json", {})
-    template = folder / "chat_template.jinja"
+    template, in_tokenizer = folder / "chat_template.jinja", values.get("tokenizer_config.json", {})
     facts = {
         "config.json": {key: value for key, value in config.items() if key not in _WRITTEN_ANEW},
-        "weights": weight_sizes(folder),
+        "list of weights": weight_sizes(folder),
         "tokenizer.json": [tokenizer[key] for key in ("model", "added_tokens", "pre_tokenizer") if key in tokenizer],
-        "chat template": template.read_text(encoding="utf-8")
-        if template.is_file()
-        else values.get("tokenizer_config.json", {}).get("chat_template"),
+        "chat template": template.read_text() if template.is_file() else in_tokenizer.get("chat_template"),
     }
     texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items() if fact}
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}

@@ -17,7 +17,6 @@ import hypothesis
 import pytest
 from helpers import find_free_port, keys_folder, made_once
 
-from areal.cpu import op_folder
 from areal.cpu.processor import avoid_broken_amx
 from areal.processes import cache_folder
 
@@ -41,9 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # A process that has computed in fp32 can be kept from a broken AMX no more, and here one does fp32 and bf16.
     avoid_broken_amx()
     keys_folder()  # before any process is started that is to have it
-
-    # A trainer's engine sets it. Set any later, it would have vLLM's engines spawned that can be forked.
-    os.environ[op_folder.ROOT_VARIABLE] = str(op_folder.extensions_folder())
 
     # The quickstart's model is kept in the user's cache: tests share one of their own. Other libraries keep theirs.
     if "CACHE_OF_TESTS" not in os.environ:

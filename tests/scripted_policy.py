@@ -52,6 +52,7 @@ class Recorded:
 
     def __init__(self, credit: Credit = "sample", discount: float = 1.0) -> None:
         self.forest = Forest()
+        self.sandboxes = Sandboxes("test", SandboxConfig())
         self._credit = credit, discount
 
     @property
@@ -80,7 +81,7 @@ class Session(Recorded):
         self.scores = scores or {}
         self.prompts: list[str] = []
         self.ran: list[str] = []
-        self.sandboxes = sandboxes or Sandboxes("test", SandboxConfig())
+        self.sandboxes = sandboxes or self.sandboxes
 
     async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from areal.trajectory import Branch, Group, Trajectory
 from areal.weights.folders import write_index, write_weights
 
 TESTS = Path(__file__).parent
+WORKER_SECONDS = 240
 VOCAB = 37
 TEMPERATURE = 0.8
 NEVER_CLIP = 1e9
@@ -286,15 +290,31 @@ def assert_same_gradients(found, expected):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def run_worker(file, *arguments, ranks=1):
-    """A test file as a program in new processes, one a rank."""
+@functools.cache
+def rank_server():
+    """The process from which ranks are forked, and the file of what they print. It ends with this one."""
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    process = subprocess.run(
-        [sys.executable, str(TESTS / "ranks.py"), str(ranks), file, *map(str, arguments)],
+    errors = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 - as long as the process
+    process = subprocess.Popen(
+        [sys.executable, str(TESTS / "ranks.py")],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=open(errors.name, "a"),  # noqa: SIM115
         text=True,
-        timeout=240,
-        check=False,
     )
-    assert process.returncode == 0, process.stderr[-3000:]
+    return process, errors
+
+
+def run_worker(file, *arguments, ranks=1):
+    """A file as a program in new processes, one a rank; with 0, in one that is no rank. Returns what they print."""
+    server, errors = rank_server()
+    print(json.dumps([ranks, str(file), *map(str, arguments)]), file=server.stdin, flush=True)
+    answers, _, _ = select.select([server.stdout], [], [], WORKER_SECONDS)
+    answer = server.stdout.readline() if answers else f"no answer within {WORKER_SECONDS} s"
+    if not answers:
+        server.kill()
+        rank_server.cache_clear()
+    printed = errors.read()
+    assert answer == "ok\n", answer + printed[-3000:]
+    return printed

@@ -9,7 +9,6 @@ from actors.checks.preflight import check, check_names, check_options, free_port
 from actors.runtime.addresses import check_keys
 from actors.weights.direct_weights import check_transport
 from areal.config import Config, UserError
-from areal.cpu.op_folder import BUILDS, is_built
 from areal.devices import deal_out, visible_devices
 from areal.models import lacks_quickstart
 from areal.roles import ROLES
@@ -77,8 +76,6 @@ def first_waits(config: Config) -> list[str]:
     waits = []
     if lacks_quickstart(config):
         waits.append("The quickstart's model is made first, once, for one to two minutes.")
-    if config.steps and not cuda and not is_built():
-        waits.append(f"{BUILDS}.")
     if cuda and not config.generator.enforce_eager:
         waits.append(
             "vLLM compiles for the GPU, for minutes at the first start (not with generator.enforce_eager=true)."

@@ -54,7 +54,8 @@ def backup(options: Namespace) -> None:
 
 def _fill(config: Config, folder: Path, copy: Path) -> int:
     """Copy the run into an empty folder. Returns its version."""
-    older = _file_of(folder / OLDER[METRICS])
+    older = folder / OLDER[METRICS]
+    number = older.exists() and older.stat().st_ino
     checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version
     for name in LINKED:
         if (folder / name).exists():
@@ -72,14 +73,9 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
         raise OvertakenError("a checkpoint was saved meanwhile")
     # The journal was copied before, and must not be the older.
     (copy / METRICS).write_bytes(metrics_up_to(folder / METRICS, state.ledger.version))
-    if _file_of(folder / OLDER[METRICS]) != older:
-        raise OvertakenError(f"{OLDER[METRICS]} was replaced meanwhile")
+    if (older.exists() and older.stat().st_ino) != number:
+        raise OvertakenError(f"{older} was replaced meanwhile")
     return state.ledger.version
-
-
-def _file_of(path: Path) -> int | None:
-    """The number of the file that has this name now."""
-    return path.stat().st_ino if path.exists() else None
 
 
 def _state(config: Config, journal: Path, copy: Path | None = None) -> RunState:

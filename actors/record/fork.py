@@ -75,10 +75,8 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
     is_comparable = not any(is_under(key, OF_EVALUATIONS) for key in changed)
     journal = Journal.open(config.folder / JOURNAL)
     try:
-        for name, key, lines in [
-            (METRICS, "step", metrics_of(run)),
-            *[(EVALUATIONS, "version", read_records(run / EVALUATIONS))] * is_comparable,
-        ]:
+        for name, key in [(METRICS, "step"), *[(EVALUATIONS, "version")] * is_comparable]:
+            lines = metrics_of(run) if name == METRICS else read_records(run / name)
             records = (record | {"run": journal.run} for record in lines if record[key] <= step)
             replace(config.folder / name, "".join(map(line_of, records)))
         origin = Origin(parent.config.name, str(run.resolve()), parent.journal.run, step)

@@ -24,8 +24,8 @@ def set_environment(config: GeneratorConfig) -> None:
     # makes long prefills a third slower.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 * 2**20))
-    # vLLM's latent attention on CPUs (DeepSeek, Kimi K2, GLM-4.7-Flash) has log-probs 0.3 nats off, and takes latents
-    # of 576 alone; its ordinary attention for these models is exact.
+    # vLLM's latent attention on CPUs (DeepSeek, Kimi K2, GLM-4.7-Flash) takes latents of 576 alone, or dies of others,
+    # and keeps no prefix cache. Its ordinary attention computes these models, too.
     os.environ["VLLM_MLA_DISABLE"] = "1"
     if config.dtype == "bfloat16":
         avoid_broken_amx()

@@ -14,6 +14,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
@@ -127,6 +128,22 @@ def _add_times_b(
 # have the same one.
 PunicaWrapperCPU._apply_shrink = _times_a
 PunicaWrapperCPU._apply_expand = _add_times_b
+
+
+_rotate_flat = RotaryEmbedding.forward_cpu
+
+
+def rotate(
+    self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    flat = [None if part is None else part.flatten(1) for part in (query, key)]
+    query_out, key_out = _rotate_flat(self, positions, *flat)
+    return query_out.view(query.shape), key_out if key is None else key_out.view(key.shape)
+
+
+# vLLM's own for the CPU (0.32) takes a query with an axis of heads, as latent attention has it, for one of a single
+# head. Log-probs of DeepSeek-V3 were 0.4 to 1.3 nats off.
+RotaryEmbedding.forward_cpu = rotate
 
 
 Unpacked = dict[torch.nn.Module, torch.nn.Parameter]

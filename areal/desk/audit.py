@@ -115,9 +115,8 @@ class Audit:
         self.first, records = self.record.first_version, self.record.records
         self.earlier = [record for record in records if record["step"] <= self.first]
         self.records = {record["step"]: record for record in records[len(self.earlier) :]}
-        may_be_cut = self.config.observe.metrics_mib and self.records
         # The first step whose metrics are to be there.
-        self.oldest = min(self.records) if may_be_cut else self.first + 1
+        self.oldest = min(self.records) if self.config.observe.metrics_mib and self.records else self.first + 1
         self.changes = [change for change in self.record.changes if change["key"] == "max_staleness"]
         self.findings = {check: AuditFinding(check) for check in CHECKS}
         self.replayed: list[tuple[int, int]] = []

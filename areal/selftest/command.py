@@ -23,7 +23,6 @@ from rich.table import Table
 from rich.text import Text
 
 from areal.config import Config, UserError, dump_config, explain, load_config
-from areal.cpu.op_folder import extensions_folder
 from areal.devices import deal_out, host_memory, visible_devices
 from areal.models import with_folders
 from areal.processes import cache_folder, torchrun
@@ -277,12 +276,10 @@ def environment_of(part: str, dealt: Mapping[str, Mapping[str, str]]) -> dict[st
 
 
 def cold_seconds(environment: Mapping[str, str], *, gpus: bool) -> float:
-    """Time to add, since what is compiled at a first start is not in its cache: vLLM's graphs, or DeepSpeed's op."""
-    place = extensions_folder(environment)
-    if gpus:
-        root = environment.get("VLLM_CACHE_ROOT") or cache_folder(environment) / "vllm"
-        place = Path(root, "torch_compile_cache")
-    return 0.0 if place.is_dir() and any(place.iterdir()) else COLD_SECONDS
+    """Time to add on GPUs, where vLLM compiles at a first start what is not in its cache."""
+    root = environment.get("VLLM_CACHE_ROOT") or cache_folder(environment) / "vllm"
+    place = Path(root, "torch_compile_cache")
+    return 0.0 if not gpus or (place.is_dir() and any(place.iterdir())) else COLD_SECONDS
 
 
 def machine() -> dict[str, Any]:

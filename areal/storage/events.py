@@ -47,8 +47,7 @@ TOTALS = frozenset(COUNTERS) | {
 
 
 class EventLog:
-    """Writes the events of the run in `folder`; the master owns it. What a full disk refuses is written later. limit:
-    bytes of a file."""
+    """Writes the events of the run in `folder`, `limit` bytes a file. What a full disk refuses is written later."""
 
     def __init__(self, folder: Path, limit: int, clock: Callable[[], float] = time.time) -> None:
         self._file = Backlog(folder / EVENTS, folder / OLDER[EVENTS], limit)

@@ -116,7 +116,7 @@ def _open_deepspeed(config: TrainerConfig, cuda: bool) -> Any:
     # By default cuBLAS adds the parts of a bf16 product in bf16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not cuda:
-        cpu.build_communication()
+        cpu.compile_no_op()
     join_ranks()
     with redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
@@ -154,7 +154,7 @@ class TrainingEngine:
     one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. keep_values: whether a
     step leaves what it found for each token in `values`. disk_retry: with which folders are written. longest: the most
     tokens of a sequence; None: the model's limit. Raises UserError if the model cannot be loaded, or not be trained on
-    such sequences or with this number of ranks, or if a C++ compiler is missing.
+    such sequences or with this number of ranks.
     """
 
     def __init__(

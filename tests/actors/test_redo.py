@@ -28,7 +28,6 @@ from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, Scored
 from protocols.transport import Bus
 
 STEPS = 4
-# A first start in an environment compiles DeepSpeed's op: for 101 s beside two others that compile.
 SECONDS = 240.0
 SHARE = "rank_00000-of-00001.safetensors"
 

@@ -10,15 +10,17 @@ import pytest
 import scripted_policy
 
 from actors.evaluator import Evaluator
-from actors.rollout_manager import RolloutManager, _GroupStart, _GroupStore, _Scored
+from actors.rollout_manager import ROWS_AHEAD, RolloutManager, _GroupStart, _GroupStore, _Scored
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
 from areal.config import Config
 from areal.data.rows import Row
+from areal.programs.outside import SandboxError
 from areal.trajectory import Note, TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
+from areal.workflows.sandbox_tasks import RowError
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
 from protocols.messages import Member, Permit, Policy
 
@@ -115,6 +117,31 @@ def run(role, overlong_tokens, workflow=workflow):
 @pytest.mark.parametrize(("overlong_tokens", "reward"), [(0, 1.0), (4, 0.25), (1, 1.0)])
 def test_a_sample_to_train_loses_reward_by_the_tokens_it_sampled(overlong_tokens, reward):
     assert run(RolloutManager, overlong_tokens).reward == reward
+
+
+@pytest.mark.parametrize(("error", "cause"), [(SandboxError, "sandbox"), (RowError, "row")])
+def test_a_sandbox_that_is_lost_fails_the_sample_and_a_row_that_nobody_can_use_is_discarded(error, cause):
+    async def lost(session, row):
+        raise error("it is gone")
+
+    reports = []
+    manager = alone(RolloutManager, workflow=lost)
+    manager.report_failure = lambda *report: reports.append(report)
+    with pytest.raises(SampleFailed, match="^it is gone$") as failure:
+        asyncio.run(manager.run_workflow(Session(), None))
+    assert failure.value.cause == cause and reports == [(cause, "it is gone")]
+
+
+def test_the_images_of_the_next_rows_are_pulled_ahead_once_samples_run_in_containers():
+    manager = alone(RolloutManager)
+    manager._source = SimpleNamespace(row=lambda index: Row(index, "", None, None, {"image": f"image {index}"}))
+    pulled = []
+    manager.services.sandboxes = SimpleNamespace(containers=[], pull_ahead=lambda task: pulled.append(task.image))
+    manager._pull_ahead(3)
+    assert not pulled
+    manager.services.sandboxes.containers = ["docker"]
+    manager._pull_ahead(3)
+    assert pulled == [f"image {index}" for index in range(4, 4 + ROWS_AHEAD)]
 
 
 @pytest.mark.parametrize("role", [RolloutManager, Evaluator])

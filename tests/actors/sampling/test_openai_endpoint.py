@@ -32,6 +32,7 @@ from areal.data import verifiers_tasks
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.sampled import Generation
+from areal.workflows import Limits, SandboxTools, Task
 from areal.workflows.agents import AgentFailed, agent
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.parsers import Parsers
@@ -432,6 +433,12 @@ async def asks(base_url, api_key, row):
         return float(response.choices[0].message.content == row["answer"])
 
 
+async def asks_in_a_sandbox(base_url, api_key, row, sandboxes):
+    async with sandboxes.opened("bubble", Task(), Limits(), seconds=60) as sandbox:
+        assert "works" in await SandboxTools(sandbox).call("shell", '{"command": "echo works"}')
+    await asks(base_url, api_key, row)
+
+
 async def asks_only(*access):
     await asks(*access)
 
@@ -515,12 +522,14 @@ async def sample(tokenizer, monkeypatch, *says, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "reward", "scored"), [("asks", 1.0, []), ("reports", 0.5, []), ("asks_only", 0.25, ["4"])]
+    ("name", "reward", "scored"),
+    [("asks", 1.0, []), ("reports", 0.5, []), ("asks_only", 0.25, ["4"]), ("asks_in_a_sandbox", 0.25, ["4"])],
 )
 async def test_the_agent_gives_the_reward_or_the_row_s_functions_do(tokenizer, monkeypatch, name, reward, scored):
     policy, trajectory = await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}", agent_reward=True)
     assert (trajectory.reward, policy.scored) == (reward, scored)
     assert tokenizer.decode(trajectory.tokens[trajectory.sampled]) == "4<end>"
+    await policy.sandboxes.close()
 
 
 async def test_without_agent_reward_the_row_s_functions_score_and_no_reward_is_taken(tokenizer, monkeypatch):

@@ -33,7 +33,7 @@ from actors.generator import Generator
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
 from actors.weights.direct_weights import DirectReceiver, DirectSender, load_transport
-from areal.config import GeneratorConfig, SamplingConfig, UserError, WeightsConfig
+from areal.config import GeneratorConfig, SamplingConfig, TrainerConfig, UserError, WeightsConfig
 from areal.cpu.fork_server import IMPORTED
 from areal.generation import engine as engines
 from areal.generation.engine import EngineError, GenerationEngine, WeightLoadError
@@ -147,7 +147,7 @@ class Cluster:
             generator=self._config,
             sampling=SAMPLING,
             weights=WEIGHTS,
-            trainer=SimpleNamespace(lora=None),
+            trainer=TrainerConfig(),
             weights_folder=self.folder,
         )
         member.directory = self.directory = Directory(self.policy, [self.trainer.member])

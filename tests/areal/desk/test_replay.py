@@ -4,11 +4,9 @@ tests/test_chaos.py replays whole runs, tests/actors/test_redo.py one of a real 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import read_jsonl
-from tiny_training import TEMPERATURE, make_batch, make_model, weights_of
+from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, weights_of
 
 from areal.__main__ import main
 from areal.config import Config, dump_config, load_config
@@ -181,19 +179,11 @@ def test_a_variant_that_computes_no_numbers_any_more_is_given_up(run, capsys):
 def test_a_sweep_compares_objectives_with_their_own_settings_and_leaves_their_models(run, tmp_path):
     objectives = "decoupled_ppo,ppo,gspo,reinforce_pp"
     inputs = ["--sweep", f"trainer.objective={objectives}", "--output", str(tmp_path / "models")]
-    process = subprocess.run(  # it forks, which a process with threads may not
-        [sys.executable, "-m", "areal", "replay", str(run), *inputs],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr[-3000:]
+    # It forks, which a process with threads may not.
+    printed = run_worker(ROOT / "areal" / "__main__.py", "replay", run, *inputs, ranks=0)
     names = [f"trainer.objective-{objective}" for objective in objectives.split(",")]
-    assert f"{names[0]}: the same weights, bit by bit" in process.stdout
-    assert all(name in process.stdout for name in names)
+    assert f"{names[0]}: the same weights, bit by bit" in printed
+    assert all(name in printed for name in names)
     trained = [path.name for path in sorted((tmp_path / "models").iterdir())]
     assert trained == sorted(names[:3])  # without a KL penalty, reinforce_pp is decoupled_ppo
     weights = [weights_of(tmp_path / "models" / name) for name in names[:3]]

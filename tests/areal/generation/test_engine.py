@@ -274,6 +274,22 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weig
     assert np.abs(stale - sequence.logprobs[split:])[part].mean() > 0.01
 
 
+async def test_queries_with_an_axis_of_heads_are_rotated_as_those_without_one() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.platforms import current_platform
+
+    from areal.cpu import kernels
+
+    current_platform.import_kernels()
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(16, 64, is_neox_style=False, rope_parameters={"rope_theta": 1e4}, dtype=torch.float32)
+    positions, query, key = torch.arange(7), torch.randn(7, 4, 24)[..., 8:], torch.randn(7, 1, 40)[..., 24:]
+    exact = rope.forward_native(positions, query.clone(), key.clone())
+    for part, exact_part in zip(kernels.rotate(rope, positions, query, key), exact, strict=True):
+        torch.testing.assert_close(part, exact_part, rtol=0, atol=1e-5)
+
+
 @pytest.mark.slow
 async def test_latent_attention_has_the_logprobs_of_the_weights_that_sampled_on_a_cpu(latent: Models) -> None:
     engine = await GenerationEngine.start(latent[0], CONFIG, version=0)

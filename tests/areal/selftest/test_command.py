@@ -99,16 +99,14 @@ def test_a_cpu_has_one_tiny_run(tmp_path):
 
 
 def test_a_first_start_has_more_time(tmp_path):
-    for gpus, variable, folder in (
-        (True, "VLLM_CACHE_ROOT", "torch_compile_cache"),
-        (False, "TORCH_EXTENSIONS_DIR", ""),
-    ):
-        place = tmp_path / variable / folder
-        for environment in ({variable: str(tmp_path / variable)}, {"HOME": str(tmp_path / "nobody")}):
-            assert cold_seconds(environment, gpus=gpus) == COLD_SECONDS
-        place.mkdir(parents=True)
-        (place / "compiled").touch()
-        assert cold_seconds({variable: str(tmp_path / variable)}, gpus=gpus) == 0
+    here = {"VLLM_CACHE_ROOT": str(tmp_path / "vllm")}
+    for environment in (here, {"HOME": str(tmp_path / "nobody")}):
+        assert cold_seconds(environment, gpus=True) == COLD_SECONDS
+        assert cold_seconds(environment, gpus=False) == 0
+    place = tmp_path / "vllm" / "torch_compile_cache"
+    place.mkdir(parents=True)
+    (place / "compiled").touch()
+    assert cold_seconds(here, gpus=True) == 0
 
 
 def test_what_stands_in_the_way_of_a_run_fails_with_a_sentence(tmp_path, tiny_model):

@@ -37,7 +37,7 @@ CASES = {
     2: {
         "zero0": ("Qwen3", {"sequence_parallel": 2}),
         "zero3": ("Qwen3", {"sequence_parallel": 2, **CHECKPOINTED}),
-        "window": ("Mistral", {"sequence_parallel": 2}),
+        "window": ("GptOss", {"sequence_parallel": 2}),  # whose sinks are those of heads
     },
     4: {  # more ranks than the 2 heads of keys and values, or two groups
         "zero0": ("Qwen3", {"sequence_parallel": 4, "prefix_tree": False}),
@@ -63,7 +63,7 @@ LOOKS_AT_SEQUENCES = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("Qwen3", "Qwen3Moe", "Mistral", "Qwen3_5", "Lfm2"):
+    for kind in ("Qwen3", "Qwen3Moe", "GptOss", "Qwen3_5", "Lfm2"):
         make_kind(kind, folder / kind)
     make_kind("Qwen3", folder / "eight heads", num_attention_heads=8)
     return folder

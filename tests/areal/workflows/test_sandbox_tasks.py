@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from imitated_docker import make_docker, make_image
-from scripted_policy import Session
+from scripted_policy import Session, byte_tokenizer
 
 from areal.config import DataConfig, SandboxConfig, UserError
 from areal.data.rows import Row
@@ -151,3 +152,25 @@ async def test_tests_that_never_give_a_reward_are_an_error_of_the_row(sandboxes)
         await play(Session("Done.", sandboxes=sandboxes), {})
     with pytest.raises(SandboxError, match="ends with status 3: no"):
         await play(Session("Done.", sandboxes=sandboxes), fields | {"setup": "echo no; exit 3"})
+
+
+def call(tool: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+async def test_a_policy_calls_a_shell_and_an_editor_and_the_tests_give_the_reward(sandboxes):
+    row = Row(0, "Mend it.", None, None, {"files": {"/tmp/repo/a": "wrong\n"}, "command": "grep right /tmp/repo/a"})
+    turns = (
+        call("shell", command="cat /tmp/repo/a; sleep 60"),
+        call("edit", path="/tmp/repo/a", old="wrong", new="right"),
+        call("edit", path="/tmp/repo/a", old="wrong", new="right"),
+        "Done.",
+    )
+    session = Session(*turns, tokenizer=byte_tokenizer(), sandboxes=sandboxes)
+    options = {"sandbox": "bubble", "sandbox_options": {"folder": "/tmp/repo", "timeout_seconds": 5}}
+    assert (await resolve_workflow("sandbox_tools", options)(session, row)).reward == 1.0
+    assert session.prompts[0].startswith("tools shelledituser Mend it.")
+    assert "wrong\nexit status: killed after 5 s" in session.prompts[1]
+    assert "/tmp/repo/a is written" in session.prompts[2] and "is 0 times in /tmp/repo/a" in session.prompts[3]
+    with pytest.raises(UserError, match="an environment of another kind"):
+        await resolve_workflow("sandbox_tools", {"sandbox": "column_addition"})(session, row)
