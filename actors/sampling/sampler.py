@@ -135,7 +135,9 @@ class Sampler(Actor):
             cause: Cause = "row" if isinstance(error, RowError) else "sandbox"
             self.report_failure(cause, f"{error}")
             raise SampleFailed(cause, f"{error}") from error
-        except Exception as error:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # it may call sys.exit, which would end this process
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
             reason = f"the workflow raised {error_text(error)}"
             self.report_failure("workflow", reason)

@@ -181,8 +181,9 @@ def _set_routes(outputs: Sequence[EngineCoreOutput], scheduled: SchedulerOutput,
         counts = [scheduled.num_scheduled_tokens[request] for request in step.req_ids]
         ends = dict(zip(step.req_ids, np.cumsum(counts).tolist(), strict=True))
     for output in outputs:
-        count = len(output.new_token_ids)
-        if captured:
+        if not (count := len(output.new_token_ids)):
+            output.routed_experts = None
+        elif captured:
             guessed = len(scheduled.scheduled_spec_decode_tokens.get(output.request_id, ()))
             first = ends[output.request_id] - 1 - guessed
             output.routed_experts = rows[first : first + count]

@@ -24,7 +24,9 @@ from areal.storage.disk import replace
 
 # The folder in a run folder, and the environment variable by which a child process learns the beginning of its file.
 FOLDER, VARIABLE, SUFFIX = "profile", "AREAL_PROFILE", ".raw"
-LOOK_SECONDS = 0.01
+LOOK_SECONDS = 0.025
+# A thread gives way to a look after so long. What ends in a wait before that counts for the wait: the event loop.
+SWITCH_SECONDS = 0.0005
 WRITE_SECONDS = 10.0
 # Of so many stacks the callers are recorded; of others the innermost function alone.
 MOST_STACKS = 5000
@@ -71,6 +73,7 @@ def begin_as_child(name: str) -> None:
 
 
 def _begin(file: str) -> None:
+    sys.setswitchinterval(SWITCH_SECONDS)
     threading.Thread(target=_sample, args=[Path(file + SUFFIX)], daemon=True, name="profile").start()
 
 

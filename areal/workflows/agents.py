@@ -66,11 +66,8 @@ async def agent(
     Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
     """
     async with session.endpoint() as api:
-        key = api.reward_key if agent_reward else ""
-        if agent:
-            called = _call(agent, api, row, {"reward_key": key, "sandboxes": session.sandboxes})
-        else:
-            called = _execute(command or "", plain_environment(pass_env), api, row, key)
+        arguments = api, row, api.reward_key if agent_reward else ""
+        called = _call(agent, session, *arguments) if agent else _execute(command or "", pass_env, *arguments)
         work = asyncio.create_task(called)
         try:
             ends: set[asyncio.Future[Any]] = {work, api.chat.failure}
@@ -154,13 +151,14 @@ def _program(command: str) -> str:
         return (shlex.split(command) or [""])[0]
 
 
-async def _call(function: str, api: Access, row: Row, extras: Mapping[str, Any]) -> float | None:
+async def _call(function: str, session: Session, api: Access, row: Row, reward_key: str) -> float | None:
     call = load(function, "The agent")
+    extras = {"reward_key": reward_key, "sandboxes": session.sandboxes}
     options = {name: value for name, value in extras.items() if name in inspect.signature(call).parameters}
     return await call(api.base_url, api.api_key, row.fields, **options)
 
 
-async def _execute(command: str, environment: dict[str, str], api: Access, row: Row, reward_key: str) -> None:
+async def _execute(command: str, pass_env: Sequence[str], api: Access, row: Row, reward_key: str) -> None:
     """Run a program to its end. It is killed with its process group when this task ends; it is also killed when this
     process ends. Raises AgentFailed."""
     access = {"OPENAI_BASE_URL": api.base_url, "OPENAI_API_KEY": api.api_key}
@@ -173,7 +171,7 @@ async def _execute(command: str, environment: dict[str, str], api: Access, row: 
             stdout=subprocess.DEVNULL,
             stderr=errors,
             pass_fds=[key.fileno()],
-            env=environment | access | {"AREAL_REWARD_FD": str(key.fileno())},
+            env=plain_environment(pass_env) | access | {"AREAL_REWARD_FD": str(key.fileno())},
             start_new_session=True,
         )
         assert process.stdin is not None  # it is a pipe, which what the program starts inherits empty

@@ -389,6 +389,7 @@ class World:
         lora: Any,
         sleeps: bool,
         transfer: Any,
+        routes: bool,
     ) -> SimEngine:
         await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         self.oracle.engine_starts(one.loop.name, seed)

@@ -661,6 +661,19 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
     assert (sampler.services.succeeded, sampler.failures) == (1, [("workflow", "the workflow raised KeyError: 'b'")])
 
 
+@pytest.mark.parametrize("raised", [SystemExit(3), BaseException("of its own")])
+async def test_a_workflow_that_ends_the_program_fails_its_sample_and_the_process_goes_on(raised):
+    async def of_the_user(session, row):
+        raise raised
+
+    sampler = Cluster()
+    sampler._workflow = of_the_user
+    _, session = session_at(sampler, generator(0))
+    with pytest.raises(SampleFailed, match=f"the workflow raised {type(raised).__name__}"):
+        await Sampler.run_workflow(sampler, session, "a")
+    assert [cause for cause, _ in sampler.failures] == ["workflow"]
+
+
 def test_a_row_of_which_no_prompt_can_be_made_is_left_to_the_workflow(monkeypatch):
     def refuse(*_):
         raise TypeError("roles must alternate")

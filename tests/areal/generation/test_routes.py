@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from areal.config import GeneratorConfig, SamplingConfig, TrainerConfig
+from areal.config import GeneratorConfig, SamplingConfig
 from areal.cpu.generation import BLOCK_SIZE
 from areal.generation.engine import EngineError, GenerationEngine
 from areal.models import Routing, routing_of
-from areal.processes import ROOT
-from areal.sampled import TokenTable, unsampled
-from areal.training.engine import TrainingEngine
-from areal.trajectory import Group, Trajectory
+from areal.sampled import TokenTable
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -93,7 +86,6 @@ def assert_experts_of_its_version(models: list[Path], prompt: list[int], table: 
             np.testing.assert_array_equal(np.sort(routes[:, layer])[clear], expected[clear])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("guesses", [False, True])
 async def test_sampled_tokens_have_the_experts_of_the_pass_that_sampled_them(models: list[Path], guesses: bool) -> None:
     """Through chunks of a prompt, prefixes that are cached, a full KV cache that preempts, new weights in the middle,
@@ -130,50 +122,3 @@ async def test_sampled_tokens_have_the_experts_of_the_pass_that_sampled_them(mod
     for prompt, table in zip(prompts, tables, strict=True):
         assert len(table) == new
         assert_experts_of_its_version(models, prompt, table, routing_of(models[0]))
-
-
-def test_in_bf16_the_trainer_is_nearer_to_the_engine_with_its_experts(tmp_path: Path) -> None:
-    """In a process of its own: on some machines one that has begun in fp32 must not compute in bf16."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True, timeout=SECONDS)
-    gaps = json.loads((tmp_path / "gaps.json").read_text())
-    assert gaps["replay"] < 0.5 * gaps["own"], gaps
-
-
-def measure_gaps(folder: Path) -> None:
-    """Write the mean differences of log-probs, of a model whose experts are so near that rounding chooses others."""
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | {"mlp_only_layers": [], "hidden_size": 128}))
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate.weight.mul_(0.02)
-    model.save_pretrained(folder)
-    samples = asyncio.run(sample_in_bf16(folder))
-    group = Group("0", 0, tuple(samples))
-    sampled = np.concatenate([sample.sampled for sample in samples])
-    behaviour = np.concatenate([sample.logprobs for sample in samples])
-    gaps = {}
-    for routing in ("own", "replay"):
-        trainer = TrainingEngine(folder, TrainerConfig(dtype="bfloat16", routing=routing), seed=0)
-        logprobs = trainer.logprobs([group], temperature=SAMPLING.temperature)
-        trainer.close()
-        gaps[routing] = float(np.abs(logprobs - behaviour)[sampled].mean())
-    (folder / "gaps.json").write_text(json.dumps(gaps))
-
-
-async def sample_in_bf16(folder: Path) -> list[Trajectory]:
-    config = GeneratorConfig(dtype="bfloat16", max_model_len=128, kv_cache_gib=0.05)
-    engine = await GenerationEngine.start(folder, config, version=0, routes=True)
-    samples = []
-    for number in range(8):
-        table = TokenTable()
-        table.append(unsampled([5 + number, 6]))
-        await collect(engine, f"r{number}", [5 + number, 6], table, 60)
-        samples.append(Trajectory(**table.columns, reward=0.0, finish="length"))
-    await engine.close()
-    return samples
-
-
-if __name__ == "__main__":
-    measure_gaps(Path(sys.argv[1]))

@@ -32,7 +32,7 @@ def seconds_in(profile: CpuProfile, words: str) -> float:
     return sum(seconds for stack, seconds in profile.stacks.items() if words in stack)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def profile():
     """Of this process, in which a thread has compressed for a fifth of a second, and another one has waited."""
     ended, content = threading.Event(), bytes(range(256)) * 100
