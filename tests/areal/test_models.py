@@ -191,6 +191,16 @@ def test_a_model_whose_experts_engines_compute_on_gpus_alone_is_refused_on_a_cpu
         check_mixture(tmp_path, None, cuda=False)
 
 
+def test_latent_attention_with_experts_is_refused_on_cpus(tmp_path):
+    sizes = {"n_routed_experts": 8, "kv_lora_rank": 512, "num_hidden_layers": 2, "first_k_dense_replace": 1}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(UserError, match="On CPUs vLLM and the trainer compute other log-probs where the model"):
+        check_mixture(tmp_path, None, cuda=False)
+    check_mixture(tmp_path, None, cuda=True)
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"first_k_dense_replace": 2}))
+    check_mixture(tmp_path, None, cuda=False)
+
+
 def test_a_damaged_model_is_told(tmp_path, tiny_model):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json cannot be read .*copy it again"):

@@ -119,18 +119,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Folders of three policies with latent attention, interleaved rotation and experts, by version."""
+    """Folders of three policies with latent attention and interleaved rotation, by version."""
     folders = {version: tmp_path_factory.mktemp(f"latent{version}") for version in range(3)}
     sizes = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    experts = {
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-    }
-    sizes |= experts | {"moe_intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
-    sizes |= {"topk_method": "noaux_tc"}
+    sizes |= {"first_k_dense_replace": 2, "num_key_value_heads": 4, "tie_word_embeddings": False}
     base = {name: value for name, value in SIZES.items() if name != "head_dim"}
     write_models(folders, lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**base | sizes)))
     return folders
