@@ -328,9 +328,17 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
         raise UserError(
             f"vLLM computes the experts of gpt-oss on GPUs alone: {folder} cannot generate on this machine."
         )
-    if lora is None or not is_mixture(folder):
+    if not is_mixture(folder):
         return
-    kind = f"the model {folder} is a mixture of experts"
+    kind, sizes = f"the model {folder} is a mixture of experts", _sizes(folder)
+    dense = sizes.get("first_k_dense_replace") or 0
+    if not cuda and sizes.get("kv_lora_rank") and dense < (sizes.get("num_hidden_layers") or 1):
+        raise UserError(
+            f"On CPUs vLLM and the trainer compute other log-probs where, as here, {kind} with latent attention: take "
+            f"another model, or GPUs, on which it is untried."
+        )
+    if lora is None:
+        return
     if not cuda:
         raise UserError(f"trainer.lora is set and {kind}, whose adapters vLLM computes on GPUs alone: leave it out.")
     if lora.target_modules == "all-linear":
