@@ -151,6 +151,8 @@ def _why_untrainable(facts: Mapping[str, Any], sizes: Mapping[str, Any], kind: s
             "config.json, or leave it out"
         )
     if kind is not None and kind not in _causal_models():
+        if facts.get("auto_map"):
+            return "it needs Python code of its own, which is never run: take a model that transformers knows"
         return f"transformers has no causal language model of the type {kind}: name a model of text"
     if sizes.get("index_topk"):
         return "its attention is sparse, by an indexer that the trainer does not compute: take another model"

@@ -16,7 +16,6 @@ from areal.config import UserError, explain
 from areal.models import TEXT_TYPES, is_wrapper, shapes_in, weight_sizes
 from areal.text import without_code
 from areal.weights.folders import Shapes, saved_buffers
-from areal.weights.lora import stored_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +91,8 @@ def check_names(folder: Path) -> None:
 def beside_text(folder: Path, shard: int, shards: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the wrapper in `folder` that are not its text model's, and a part of them as `stored_tensors` has
     it; none if it is no wrapper."""
+    from areal.weights.lora import stored_tensors  # imports torch
+
     if not is_wrapper(folder):
         return iter(())
     body, head = _prefixes(folder)

@@ -27,13 +27,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize(
     ("script", "most_bytes", "outcome"),
     [
-        ("cat; exit 3", 4, (3, b"asks")),
+        ("cat; exit 3", 9, (3, b"asks much")),
+        ("cat; exit 3", 4, (3, b"as\n[5 bytes are left out here]\nch")),
         ("cat; exit 3", 0, (3, b"")),
-        ("yes | head -c 1000000; echo said >&2", 3, (0, b"y\ny")),
+        ("yes | head -c 1000000; echo said >&2", 13, (0, b"y\ny\ny\ny\n[999992 bytes are left out here]\n\nsaid\n")),
         ("exit", 10, (0, b"")),
     ],
 )
-async def test_a_program_is_run_to_its_end_and_the_beginning_of_what_it_prints_is_kept(script, most_bytes, outcome):
+async def test_a_program_is_run_to_its_end_and_the_beginning_and_end_of_what_it_prints_are_kept(script, most_bytes, outcome):
     assert await finish("sh", "-c", script, stdin=b"asks much", seconds=60, most_bytes=most_bytes) == outcome
 
 
