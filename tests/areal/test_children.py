@@ -34,7 +34,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         ("exit", 10, (0, b"")),
     ],
 )
-async def test_a_program_is_run_to_its_end_and_the_beginning_and_end_of_what_it_prints_are_kept(script, most_bytes, outcome):
+async def test_a_program_is_run_to_its_end_and_both_ends_of_what_it_prints_are_kept(script, most_bytes, outcome):
     assert await finish("sh", "-c", script, stdin=b"asks much", seconds=60, most_bytes=most_bytes) == outcome
 
 
