@@ -45,7 +45,7 @@ SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most 
 # What config.json says otherwise when another program has copied the model.
 _WRITTEN_ANEW = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
 # Where models say how many experts they have.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Where models say how long sequences may be.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 
@@ -218,7 +218,7 @@ def _library_text(package: str, module: str) -> str:
 
 def is_mixture(folder: Path) -> bool:
     """Whether the model in `folder` is a mixture of experts. Raises UserError if its config.json cannot be read."""
-    counts = map(_sizes(folder).get, _EXPERTS)
+    counts = map(_sizes(folder).get, EXPERTS)
     return any(isinstance(count, list) or (count or 0) > 1 for count in counts)  # a list has that of each layer
 
 
@@ -270,7 +270,7 @@ class Routing(NamedTuple):
 def routing_of(folder: Path) -> Routing:
     """How the model in `folder` routes. Raises UserError if its experts cannot be replayed."""
     sizes = _sizes(folder)
-    experts = next((sizes[name] for name in _EXPERTS if sizes.get(name)), 0)
+    experts = next((sizes[name] for name in EXPERTS if sizes.get(name)), 0)
     kind, chosen = sizes.get("model_type"), sizes.get("num_experts_per_tok") or 0
     if kind not in GATES or not chosen > 1 or not chosen < experts:
         raise UserError(
@@ -292,8 +292,9 @@ def context_of(folder: Path) -> int | None:
 def default_context(folder: Path) -> int | None:
     """The same as vLLM takes it where no `max_model_len` is set: with LongRoPE, the length before its extension."""
     sizes = _sizes(folder)
-    extended = _rope(sizes)[0] in ("longrope", "su")
-    return extended and sizes.get("original_max_position_embeddings") or context_of(folder)
+    if _rope(sizes)[0] in ("longrope", "su") and (length := sizes.get("original_max_position_embeddings")):
+        return int(length)
+    return context_of(folder)
 
 
 def _rope(sizes: Mapping[str, Any]) -> tuple[str | None, float]:

@@ -49,7 +49,7 @@ def check_rows(config: Config, source: PromptSource) -> None:
     if "code" in config.rewards and not config.rollout_manager.gives_rewards:
         check_tests(config, source)
         if config.rollout_manager.workflow in SHOW_PROMPT_ALONE:
-            check_names(config, source)
+            check_prompts_name_calls(config, source)
 
 
 def check_prompts(
@@ -167,7 +167,7 @@ def check_tests(config: Config, source: PromptSource) -> None:
         print(f"Note: {message}, such as {flaws[0]}; such prompts will be discarded.", file=sys.stderr)
 
 
-def check_names(config: Config, source: PromptSource) -> None:
+def check_prompts_name_calls(config: Config, source: PromptSource) -> None:
     """Check whether prompts name what the tests of the reward `code` call, without which hardly a program passes them.
     Raises UserError if none of them does; prints a note if some do not."""
     checked, flaws = 0, []

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from areal.models import EXPERTS
 from areal.training.packed import PackedRow
 
 # Dense TFLOP/s in bf16 with sums in fp32, by a part of the device's name in CUDA; the first match counts. From the data
@@ -77,8 +78,7 @@ def experts_of(sizes: Any) -> tuple[int, int]:
     def first(*names: str) -> int:
         return next((value for name in names if isinstance(value := getattr(sizes, name, None), int) and value), 0)
 
-    experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return experts, first("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+    return first(*EXPERTS), first("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 def layers_by_window(sizes: Any) -> Counter[int | None]:

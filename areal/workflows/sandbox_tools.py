@@ -22,8 +22,8 @@ def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
 
 
 class SandboxTools:
-    """The tools of the sandbox of a task. timeout_seconds: the most that
-    a call may take. max_output: the most bytes of an output, which is cut in the middle.
+    """The tools of the sandbox of a task. timeout_seconds: the most that a call may take. max_output: the most bytes of
+    an output, which is cut in the middle.
 
     Example: `tools.shown` are the tools for a request, and `await tools.call("shell", '{"command": "ls"}')` is the
     result for the policy.

@@ -287,7 +287,7 @@ def test_prompts_that_do_not_name_what_their_tests_call_are_refused_or_told(tmp_
     for chosen, refusal in ((rows[:3], pytest.raises(UserError, match=told)), (rows[1:], contextlib.nullcontext())):
         file.write_text("".join(json.dumps(row) + "\n" for row in chosen))
         with refusal:
-            row_checks.check_names(config, open_source(config.data, config.seed))
+            row_checks.check_prompts_name_calls(config, open_source(config.data, config.seed))
     assert "2 of the 5 prompts" in capsys.readouterr().err
 
 
