@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import structlog
 
 from areal import plugins
-from areal.config import SandboxConfig, UserError
-from areal.programs.outside import LocalSandbox, SandboxError
+from areal.programs.outside import SandboxError
+from areal.programs.slots import Programs
 from areal.workflows.sandbox_providers import (
     BubbleSandbox,
     ContainerSandbox,
@@ -41,14 +41,14 @@ def is_url(provider: str) -> bool:
 
 
 class Sandboxes:
-    """label: of this run and place. config: of the namespaces of `bubble`. `running`: sandboxes that are open."""
+    """label: of this run and place. programs: the namespaces of `bubble`, and the slots of commands on this machine.
+    `running`: sandboxes that are open."""
 
-    def __init__(self, label: str, config: SandboxConfig) -> None:
-        self._label, self._config = label, config
+    def __init__(self, label: str, programs: Programs) -> None:
+        self._label, self._programs = label, programs
         self._pulls: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._failures: Counter[tuple[str, str]] = Counter()
         self._pull_slots = asyncio.Semaphore(PULLS)
-        self._programs: asyncio.Task[LocalSandbox] | None = None
         self._services: dict[str, SandboxService] = {}
         self._swept: dict[str, asyncio.Task[None]] = {}
         self.running = 0
@@ -104,9 +104,6 @@ class Sandboxes:
             await self._sweep(provider)
         for service in self._services.values():
             await service.close()
-        if self._programs is not None:
-            with contextlib.suppress(UserError):
-                (await self._programs).close()
 
     async def _made(
         self, provider: str, task: Task, limits: Limits, seconds: float, arguments: Sequence[str]
@@ -115,11 +112,9 @@ class Sandboxes:
         if provider in CONTAINERS:
             if not task.image:
                 raise SandboxError(f"the row names no image, and neither does the sandbox {provider!r}")
-            return ContainerSandbox(provider, task.image, self._label, limits, arguments)
+            return ContainerSandbox(provider, task.image, self._label, limits, arguments, self._programs)
         if provider == "bubble":
-            if self._programs is None:
-                self._programs = asyncio.create_task(asyncio.to_thread(open_programs, self._config))
-            return BubbleSandbox(await asyncio.shield(self._programs), limits)
+            return BubbleSandbox(self._programs, limits)
         if is_url(provider):
             return HttpSandbox(self._service(provider), task.image, self._label, limits)
         sandbox: Sandbox = await plugins.load(provider, PROVIDER)(task.image, self._label, limits, seconds)
@@ -174,13 +169,6 @@ class Sandboxes:
                 await self._service(provider).end_all(self._label)
         except SandboxError as error:
             log.warning("sandboxes that were left cannot be ended", provider=provider, why=str(error))
-
-
-def open_programs(config: SandboxConfig) -> LocalSandbox:
-    """What starts the sandboxes of `bubble`. Raises UserError."""
-    if config.url or config.mode != "namespaces":
-        raise UserError("The sandbox `bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode.")
-    return LocalSandbox(config)
 
 
 async def prepare(sandbox: Sandbox, task: Task, seconds: float) -> None:

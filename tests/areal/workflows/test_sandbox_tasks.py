@@ -15,6 +15,7 @@ from areal.config import DataConfig, SandboxConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.programs.outside import SandboxError
+from areal.programs.slots import Programs
 from areal.workflows import sandbox_tasks
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.sandbox_owner import Sandboxes
@@ -34,9 +35,11 @@ def bash(code: str) -> str:
 
 @pytest.fixture
 async def sandboxes() -> AsyncIterator[Sandboxes]:
-    owner = Sandboxes("test", SandboxConfig())
+    programs = Programs(SandboxConfig())
+    owner = Sandboxes("test", programs)
     yield owner
     await owner.close()
+    await programs.close()
 
 
 async def play(session: Session, fields: dict, environment: str = "bubble", **options) -> float:
