@@ -64,8 +64,8 @@ class Limits:
 
 
 class Sandbox(Protocol):
-    """Every call has a deadline, in seconds, and raises SandboxError if the sandbox is lost or does not answer. Paths
-    are absolute."""
+    """Every call has a deadline, in seconds from when it has a core (`areal.programs.slots`), and raises SandboxError if
+    the sandbox is lost or does not answer. Paths are absolute."""
 
     async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
         """Run a command to its end, or to its deadline."""
