@@ -21,7 +21,7 @@ from areal.config import explain
 from areal.processes import tied
 from areal.programs.outside import Commands, SandboxError
 from areal.programs.slots import Programs
-from areal.workflows.sandboxes import END_SECONDS, OUTPUT_BYTES, Limits, Ran, ShellSandbox, size_of
+from areal.workflows.sandboxes import END_SECONDS, OUTPUT_BYTES, Limits, Ran, Sandbox, size_of
 
 # What a container does: it tells that it is there, and ends with the process that holds its standard input.
 _WAITS = "echo; exec cat > /dev/null"
@@ -34,7 +34,7 @@ KEY = "AREAL_SANDBOX_KEY"
 _FIELD = "label=areal="
 
 
-class BubbleSandbox(ShellSandbox):
+class BubbleSandbox(Sandbox):
     """Namespaces of this machine (docs/sandbox.md): the system's folders, Python and the installed packages, read-only,
     and an empty /tmp in memory. What a command leaves running ends with it."""
 
@@ -64,7 +64,7 @@ class BubbleSandbox(ShellSandbox):
             self._commands.close()
 
 
-class ContainerSandbox(ShellSandbox):
+class ContainerSandbox(Sandbox):
     """A container of docker or podman, without network and capabilities unless its user wants them. It ends with the
     process that has started it, however that ends."""
 
@@ -208,7 +208,7 @@ class SandboxService:
             await self.ask("DELETE", f"/sandboxes/{name}", {}, END_SECONDS)
 
 
-class HttpSandbox(ShellSandbox):
+class HttpSandbox(Sandbox):
     """A sandbox of a service."""
 
     def __init__(self, service: SandboxService, image: str | None, label: str, limits: Limits) -> None:

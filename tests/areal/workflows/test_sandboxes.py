@@ -310,8 +310,8 @@ async def test_a_command_that_only_waits_keeps_no_core_from_others_and_one_that_
 
 async def test_a_provider_of_ones_own_is_an_async_function(tmp_path, monkeypatch, owner):
     (tmp_path / "own_sandboxes.py").write_text(
-        "from areal.workflows.sandboxes import Ran, ShellSandbox\n\n\n"
-        "class Own(ShellSandbox):\n"
+        "from areal.workflows.sandboxes import Ran, Sandbox\n\n\n"
+        "class Own(Sandbox):\n"
         "    async def exec(self, *command, seconds, stdin=b'', most_bytes=0):\n"
         "        return Ran(0, ' '.join(command).encode())\n\n"
         "    async def close(self):\n        print('closed')\n\n\n"
