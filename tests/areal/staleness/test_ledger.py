@@ -769,7 +769,6 @@ class LedgerMachine(RuleBasedStateMachine):
         max_attempts=st.integers(1, 3),
         on_failed_sample=st.sampled_from(["requeue", "discard"]),
         filter_zero_signal=st.booleans(),
-        max_sessions=st.sampled_from([0, 1, 3, 5, 100]),
     )
     def begin(self, **chosen: object) -> None:
         self.events: list[Event] = []
@@ -799,23 +798,6 @@ class LedgerMachine(RuleBasedStateMachine):
             self.admitted_at[permit.group_id] = self.ledger.version
             self.bounds[permit.group_id] = self.settings.max_staleness
             self.leases[permit.group_id] = owner
-
-    @precondition(lambda self: self.settings.max_sessions)
-    @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from("abc"), n=st.integers(1, 4))
-    def open_sessions(self, owner: str, name: str, n: int) -> None:
-        for _ in range(n):
-            if group := self.ledger.open_session(name, owner, self.now, LEASE):
-                assert group.group_id not in self.admitted_at and self.ledger.session(name) == group
-                self.admitted_at[group.group_id] = self.ledger.version
-                self.bounds[group.group_id] = self.settings.max_staleness
-                self.leases[group.group_id] = owner
-
-    @precondition(lambda self: self.ledger.left_sessions())
-    @rule(owner=st.sampled_from(OWNERS))
-    def adopt(self, owner: str) -> None:
-        for group in self.ledger.adopt([*self.ledger.left_sessions(), *self.leases], owner, self.now, LEASE):
-            assert group.group_id not in self.leases
-            self.leases[group.group_id] = owner
 
     def some_group(self, data: st.DataObject, groups: set[str] | None = None) -> str:
         """Often a live one; else any that ever was, or one that never was."""
@@ -1048,7 +1030,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def complete_all(self) -> None:
         """As many groups as there is room for are complete. Beside rows, no session ever gets its reward."""
         self.admit(OWNERS[0], 1000)
-        if self.settings.sessions_alone:
+        if isinstance(self, SessionMachine) and self.settings.sessions_alone:
             self.open_sessions(OWNERS[0], "a", 1000)
             self.adopt(OWNERS[0])
         for group_id in sorted(self.leases):
@@ -1059,6 +1041,39 @@ class LedgerMachine(RuleBasedStateMachine):
 def prompt_of(group_id: str) -> int:
     number = int(group_id[1:].split(".")[0])
     return -1 - number if group_id.startswith("s") else number
+
+
+class SessionMachine(LedgerMachine):
+    """Users, too, open sessions."""
+
+    @initialize(
+        batch_size=st.integers(1, 3),
+        max_staleness=st.integers(0, 3),
+        on_straggler=st.sampled_from(["wait", "wait", "requeue", "mask", "admission_only"]),
+        steps=st.integers(1, 8),
+        max_attempts=st.integers(1, 3),
+        on_failed_sample=st.sampled_from(["requeue", "discard"]),
+        filter_zero_signal=st.booleans(),
+        max_sessions=st.sampled_from([1, 3, 100]),
+    )
+    def begin(self, **chosen: object) -> None:
+        super().begin(**chosen)
+
+    @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from("abc"), n=st.integers(1, 4))
+    def open_sessions(self, owner: str, name: str, n: int) -> None:
+        for _ in range(n):
+            if group := self.ledger.open_session(name, owner, self.now, LEASE):
+                assert group.group_id not in self.admitted_at and self.ledger.session(name) == group
+                self.admitted_at[group.group_id] = self.ledger.version
+                self.bounds[group.group_id] = self.settings.max_staleness
+                self.leases[group.group_id] = owner
+
+    @precondition(lambda self: self.ledger.left_sessions())
+    @rule(owner=st.sampled_from(OWNERS))
+    def adopt(self, owner: str) -> None:
+        for group in self.ledger.adopt([*self.ledger.left_sessions(), *self.leases], owner, self.now, LEASE):
+            assert group.group_id not in self.leases
+            self.leases[group.group_id] = owner
 
 
 class ResumedMachine(LedgerMachine):
@@ -1118,6 +1133,8 @@ SEQUENCES = settings(
 
 TestAnySequence = LedgerMachine.TestCase
 TestAnySequence.settings = SEQUENCES
+TestAnySequenceWithSessions = SessionMachine.TestCase
+TestAnySequenceWithSessions.settings = SEQUENCES
 TestAnyResumedSequence = ResumedMachine.TestCase
 TestAnyResumedSequence.settings = SEQUENCES
 TestAnyRolledBackSequence = RolledBackMachine.TestCase
@@ -1261,7 +1278,8 @@ SELDOM = (GateOnlyAtTheDeadline, ExpiredPromptsAreLost)
     ids=lambda mutant: mutant.__name__,
 )
 def test_a_mutant_of_the_rules_is_caught(mutant: type[Ledger]):
-    machine = type("MutantMachine", (LedgerMachine,), {"ledger_class": mutant})
+    base = SessionMachine if mutant.__name__.startswith("Sessions") else LedgerMachine
+    machine = type("MutantMachine", (base,), {"ledger_class": mutant})
     quickly = settings(SEQUENCES, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises((AssertionError, LedgerError)):
         run_state_machine_as_test(machine, settings=quickly)
