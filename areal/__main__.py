@@ -15,7 +15,7 @@ import areal
 from areal.command_line import RoomTools
 from areal.config import UserError, advice, explain
 from areal.processes import START, LenientOutput
-from areal.text import shown
+from areal.text import sentences_on, shown
 
 ROOMS = (
     "areal.desk",
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool. Returns the exit status, 2 for a user error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     sys.stdout = cast(TextIO, LenientOutput(sys.stdout, reader_only=True))  # as in `areal score ... | head`
+    sys.stderr = sentences_on(sys.stderr)
     if words and words[0] in RUN:
         os.execv(sys.executable, [sys.executable, START, *words[1:]])
     parser = command_line()

@@ -43,7 +43,7 @@ from areal.processes import (
 )
 from areal.roles import ROLES
 from areal.storage.run_folder import config_of_run, configuration_to_resume, end_of, steps_trained
-from areal.text import shown
+from areal.text import sentences_on, shown
 
 if TYPE_CHECKING:
     from actors.runtime.actor import Ending
@@ -121,7 +121,8 @@ def add_options_of_role(add: Callable[..., object]) -> None:
 
 def main() -> int:
     arguments = parse()
-    sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
+    sys.stdout = cast(TextIO, LenientOutput(sys.stdout))
+    sys.stderr = sentences_on(cast(TextIO, LenientOutput(sys.stderr)))
     raise_open_files()
     try:
         return start(arguments)
