@@ -42,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line()
     if words and (close := _close_tool(parser, words[0])):
         parser.error(f"there is no tool {words[0]!r}: did you mean {close!r}?")
-    options, words = parser.parse_known_args(arguments)
+    options, further = parser.parse_known_args(arguments)
     # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
-    if any(word.startswith("-") for word in words) or (words and "overrides" not in options):
-        parser.error(f"unrecognized arguments: {' '.join(words)}{advice(words[0])}")
-    if words:
-        options.overrides += words
+    if any(word.startswith("-") for word in further) or (further and "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(further)}{advice(further[0], words)}")
+    if further:
+        options.overrides += further
     try:
         module, _, function = options.tool.partition(":")
         return getattr(import_module(module), function)(options) or 0
