@@ -1875,12 +1875,15 @@ def other_names() -> dict[str, str]:
     return names
 
 
-def advice(option: str) -> str:
+def advice(option: str, line: Sequence[str]) -> str:
     """What to write in place of an option of a command line that is none."""
-    key = option.partition("=")[0].lstrip("-").replace("-", "_")
+    name, _, value = option.partition("=")
+    key = name.lstrip("-").replace("-", "_")
     key = other_names().get(key, key)
     is_key = option.startswith("--") and key.split(".")[0] in Config.model_fields
-    return f"; settings have no dashes, write {key}=VALUE" if is_key else ""
+    following = [word for word in line[line.index(option) + 1 :][:1] if not word.startswith("-") and "=" not in word]
+    value = value or "".join(following) or "VALUE"
+    return f"; settings have no dashes, write {key}={value}" if is_key else ""
 
 
 def _sentence_of(error: ValidationError, file: Path | str | None, kind: type[Section]) -> str:
