@@ -399,10 +399,10 @@ class AskSession(Message):
 
 
 class SessionAnswer(Message):
-    """`held`: the session, if the sender holds it. `state`: that in the ledger of the last session of this name, which
+    """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name, which
     another gateway may hold, the `holder`; empty if none is alive."""
 
-    held: SessionGroup | None = None
+    session: SessionGroup | None = None
     state: Name = ""
     holder: Name = ""
 

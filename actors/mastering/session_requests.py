@@ -36,14 +36,13 @@ class SessionRequests(HandlesRequests):
         elif request.message.opens and (group is None or group.state is not GroupState.OPEN):
             self._run.meter.begin()
             seconds = self._run.config.master.lease_seconds
-            opened = ledger.open_session(name, owner, self._run.now(), seconds) if self._run.free_sessions() else None
-            group = opened or group
+            if self._run.free_sessions():
+                group = ledger.open_session(name, owner, self._run.now(), seconds) or group
         if group is None:
             return SessionAnswer()
-        held = group.state is GroupState.OPEN and group.owner == owner
-        return SessionAnswer(
-            held=_described(group, resumed) if held else None, state=group.state.value, holder=group.owner
-        )
+        mine = group.state is GroupState.OPEN and group.owner == owner
+        session = _described(group, resumed) if mine else None
+        return SessionAnswer(session=session, state=group.state.value, holder=group.owner)
 
     def _adopt(self, owner: str, groups: list[str]) -> list[LedgerGroup]:
         return self._run.ledger.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
@@ -51,8 +50,8 @@ class SessionRequests(HandlesRequests):
     @handles(AdoptSessions)
     async def adopt_sessions(self, request: Request[AdoptSessions]) -> Sessions:
         owner = self._run.member(request, "gateway").identity
-        left = self._run.ledger.left_sessions()[: request.message.count]
-        return Sessions(sessions=tuple(_described(group, resumed=True) for group in self._adopt(owner, left)))
+        orphans = self._run.ledger.left_sessions()[: request.message.count]
+        return Sessions(sessions=tuple(_described(group, resumed=True) for group in self._adopt(owner, orphans)))
 
     @handles(DiscardSession)
     async def discard_session(self, request: Request[DiscardSession]) -> Done:

@@ -439,8 +439,8 @@ class LedgerState:
     def capacity(self) -> int:
         """The number of groups of rows that may be admitted now: limited by rule 1, the steps left, and the share that
         is left to sessions."""
-        most = self._most_alive() - self._most_sessions()
-        return max(0, min(self._most_alive() - self.alive, most - self.alive + self._sessions))
+        limit = self._most_alive() - self._most_sessions()
+        return max(0, min(self._most_alive() - self.alive, limit - self.alive + self._sessions))
 
     @property
     def session_capacity(self) -> int:
@@ -799,10 +799,10 @@ class Ledger(LedgerState):
 
     def adopt(self, group_ids: Iterable[str], owner: str, now: float, lease_seconds: float) -> list[LedgerGroup]:
         """Give those of these sessions to `owner` that their owner has left. Returns them."""
-        left = tuple(group_id for group_id in group_ids if group_id in self.left_sessions())
-        if left:
-            self._emit(OwnerChanged(left, owner, now + lease_seconds))
-        return [self._groups[group_id] for group_id in left]
+        orphans = tuple(group_id for group_id in group_ids if group_id in self.left_sessions())
+        if orphans:
+            self._emit(OwnerChanged(orphans, owner, now + lease_seconds))
+        return [self._groups[group_id] for group_id in orphans]
 
     def renew(self, owner: str, group_ids: Iterable[str], now: float, lease_seconds: float) -> list[str]:
         """Extend the leases of `owner`. Returns the groups that it no longer owns; the owner has to abort them."""
@@ -998,8 +998,8 @@ class Ledger(LedgerState):
             due, due_sessions, due_ready = (bisect_left(line, (deadline + 1,)) for line in self._lines.values())
             left_behind = due + due_sessions - sessions + max(0, due_ready - len(chosen))
             excess = left_behind - max(0, self.settings.batch_size * (deadline - self.version))
-            expired = max(0, min(excess, due_sessions - sessions))
-            sessions, named = sessions + expired, max(named, excess - expired)
+            extra = max(0, min(excess, due_sessions - sessions))
+            sessions, named = sessions + extra, max(named, excess - extra)
             if named > due:
                 raise self._error(f"too many ready groups have deadline {deadline} or earlier for the steps left")
         return named, sessions
@@ -1055,11 +1055,11 @@ class Ledger(LedgerState):
         self._emit(Discarded(group.group_id, reason) if last else Requeued(group.group_id, reason, failed=True))
 
     def _return_leases(self, groups: list[LedgerGroup], reason: str) -> list[str]:
-        left = [group.group_id for group in groups if group.session and reason in (LEASE_EXPIRED, RELEASED)]
-        if left:
-            self._emit(OwnerChanged(tuple(left), "", None))
+        orphans = [group.group_id for group in groups if group.session and reason in (LEASE_EXPIRED, RELEASED)]
+        if orphans:
+            self._emit(OwnerChanged(tuple(orphans), "", None))
         for group in groups:
-            if group.session and group.group_id not in left:
+            if group.session and group.group_id not in orphans:
                 self._emit(Discarded(group.group_id, reason))
             elif not group.session:
                 self._emit(Requeued(group.group_id, reason, failed=False))
