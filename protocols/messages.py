@@ -399,8 +399,8 @@ class AskSession(Message):
 
 
 class SessionAnswer(Message):
-    """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name, which
-    another gateway may hold, the `holder`; empty if none is alive."""
+    """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name,
+    which another gateway may hold, the `holder`; empty if none is alive."""
 
     session: SessionGroup | None = None
     state: Name = ""
