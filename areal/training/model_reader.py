@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from areal.config import TrainerConfig, UserError, explain
@@ -48,6 +51,13 @@ def _disable_noise(part: torch.nn.Module) -> None:
             setattr(part, name, 0.0)
 
 
+def _read_shapes(
+    read: Callable[..., dict[str, torch.Tensor]], *arguments: Any, **options: Any
+) -> dict[str, torch.Tensor]:
+    """What `read` gives, but of matrices the shapes alone. Vectors stay, since all ranks keep buffers."""
+    return {name: t.to("meta") if t.ndim > 1 else t for name, t in read(*arguments, **options).items()}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelReader:
     """stage: of ZeRO. attention: its name in transformers. longest: the most tokens of a sequence; None: the model's
@@ -64,12 +74,17 @@ class ModelReader:
         Under ZeRO 3 it is partitioned at once, so that no rank holds it whole.
         """
         with importing():
+            from transformers import modeling_utils
             from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
         with ExitStack() as stack:
             if self.stage == 3:
                 known_while_it_lives = HfDeepSpeedConfig(deepspeed_config(self.config))  # noqa: F841
                 stack.callback(unset_hf_deepspeed_config)
+                if dist.get_rank():  # transformers takes the weights of rank 0, but copies those of experts everywhere
+                    read = modeling_utils.load_state_dict
+                    stack.callback(setattr, modeling_utils, "load_state_dict", read)
+                    modeling_utils.load_state_dict = partial(_read_shapes, read)
             return self._read(folder)
 
     def _read(self, folder: Path) -> torch.nn.Module:
