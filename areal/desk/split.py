@@ -46,8 +46,8 @@ class ModelSizes:
     `checkpointed`: of its layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all
     experts of a token. `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters
     in pinned host memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor.
-    `part`, `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there. `stacked`:
-    those of trained experts, which are stacked in the model and stored one by one."""
+    `part`, `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there. `merged`:
+    those of trained experts that are two matrices in one, which are stored apart, as copies."""
 
     parameters: int
     trained: int
@@ -64,7 +64,7 @@ class ModelSizes:
     largest: int = 0
     part: int = 0
     part_tensor: int = 0
-    stacked: int = 0
+    merged: int = 0
 
     @property
     def kv_values(self) -> int:
@@ -211,8 +211,8 @@ def training_memory(
       takes nothing and the gradients are those of the weights' type, and with `all` two layers' weights are fetched at
       a time (assumed). The reference model has weights alone.
     * Host memory: the copies of the weights that are published, and those of a checkpoint that is written meanwhile,
-      both divided among the ranks of a host, with stacked experts once more as they are stored; a checkpoint's fp32
-      weights and moments, and what is offloaded.
+      both divided among the ranks of a host, with `merged` once more; a checkpoint's fp32 weights and moments, and
+      what is offloaded.
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
@@ -221,7 +221,7 @@ def training_memory(
     offload = trainer.offload != "none"
     elsewhere = trainer.reference_scorer or (trainer.lora and trainer.reference is None)
     writers = 1 if trainer.lora else min(ranks, DEVICES_OF_A_HOST)
-    host = HOST_OTHER + 2 * (model.pinned + size * model.stacked) / writers + 12 * model.trained / ranks
+    host = HOST_OTHER + 2 * (model.pinned + size * model.merged) / writers + 12 * model.trained / ranks
     if offload:
         host += (12 + 4) * model.trained / of_optimizer
     if trainer.offload == "all":

@@ -278,14 +278,14 @@ EXPERTS_30B = {"bucket": 402_653_184, "part": 603_979_776, "part_tensor": 402_65
 QWEN_30B = ModelSizes(
     *(30_532_122_624, 30_532_122_624, 48, 2048, 151_936, 4, 128),
     *(Activations(10_440_780, 10_534_988), Activations(209_424, 520_796)),
-    **{"intermediate": 6144, "pinned": 81_294_422_016, "stacked": 28_991_029_248, **EXPERTS_30B},
+    **{"intermediate": 6144, "pinned": 81_294_422_016, "merged": 48 * 402_653_184, **EXPERTS_30B},
 )
-ADAPTED_30B = replace(QWEN_30B, trained=26_738_688, pinned=0, stacked=0)
+ADAPTED_30B = replace(QWEN_30B, trained=26_738_688, pinned=0, merged=0)
 EXPERTS_235B = {"bucket": 500_000_000, "part": 2_415_919_104, "part_tensor": 1_610_612_736, "largest": 1_610_612_736}
 QWEN_235B = ModelSizes(
     *(235_093_634_560, 235_093_634_560, 94, 4096, 151_936, 4, 128),
     *(Activations(40_492_020, 40_680_440), Activations(795_152, 1_413_984)),
-    **{"intermediate": 12_288, "pinned": 623_390_514_176, "stacked": 227_096_395_776, **EXPERTS_235B},
+    **{"intermediate": 12_288, "pinned": 623_390_514_176, "merged": 94 * 1_610_612_736, **EXPERTS_235B},
 )
 OFFLOADED, LORA = {"offload": "optimizer"}, {"lora": {"rank": 32, "target_modules": ["q_proj"]}}
 REFERENCE = {"kl_coef": 0.001, "reference": "other"}
@@ -349,7 +349,7 @@ def test_host_memory_has_the_copies_of_weights_and_of_a_checkpoint_and_what_is_o
     of_checkpoint = 12 * model.trained
     assert host(1) == 2 * 20 * GIB + of_checkpoint
     assert host(16) == 2 * 20 * GIB / 8 + of_checkpoint / 16  # the first host's eight ranks write weights
-    model = replace(model, stacked=6 * 10**9)
+    model = replace(model, merged=6 * 10**9)
     assert host(8) == 2 * (20 * GIB + 2 * 6 * 10**9) / 8 + of_checkpoint / 8
     assert host(8, offload="optimizer") == host(8) + 16 * model.trained / 8
     assert host(8, offload="all", zero_stage=3) == host(8) + (16 + 2) * model.trained / 8
