@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +49,6 @@ def _disable_noise(part: torch.nn.Module) -> None:
             setattr(part, name, 0.0)
 
 
-def _read_shapes(
-    read: Callable[..., dict[str, torch.Tensor]], *arguments: Any, **options: Any
-) -> dict[str, torch.Tensor]:
-    """What `read` gives, but of matrices the shapes alone. Vectors stay, since all ranks keep buffers."""
-    return {name: t.to("meta") if t.ndim > 1 else t for name, t in read(*arguments, **options).items()}
-
-
 @dataclass(frozen=True, slots=True)
 class ModelReader:
     """stage: of ZeRO. attention: its name in transformers. longest: the most tokens of a sequence; None: the model's
@@ -84,7 +75,10 @@ class ModelReader:
                 if dist.get_rank():  # transformers takes the weights of rank 0, but copies those of experts everywhere
                     read = modeling_utils.load_state_dict
                     stack.callback(setattr, modeling_utils, "load_state_dict", read)
-                    modeling_utils.load_state_dict = partial(_read_shapes, read)
+                    modeling_utils.load_state_dict = lambda *file, **how: {
+                        name: tensor.to("meta") if tensor.ndim > 1 else tensor  # all ranks keep buffers, which are 1-D
+                        for name, tensor in read(*file, **how).items()
+                    }
             return self._read(folder)
 
     def _read(self, folder: Path) -> torch.nn.Module:
