@@ -417,7 +417,7 @@ def quickstart_folder(parent: Path, seed: int = 0) -> Path:
     Its name has a hash of the seed and of the source files that shape the model: a change of one makes another model.
     """
     shaped_by = hashlib.sha256(f"{seed}".encode())
-    for source in ("quickstart.py", "addition.py"):
+    for source in ("warm_start.py", "addition.py"):
         shaped_by.update((ROOT / "areal" / "data" / source).read_bytes())
     return parent / f"quickstart-{shaped_by.hexdigest()[:12]}"
 

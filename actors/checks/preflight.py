@@ -47,7 +47,7 @@ from areal.workflows.conversation import check_shown, user
 
 # How long an engine's library may take to load: 6 s on a machine that is free.
 ENGINE_SECONDS = 300.0
-# The most tokens of a sequence of the quickstart's model, and its layers (areal.data.quickstart, which imports torch).
+# The most tokens of a sequence of the quickstart's model, and its layers (areal.data.warm_start, which imports torch).
 QUICKSTART_CONTEXT = 512
 QUICKSTART_LAYERS = [f"layers.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 # More engines than this for each core are a mistake.

@@ -215,7 +215,7 @@ def test_prompts_that_a_template_does_not_show_are_refused_and_those_that_end_wi
 
 
 def test_a_teacher_has_the_policys_tokenizer(tmp_path):
-    from areal.data.quickstart import make_tokenizer
+    from areal.data.warm_start import make_tokenizer
 
     make_tokenizer().save_pretrained(tmp_path / "few")
     byte_tokenizer().save_pretrained(tmp_path / "many")
@@ -355,7 +355,7 @@ def test_bfloat16_on_a_processor_without_it_is_noted(monkeypatch, capsys, flags,
 
 
 def test_the_context_and_the_layers_of_the_quickstarts_model_are_known():
-    from areal.data.quickstart import MAX_LENGTH, make_model, make_tokenizer
+    from areal.data.warm_start import MAX_LENGTH, make_model, make_tokenizer
 
     assert preflight.QUICKSTART_CONTEXT == MAX_LENGTH
     layers = {name.rpartition(".")[2] for name, _ in make_model(make_tokenizer()).named_modules() if "proj" in name}
