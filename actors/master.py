@@ -34,6 +34,7 @@ from actors.mastering.hangs import Hangs
 from actors.mastering.members import next_event
 from actors.mastering.rollout_requests import RolloutRequests
 from actors.mastering.run_control import Records, RunControl
+from actors.mastering.session_requests import SessionRequests
 from actors.mastering.training_requests import TrainingRequests
 from actors.runtime import delays
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
@@ -112,7 +113,7 @@ class Master(HandlesRequests):
         self.state, self.members = run.state, run.members
         self._supervised = supervised
         self.bus = bus
-        self._parts = self, TrainingRequests(run), RolloutRequests(run), EvaluationRequests(run)
+        self._parts = self, TrainingRequests(run), RolloutRequests(run), EvaluationRequests(run), SessionRequests(run)
         self._trainer_may_end = False  # the run is stopped, and the trainer has time to save a checkpoint
         self._events: Publisher
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
@@ -332,7 +333,8 @@ class Master(HandlesRequests):
                 for identity in suspects:
                     self._remove(identity, f"the run waits for it: {stall}")
             case "requeue":
-                released = [group for owner in self.state.members for group in self.ledger.release(owner)]
+                owners = [identity for identity, member in self.state.members.items() if member.role != "gateway"]
+                released = [group for owner in owners for group in self.ledger.release(owner)]
                 log.warning("stalled: groups are re-queued", waits=self._run.progress.describe_stall(), groups=released)
                 self._run.evaluations.abandon("the run made no progress")
                 self._run.changed.notify()

@@ -15,7 +15,7 @@ import areal
 from areal.command_line import RoomTools
 from areal.config import UserError, advice, explain
 from areal.processes import START, LenientOutput
-from areal.text import shown
+from areal.text import sentences_on, shown
 
 ROOMS = (
     "areal.desk",
@@ -36,17 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool. Returns the exit status, 2 for a user error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     sys.stdout = cast(TextIO, LenientOutput(sys.stdout, reader_only=True))  # as in `areal score ... | head`
+    sys.stderr = sentences_on(sys.stderr)
     if words and words[0] in RUN:
         os.execv(sys.executable, [sys.executable, START, *words[1:]])
     parser = command_line()
     if words and (close := _close_tool(parser, words[0])):
         parser.error(f"there is no tool {words[0]!r}: did you mean {close!r}?")
-    options, words = parser.parse_known_args(arguments)
+    options, further = parser.parse_known_args(arguments)
     # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
-    if any(word.startswith("-") for word in words) or (words and "overrides" not in options):
-        parser.error(f"unrecognized arguments: {' '.join(words)}{advice(words[0])}")
-    if words:
-        options.overrides += words
+    if any(word.startswith("-") for word in further) or (further and "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(further)}{advice(further[0], words)}")
+    if further:
+        options.overrides += further
     try:
         module, _, function = options.tool.partition(":")
         return getattr(import_module(module), function)(options) or 0

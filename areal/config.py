@@ -1076,6 +1076,65 @@ def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     return merged(read_values(file), keys)
 
 
+class KeyConfig(Section):
+    """A key with which users reach the policy. The key itself is stored nowhere."""
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="of the key: printf %s KEY | sha256sum")
+    rights: list[Literal["serve", "reward", "reward_all"]] = Field(
+        ["serve"], description="serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"
+    )
+    calls_per_minute: int | None = Field(
+        None, ge=1, description="most calls a minute at each gateway; null: any number"
+    )
+    tokens_per_minute: int | None = Field(
+        None, ge=1, description="most sampled tokens a minute at each gateway; null: any number"
+    )
+    sessions: int | None = Field(None, ge=1, description="most sessions at a time at each gateway; null: any number")
+
+
+class GatewayConfig(Section):
+    """Gateways serve the policy to users while it learns, and train on their sessions (docs/gateway.md)."""
+
+    count: int = Field(0, ge=0, description="gateways of a run on one machine; others may join (--role gateway)")
+    share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of all groups alive that sessions of users may be; 0: sessions are served, and none is "
+        "trained; 1: sessions alone are trained, and no rows",
+    )
+    host: str = Field("127.0.0.1", description="interface at which users reach the gateways")
+    port: int = Field(0, ge=0, le=65535, description="port of gateway 0, those of others follow; 0: any free port")
+    certificate: UserPath | None = Field(None, description="file of the certificate for TLS, PEM; null: no TLS")
+    private_key: UserPath | None = Field(None, description="file of its private key, PEM")
+    keys: dict[str, KeyConfig] = Field(default_factory=dict, description="who may do what, by name")
+    without_permit: Literal["serve", "wait"] = Field(
+        "serve",
+        description="what a new session gets if as many are open as may be: it is served and not trained, or has to "
+        "wait (HTTP status 429)",
+    )
+    idle_seconds: float = Field(600.0, gt=0, description="a session ends so long after its last call")
+    session_seconds: float = Field(
+        3600.0, gt=0, description="a session whose reward has not come so long after its first call expires"
+    )
+    max_session_tokens: int = Field(
+        4096, ge=1, description="most tokens sampled in a session; the next call begins another one"
+    )
+    max_messages: int = Field(1024, ge=1, description="most messages of a call")
+    reward_range: tuple[float, float] = Field((-1.0, 1.0), description="lowest and highest reward that a key may give")
+
+    def conflicts(self) -> Iterator[str]:
+        if self.count and not self.keys:
+            yield "gateway.keys is empty, so that nobody could make a call: add one with its sha256 (docs/gateway.md)"
+        if (self.certificate is None) != (self.private_key is None):
+            yield "TLS needs two files: set gateway.certificate and gateway.private_key, or neither"
+        if not self.reward_range[0] < self.reward_range[1]:
+            yield f"gateway.reward_range is {list(self.reward_range)}: write the lowest reward first"
+        for name in self.keys:
+            if not re.fullmatch(NAME, name):
+                yield f"a key of gateway.keys has the name {name[:120]!r}: use up to 100 letters, digits, `_` and `-`"
+
+
 class ObserveConfig(Section):
     """How a run is watched while it goes on; docs/observe.md lists the tools. Their failure cannot fail the run."""
 
@@ -1239,6 +1298,7 @@ class Config(ScoringConfig, metaclass=_Checked):
     guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
+    gateway: GatewayConfig = GatewayConfig()
     scorers: dict[str, ScorerConfig] = Field(default_factory=dict)
     observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
@@ -1264,9 +1324,10 @@ class Config(ScoringConfig, metaclass=_Checked):
         yield from self._conflicts_of_sections()
         yield from self._conflicts_of_training()
         yield from self._conflicts_of_scorers()
+        yield from self._conflicts_of_sessions()
 
     def _conflicts_of_rows(self) -> Iterator[str]:
-        if self.steps and not self.data.parts:
+        if self.steps and not self.data.parts and self.gateway.share < 1:
             yield ONE_OR_SEVERAL
         if not self.steps and not self.evaluates:
             yield "steps is 0 and there is nothing to evaluate: set steps, or evaluator.benchmarks, or data.eval_size"
@@ -1384,6 +1445,30 @@ class Config(ScoringConfig, metaclass=_Checked):
                 "filter_zero_signal=false"
             )
 
+    def _conflicts_of_sessions(self) -> Iterator[str]:
+        if not self.gateway.share:
+            return
+        if not self.max_sessions:
+            yield (
+                f"gateway.share is {self.gateway.share:g}, but beside a batch of rows no session has room: raise "
+                f"gateway.share or max_staleness, or set gateway.share=1 to train sessions alone"
+            )
+        if self.trainer.advantage_mean in ("group", "leave_one_out") and not self.trainer.critic:
+            yield (
+                f"trainer.advantage_mean={self.trainer.advantage_mean} compares the samples of a group, and a session "
+                f"is a group of one: set gateway.share=0, trainer.advantage_mean=batch or trainer.critic"
+            )
+        if self.trainer.teacher or self.trainer.teacher_key or self.trainer.reference_scorer:
+            yield "no scorer scores the tokens of sessions: leave out gateway.share, or trainer.teacher and reference"
+
+    @property
+    def max_sessions(self) -> int:
+        """The most sessions of users that may be alive. Beside them rows have room for a batch."""
+        groups = self.batch_size * (self.max_staleness + 1)
+        if self.gateway.share == 1:
+            return groups
+        return min(int(self.gateway.share * groups), groups - self.batch_size)
+
     @property
     def optimizer_steps(self) -> int:
         """The optimizer steps of the schedule of the learning rate."""
@@ -1401,7 +1486,8 @@ class Config(ScoringConfig, metaclass=_Checked):
     def needs_reward(self) -> bool:
         """Whether the run learns from rewards of its own, or shows them."""
         learns = not self.steps or not self.trainer.teacher_coef or self.data.eval_size > 0
-        return learns and not self.rollout_manager.gives_rewards
+        users = self.gateway.share == 1 and not self.evaluates
+        return learns and not users and not self.rollout_manager.gives_rewards
 
     @property
     def logprob_scorers(self) -> list[str]:
@@ -1789,12 +1875,15 @@ def other_names() -> dict[str, str]:
     return names
 
 
-def advice(option: str) -> str:
+def advice(option: str, line: Sequence[str]) -> str:
     """What to write in place of an option of a command line that is none."""
-    key = option.partition("=")[0].lstrip("-").replace("-", "_")
+    name, _, value = option.partition("=")
+    key = name.lstrip("-").replace("-", "_")
     key = other_names().get(key, key)
     is_key = option.startswith("--") and key.split(".")[0] in Config.model_fields
-    return f"; settings have no dashes, write {key}=VALUE" if is_key else ""
+    following = [word for word in line[line.index(option) + 1 :][:1] if not word.startswith("-") and "=" not in word]
+    value = value or "".join(following) or "VALUE"
+    return f"; settings have no dashes, write {key}={value}" if is_key else ""
 
 
 def _sentence_of(error: ValidationError, file: Path | str | None, kind: type[Section]) -> str:

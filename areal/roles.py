@@ -96,7 +96,7 @@ ROLES = {
         ),
         Role(
             "rollout_manager",
-            processes=lambda config: config.rollout_manager.count if config.steps else 0,
+            processes=lambda config: config.rollout_manager.count if config.steps and config.gateway.share < 1 else 0,
             joins=lambda config: config.rollout_manager.external,
             works_for=frozenset({"batch"}),
         ),

@@ -13,7 +13,7 @@ MAY_CHANGE = (
     "weights.transport", "reward.count", "reward.workers", "reward.concurrent_calls", "reward.timeout_seconds",
     "reward.retries", "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_schedule_steps", "trainer.lr_final", "trainer.threads",
-    "trainer.ranks", "trainer.zero_stage", "trainer.offload",
+    "trainer.ranks", "trainer.zero_stage", "trainer.offload", "gateway",
     "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
     "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options",
 )  # fmt: skip

@@ -7,10 +7,12 @@ expressions easily do, and nothing that is shown can steer a terminal.
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import TracebackException
-from typing import Any
+from typing import Any, TextIO, cast
 
 FENCE = "```"
 _WHITE_SPACE = re.compile(r"\s*+")
@@ -59,6 +61,33 @@ def _between(text: str, opening: str, closing: str) -> tuple[int, str] | None:
 def shown(text: str) -> str:
     r"""`text` with control characters written as \x1b, so that it cannot steer the terminal or page that shows it."""
     return text.translate(_CONTROLS)
+
+
+def break_lines(text: str, columns: int) -> str:
+    """`text` with lines that are longer than `columns` broken between words. What steers a terminal stays as it is."""
+    return "\n".join(
+        line
+        if len(line) <= columns or "\x1b" in line or "\r" in line
+        else textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
+
+
+def sentences_on(stream: TextIO) -> TextIO:
+    """A stream of sentences, which a terminal would break within words."""
+    return cast(TextIO, _Sentences(stream)) if stream.isatty() else stream
+
+
+class _Sentences:
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._terminal, name)
+
+    def write(self, text: str) -> int:
+        self._terminal.write(break_lines(text, shutil.get_terminal_size().columns))
+        return len(text)
 
 
 def error_text(error: BaseException) -> str:

@@ -285,6 +285,11 @@ class Group:
         return bool(differ(credits.max(), credits.min()))
 
 
+def samples_of(prompt_index: int, group_size: int) -> int:
+    """The number of samples of a group: G for the prompt of a row, one for a session, whose index is negative."""
+    return 1 if prompt_index < 0 else group_size
+
+
 def differ(first: Any, second: Any) -> Any:
     """Whether two rewards, or each two of arrays, differ by more than rounding."""
     return np.abs(first - second) > ROUNDING * np.maximum(np.abs(first), np.abs(second))

@@ -8,18 +8,22 @@
 | any | master | AskSnapshot | Snapshot |
 | any | master | AskConfig | Configuration |
 | rollout_manager | master | AskPermits | Permits |
-| rollout_manager | master | RenewLeases | LostLeases |
-| rollout_manager | master | GroupStarted, GroupFailed | Done |
-| rollout_manager, evaluator | generator | OpenFlow | stream of TokenColumns |
-| rollout_manager, evaluator | reward | OpenFlow | stream of CompletionsScored |
+| rollout_manager, gateway | master | RenewLeases | LostLeases |
+| rollout_manager, gateway | master | GroupStarted | Done |
+| rollout_manager | master | GroupFailed | Done |
+| gateway | master | AskSession | SessionAnswer |
+| gateway | master | AdoptSessions | Sessions |
+| gateway | master | DiscardSession | Done |
+| rollout_manager, evaluator, gateway | generator | OpenFlow | stream of TokenColumns |
+| rollout_manager, evaluator, gateway | reward | OpenFlow | stream of CompletionsScored |
 | rollout_manager | scorer | OpenFlow | stream of TokensScored |
-| rollout_manager, evaluator | generator | Generate | Done |
-| rollout_manager, evaluator | reward | Score | Done |
+| rollout_manager, evaluator, gateway | generator | Generate | Done |
+| rollout_manager, evaluator, gateway | reward | Score | Done |
 | rollout_manager | scorer | ScoreTokens | Done |
-| rollout_manager, evaluator | generator, reward, scorer | EndJobs | Done |
+| rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
 | rollout_manager | trainer | AskSamples | StoredSamples |
-| rollout_manager | trainer | StoreSamples, StoreCalls | Done |
-| rollout_manager | trainer | AskCalls | StoredCalls |
+| rollout_manager, gateway | trainer | StoreSamples, StoreCalls | Done |
+| rollout_manager, gateway | trainer | AskCalls | StoredCalls |
 | generator | trainer | TakeDevices | Done |
 | trainer | generator | YieldDevices | Done |
 | trainer | generator | AskLogprobs | Logprobs |
@@ -36,8 +40,8 @@
 | trainer | master | TrainingFinished, TrainingFailed, StepFailed | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
-| rollout_manager, evaluator | master | ScoringFailed | Done |
-| rollout_manager, evaluator | master | ConnectionLost | Done |
+| rollout_manager, evaluator, gateway | master | ScoringFailed | Done |
+| rollout_manager, evaluator, gateway | master | ConnectionLost | Done |
 | monitor | master | AskStatus | Status |
 | any | master | AddReward | Done |
 
@@ -57,7 +61,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 31
+PROTOCOL_VERSION = 32
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -65,6 +69,8 @@ Address = Annotated[Name, Field(pattern=r"^tcp://[^\s;]+:[1-9]\d{0,4}$")]
 # Sums of as many counts as a message holds stay within 64 bits.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Index = Annotated[int, Field(ge=0, le=1 << 53)]
+# Those of sessions are negative.
+PromptIndex = Annotated[int, Field(ge=-(1 << 53), le=1 << 53)]
 # Bounded, so that sums over very many numbers, and the squares of these sums, stay finite.
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]
 # Validation stops at the first wrong item: an error for each of a million items would take a gigabyte.
@@ -373,6 +379,51 @@ class GroupStarted(Message):
     start_version: int
 
 
+class SessionGroup(Part):
+    """A session of a user, a group of one sample: its name and its group, whose calls need weights of `min_version` or
+    newer. `resumed`: the trainer may have calls of it."""
+
+    session: Name
+    group: Name
+    prompt_index: PromptIndex
+    min_version: int
+    resumed: bool = False
+
+
+class AskSession(Message):
+    """Asks for the open session of this name, which the sender holds from then on if nobody else does. `opens`: open
+    one if there is none and a permit is free."""
+
+    session: Name
+    opens: bool
+
+
+class SessionAnswer(Message):
+    """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name,
+    which another gateway may hold, the `holder`; empty if none is alive."""
+
+    session: SessionGroup | None = None
+    state: Name = ""
+    holder: Name = ""
+
+
+class AdoptSessions(Message):
+    """Asks for sessions that their gateway has left; the sender holds them from then on."""
+
+    count: Annotated[int, Field(ge=1, le=65536)]
+
+
+class Sessions(Message):
+    sessions: Several[SessionGroup]
+
+
+class DiscardSession(Message):
+    """A session that is not trained, for this reason. Refused once its batch is fixed."""
+
+    group: Name
+    reason: Literal["expired", "deleted", "opted out", "failed"]
+
+
 Cause = Literal["row", "long", "prompt", "reward", "scorer", "sandbox", "workflow", "trainer"]
 """What made a group fail: its row of the data, a prompt longer than data.max_prompt_tokens, a prompt that the generator
 refused, its reward, a scorer, the sandbox, the workflow's own code, or the trainer, which refused it."""
@@ -626,7 +677,7 @@ class StoreSamples(Message):
     ready if it is complete. `row`: of areal.trajectory.row_text, or empty."""
 
     group: Name
-    prompt_index: Index
+    prompt_index: PromptIndex
     row: str
     samples: Annotated[Several[ScoredSample], Field(min_length=1)]
 
@@ -636,7 +687,7 @@ class AskSamples(Message):
     `all_or_none`: they are of use only if it has all of an attempt, since their scores depend on each other."""
 
     group: Name
-    prompt_index: Index
+    prompt_index: PromptIndex
     all_or_none: bool = False
 
 
@@ -654,7 +705,7 @@ class StoreCalls(Message):
     `frame`: of areal.storage.saved_calls.packed. The others as in StoreSamples."""
 
     group: Name
-    prompt_index: Index
+    prompt_index: PromptIndex
     place: SampleIndex
     frame: Bytes
 

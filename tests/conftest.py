@@ -53,15 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: the quickstart's architecture after a few steps of its warm start."""
-    from areal.data import quickstart
+    from areal.data.warm_start import Recipe, build
 
-    recipe = quickstart.Recipe(steps=2, short_steps=2)
-    return (
-        made_once(
-            tmp_path_factory, "models", lambda models: quickstart.build(models / "tiny", recipe=recipe, threads=1)
-        )
-        / "tiny"
-    )
+    recipe = Recipe(steps=2, short_steps=2)
+    models = made_once(tmp_path_factory, "models", lambda models: build(models / "tiny", recipe=recipe, threads=1))
+    return models / "tiny"
 
 
 @pytest.fixture

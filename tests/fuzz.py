@@ -232,11 +232,11 @@ class Cluster:
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
-    from areal.data import quickstart
+    from areal.data.warm_start import Recipe, build
 
     with tempfile.TemporaryDirectory() as folder:
         result = Cluster(Path(folder))
-        quickstart.build(result.folder / "tiny", recipe=quickstart.Recipe(steps=2, short_steps=2), threads=1)
+        build(result.folder / "tiny", recipe=Recipe(steps=2, short_steps=2), threads=1)
         try:
             yield result
         finally:

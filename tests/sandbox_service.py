@@ -18,13 +18,14 @@ from aiohttp import web
 
 from areal.children import Output
 from areal.config import SandboxConfig
-from areal.programs.outside import Commands, LocalSandbox
+from areal.programs.outside import Commands
+from areal.programs.slots import Programs
 
 
 class Service:
     def __init__(self) -> None:
         self.fault = "none"
-        self.programs = LocalSandbox(SandboxConfig())
+        self.programs = Programs(SandboxConfig())
         self.sandboxes: dict[str, Commands] = {}
         self.labels: dict[str, str] = {}
         self.answers: dict[str, asyncio.Task[dict[str, Any]]] = {}
@@ -36,7 +37,8 @@ class Service:
             return web.json_response({"error": f"no image {wanted['image']}"}, status=400)
         if name not in self.sandboxes:
             processes = wanted["limits"]["processes"]
-            self.sandboxes[name] = await self.programs.stay(processes=processes, disk_bytes=1 << 28)
+            sandbox = await self.programs.namespaces()
+            self.sandboxes[name] = await sandbox.stay(self.programs.slot, processes=processes, disk_bytes=1 << 28)
             self.labels[name] = wanted["label"]
         return web.json_response({})
 

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.config import Credit, SamplingConfig, SandboxConfig
+from areal.programs.slots import Programs
 from areal.sampled import Generation
 from areal.trajectory import Trajectory
 from areal.workflows.forest import Forest
@@ -52,7 +53,7 @@ class Recorded:
 
     def __init__(self, credit: Credit = "sample", discount: float = 1.0) -> None:
         self.forest = Forest()
-        self.sandboxes = Sandboxes("test", SandboxConfig())
+        self.sandboxes = Sandboxes("test", Programs(SandboxConfig()))
         self._credit = credit, discount
 
     @property

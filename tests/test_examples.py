@@ -27,6 +27,7 @@ from scripted_policy import CHATML, Session, byte_tokenizer
 from actors.checks.start_checks import on_this_machine, rehearse_start
 from areal.config import Config, SandboxConfig, UserError, from_message, load_config
 from areal.data.rows import Row
+from areal.programs.slots import Programs
 from areal.training.objectives import Tokens
 from areal.workflows import mcp_tools
 from areal.workflows.builtin import resolve_workflow
@@ -177,7 +178,8 @@ async def test_the_rows_are_those_of_the_script_and_each_mistake_is_found_and_ca
     assert [row.fields for row in rows] == [make.row(name) for name in make.TASKS]
     options = load_config(ROOT / "configs/examples/repositories/run.yaml").rollout_manager.workflow_options
     episode = resolve_workflow("environment", options)
-    sandboxes = Sandboxes("test", SandboxConfig())
+    programs = Programs(SandboxConfig())
+    sandboxes = Sandboxes("test", programs)
     for row in rows:
         session = Session(
             f"```bash\ncd /tmp/repository && {MENDS[row.fields['name']]}\n```", "Done.", sandboxes=sandboxes
@@ -188,6 +190,7 @@ async def test_the_rows_are_those_of_the_script_and_each_mistake_is_found_and_ca
     )
     assert (await episode(cheat, rows[0])).reward == 0.0
     await sandboxes.close()
+    await programs.close()
 
 
 def test_the_own_reward_knows_right_from_wrong():

@@ -37,6 +37,7 @@ from areal.models import (
 from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.programs.outside import open_sandbox
+from areal.programs.slots import NO_NAMESPACES
 from areal.rewards import functions as rewards
 from areal.storage.claim import can_be_made
 from areal.tokens import load_tokenizer, missing_character, read_template
@@ -47,7 +48,7 @@ from areal.workflows.conversation import check_shown, user
 
 # How long an engine's library may take to load: 6 s on a machine that is free.
 ENGINE_SECONDS = 300.0
-# The most tokens of a sequence of the quickstart's model, and its layers (areal.data.quickstart, which imports torch).
+# The most tokens of a sequence of the quickstart's model, and its layers (areal.data.warm_start, which imports torch).
 QUICKSTART_CONTEXT = 512
 QUICKSTART_LAYERS = [f"layers.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 # More engines than this for each core are a mistake.
@@ -144,7 +145,10 @@ def check_code(config: Config) -> None:
     if not config.rollout_manager.external:
         resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
         rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
-    if "code" in config.own_rewards or config.rollout_manager.workflow == "python_tool":
+    bubble = config.rollout_manager.workflow_options.get("environment") == "bubble"
+    if bubble and (config.sandbox.url or config.sandbox.mode != "namespaces"):
+        raise UserError(NO_NAMESPACES)
+    if "code" in config.own_rewards or config.rollout_manager.workflow == "python_tool" or bubble:
         open_sandbox(config.sandbox).close()
     if ":" in config.trainer.objective:
         from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs

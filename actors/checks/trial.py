@@ -27,7 +27,7 @@ from rich.console import Console
 from actors.runtime.logs import configure_logging
 from actors.sampling.calls import Call, SampleFailed, score_with_retries
 from actors.sampling.policy_judges import PolicyJudges
-from actors.sampling.services import Endpoint, Programs, Services, load_parsers
+from actors.sampling.services import Endpoint, Services, load_parsers
 from actors.sampling.sessions import LIBRARIES, SampleSession, place_of
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
@@ -37,6 +37,7 @@ from areal.data.sources import open_source, read_row
 from areal.generation.engine import EngineError, GenerationEngine
 from areal.models import resolve_model
 from areal.processes import ROOT
+from areal.programs.slots import Programs
 from areal.result import Result
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool

@@ -11,7 +11,7 @@ from actors.mastering.run_state import RunState
 from actors.runtime.actor import Ending
 from areal.config import Config
 from areal.result import mean_parts
-from areal.staleness.ledger import ZERO_SIGNAL, Batch, RunEnded, StepRecord, Waiting
+from areal.staleness.ledger import EXPIRED, ZERO_SIGNAL, Batch, RunEnded, StepRecord, Waiting
 from areal.storage.events import COUNTERS
 from protocols.messages import CommitStep, EvaluationDone
 
@@ -96,6 +96,10 @@ class StepMeter:
             "prompts": list(record.prompts),
             "discarded": state.discarded.copy(),
         }
+        if state.settings.max_sessions:
+            metrics["sessions_open"] = ledger.open_sessions
+            metrics["sessions_trained"] = sum(prompt < 0 for prompt in record.prompts)
+            metrics["sessions_expired"] = sum(reason == EXPIRED for _, reason in state.discarded)
         # Before the first step the trainer also waits for the other actors to start. That time is not part of the step.
         waited = commit.metrics.get("trainer_wait_seconds") or 0.0
         metrics["trainer_wait_seconds"] = min(waited, metrics["step_seconds"])
@@ -117,7 +121,7 @@ def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
     """The contents of summary.json, for a run that has ended."""
     counters = state.ledger.counters
     first, last = state.evaluations.get(0), state.evaluations.get(config.steps)
-    samples = counters.trained * config.group_size
+    samples = (counters.trained - counters.sessions_trained) * config.group_size + counters.sessions_trained
     tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
     return {
         "ok": ending.ok,

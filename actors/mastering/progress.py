@@ -83,6 +83,8 @@ class Progress:
         After two thirds, fence the `suspects`, so that they are restarted. After all of it, end the run. While a role
         has no healthy member, only the last one is done. A process that joins the run may be away for `outage_seconds`,
         also one that serves an added reward."""
+        if self._waits_for_users():
+            return None
         limit, idle, missing = self._config.master.stall_seconds, self._clock() - self._last, self.missing()
         joining = [name for name, role in ROLES.items() if name in missing and role.joins(self._config)]
         if joining or self._absent.keys() - {*self._config.own_rewards, *self._config.started_scorers}:
@@ -93,6 +95,11 @@ class Progress:
             return None
         self._remedies += 1
         return "requeue" if self._remedies == 1 else "fence"
+
+    def _waits_for_users(self) -> bool:
+        """True if the next batch needs sessions of users, for whom nobody can do anything."""
+        ledger = self._state.ledger
+        return ledger.settings.sessions_alone and ledger.waiting is not None and not self._state.unpublished
 
     def suspects(self) -> list[str]:
         """Healthy members of the roles that the run waits for. Members that are still starting are left alone."""

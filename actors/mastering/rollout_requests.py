@@ -76,14 +76,14 @@ class RolloutRequests(HandlesRequests):
 
     @handles(RenewLeases)
     async def renew_leases(self, request: Request[RenewLeases]) -> LostLeases:
-        owner = self._run.member(request, "rollout_manager").identity
+        owner = self._run.member(request, "rollout_manager", "gateway").identity
         seconds = self._run.config.master.lease_seconds
         lost = self._run.ledger.renew(owner, request.message.groups, self._run.now(), seconds)
         return LostLeases(groups=tuple(lost))
 
     @handles(GroupStarted)
     async def group_started(self, request: Request[GroupStarted]) -> Done:
-        owner = self._run.member(request, "rollout_manager").identity
+        owner = self._run.member(request, "rollout_manager", "gateway").identity
         self._run.ledger.started(request.message.group, owner, request.message.start_version)
         self._run.changed.notify()
         return Done()

@@ -133,15 +133,16 @@ class RunControl:
         it."""
         return asyncio.get_running_loop().time() - self.suspended
 
-    def member(self, request: Request[Message], role: str | None = None) -> Member:
+    def member(self, request: Request[Message], *roles: str) -> Member:
         """The sender of `request`. Raises FencedError if it is not a member, RefusedError if it has another role than
-        `role`."""
+        one of `roles`."""
         member = self.state.members.get(request.sender)
         if member is None:
             why = self.members.removed.get(request.sender, "")
             raise FencedError(f"{request.sender} is not a member of this run, or no longer one{why and f': {why}'}")
-        if role not in (None, member.role):
-            raise RefusedError(f"{request.sender} may not send {request.message.kind!r}: only the role {role} may")
+        if roles and member.role not in roles:
+            only = " or ".join(roles)
+            raise RefusedError(f"{request.sender} may not send {request.message.kind!r}: only the role {only} may")
         return member
 
     def check_trainer(self, request: Request[Message], lineage: int | None = None) -> None:
@@ -153,17 +154,22 @@ class RunControl:
             )
 
     def free_groups(self) -> int:
-        """Number of groups that may start now. It is 0 after the end of the run, while the disk is full, and while a
-        reward is absent."""
+        """Number of groups of rows that may start now. It is 0 after the end of the run, while the disk is full, and
+        while a reward is absent. The run-ahead limit does not count open sessions, which may never become ready."""
         if self.end.done() or self.shortage or self.progress.absent:
             return 0
-        capacity = self.ledger.capacity
+        capacity, moving = self.ledger.capacity, self.ledger.alive - self.ledger.open_sessions
         if self.failures.outage:
-            alone = self.ledger.alive == self.ledger.ready_count
+            alone = moving == self.ledger.ready_count
             return min(capacity, int(alone and self.failures.may_try(self.now())))
         if self.config.run_ahead == "max":
             return capacity
-        return min(capacity, max(0, self.state.run_ahead.limit - self.ledger.alive))
+        return min(capacity, max(0, self.state.run_ahead.limit - moving))
+
+    def free_sessions(self) -> int:
+        """Number of sessions that may be opened now."""
+        closed = self.end.done() or self.shortage or self.progress.absent or self.failures.outage
+        return 0 if closed else self.ledger.session_capacity
 
     async def end_if_complete(self) -> None:
         # Without steps there is no trainer, which would report that it has finished.

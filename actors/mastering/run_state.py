@@ -194,9 +194,10 @@ class RunState:
             }
         )
         for row in rows:
-            if row["state"] == "admitted" or row["group_id"] not in spooled:
-                reason = ROLLED_BACK if row["state"] == "admitted" else LOST_WITH_THE_SPOOL
-                event = Requeued(row["group_id"], reason, failed=False)
+            if row["state"] != "ready" or row["group_id"] not in spooled:
+                reason = LOST_WITH_THE_SPOOL if row["state"] == "ready" else ROLLED_BACK
+                of_row: Event = Requeued(row["group_id"], reason, failed=False)
+                event = Discarded(row["group_id"], reason) if row["session"] else of_row
                 self._follow(event)
                 self.ledger.apply(event)
         self.ledger.validate()
@@ -285,7 +286,8 @@ class RunState:
         self.tokens[rewarded.group] = rewarded.tokens
         self.tokens_discarded += rewarded.discarded
         shown = rewarded.model_dump(include={"mean", "spread", "signal", "version", "tokens"})
-        self.history.finished(rewarded.row, **shown)
+        if rewarded.row >= 0:  # a session has none
+            self.history.finished(rewarded.row, **shown)
         if not self.ledger.group(rewarded.group):  # filtered
             self._drop(rewarded.group)
 

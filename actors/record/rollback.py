@@ -85,7 +85,9 @@ def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
     waiting = {row["prompt_index"]: row["attempt"] for row in ledger["requeued"]}
 
     def undone(group_id: str) -> bool:
-        prompt, attempt = map(int, group_id.removeprefix("g").split("."))
+        prompt, attempt = map(int, group_id.lstrip("gs").split("."))
+        if group_id.startswith("s"):
+            return prompt >= ledger["next_session"] or group_id in alive
         is_later = prompt >= ledger["next_prompt"] or attempt >= waiting.get(prompt, math.inf)
         return is_later or group_id in alive
 
@@ -106,7 +108,7 @@ def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path)
             _move(file, abandoned)
         return set()
     try:
-        return {group for group in ids if _is_whole(opened, group, size)}
+        return {group for group in ids if _is_whole(opened, group, 1 if group.startswith("s") else size)}
     finally:
         opened.close()
 

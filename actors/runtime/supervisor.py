@@ -299,7 +299,7 @@ class Supervisor:
                 self._say(last)
 
     def _say(self, line: str) -> None:
-        self.console.print(shown(line), highlight=False, markup=False, soft_wrap=True)
+        self.console.print(shown(line), highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
 
     # --- children
 

@@ -14,12 +14,13 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards, Servers
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
-from actors.sampling.services import Endpoint, Programs, Services, load_parsers
+from actors.sampling.services import Endpoint, Services, load_parsers
 from actors.sampling.sessions import SampleSession
 from areal.config import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.programs.outside import SandboxError
+from areal.programs.slots import Programs
 from areal.text import error_text
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory

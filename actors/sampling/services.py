@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -14,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from actors.sampling.calls import Call, SampleFailed
-from areal.config import Config, SandboxConfig, UserError
+from actors.sampling.calls import Call
+from areal.config import Config
 from areal.data.rows import Row
-from areal.programs.outside import ProgramSandbox, SandboxError, open_sandbox
+from areal.programs.slots import Programs
 from areal.result import Result, overlong_penalty
 from areal.sampled import Generation
 from areal.staleness.standstills import UNKNOWN, Standstills
@@ -54,35 +52,6 @@ class Rewards(Protocol):
 
     async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
         """What the scorer `name` gives int32 [T] tokens. Raises SampleFailed."""
-
-
-class Programs:
-    """Python programs, in a sandbox that is opened for the first one."""
-
-    def __init__(
-        self, config: SandboxConfig, open_sandbox: Callable[[SandboxConfig], ProgramSandbox] = open_sandbox
-    ) -> None:
-        self._config = config
-        self._open_sandbox = open_sandbox
-        self._sandbox: asyncio.Task[ProgramSandbox] | None = None
-        # Further programs wait: more at once would only delay each other, up to their time limit.
-        self._slots = asyncio.Semaphore(len(os.sched_getaffinity(0)))
-
-    async def run(self, code: str) -> str:
-        """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
-        try:
-            async with self._slots:
-                if self._sandbox is None:
-                    self._sandbox = asyncio.create_task(asyncio.to_thread(self._open_sandbox, self._config))
-                outcome = await (await asyncio.shield(self._sandbox)).run(code)
-        except (SandboxError, UserError) as error:
-            raise SampleFailed("sandbox", f"the sandbox cannot run Python: {error}") from None
-        return outcome.transcript
-
-    async def close(self) -> None:
-        if self._sandbox is not None:
-            with contextlib.suppress(UserError):
-                (await self._sandbox).close()
 
 
 class Endpoint:
@@ -126,7 +95,7 @@ class Services:
     sandboxes: Sandboxes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sandboxes = Sandboxes(_label(self.config, self.place), self.config.sandbox)
+        self.sandboxes = Sandboxes(_label(self.config, self.place), self.programs)
         seconds = self.config.master.hang_seconds
         self.own_limits = Standstills(OWN_CODE * seconds, UNKNOWN * seconds)
 

@@ -20,6 +20,7 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.services import Generators, Services
 from areal.config import SamplingConfig
 from areal.data.rows import Row, prompt_text
+from areal.programs.slots import waiting
 from areal.result import all_scored, combined
 from areal.sampled import Generation, Tokens
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
@@ -181,6 +182,7 @@ class SampleSession(SampleState):
         try:
             async with asyncio.timeout(None) as self._timer:
                 self._enter_own_code()
+                waiting.set(self._waiting)
                 try:
                     yield
                 finally:
@@ -215,7 +217,7 @@ class SampleSession(SampleState):
             return (await self._services.rewards.score_tokens(scorer, _row(tokens))).logprobs
 
     async def run_python(self, code: str) -> str:
-        """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
+        """The output of the code, errors included. Raises SandboxError if the sandbox fails, not if the code does."""
         with self._waiting():
             return await self._services.programs.run(code)
 

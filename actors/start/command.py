@@ -43,7 +43,7 @@ from areal.processes import (
 )
 from areal.roles import ROLES
 from areal.storage.run_folder import config_of_run, configuration_to_resume, end_of, steps_trained
-from areal.text import shown
+from areal.text import sentences_on, shown
 
 if TYPE_CHECKING:
     from actors.runtime.actor import Ending
@@ -67,13 +67,14 @@ DEFAULT_CONFIG = CONFIGS / "quickstart.yaml"
 def parse() -> argparse.Namespace:
     text = Path(__file__).with_name("help.txt").read_text()
     prog = "run.py" if sys.argv[0].endswith("run.py") else "areal run"
-    parser = argparse.ArgumentParser(prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usage = "%(prog)s [FILE.yaml] [key=value ...] [options]; --help lists them"
+    parser = argparse.ArgumentParser(prog, usage, text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options_of_run(parser.add_argument)
     add_options_of_role(parser.add_argument)
     # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
     arguments, words = parser.parse_known_args()
     if any(word.startswith("-") for word in words):
-        parser.error(f"unrecognized arguments: {' '.join(words)}{advice(words[0])}")
+        parser.error(f"unrecognized arguments: {' '.join(words)}{advice(words[0], sys.argv)}")
     arguments.overrides += words
     files = [word for word in arguments.overrides if re.fullmatch(r"[^=]+\.ya?ml", word)]
     named = [*filter(None, [arguments.config]), *files]
@@ -99,7 +100,7 @@ def add_options_of_run(add: Callable[..., object]) -> None:
     words = "check all that a start checks and print the resolved configuration, without starting anything"
     add("--dry-run", action="store_true", help=words)
     add("--quiet", action="store_true", help="with --dry-run: leave out the configuration")
-    words = f"keys from `python -m areal keys`, (default: {KEYS}; on one machine, keys of the run's own)"
+    words = f"keys from `python -m areal keys` (default: {KEYS}; on one machine, keys of the run's own)"
     add("--keys", metavar="FOLDER", help=words)
     words = "changes to the configuration, e.g. max_staleness=4; with --role reward: options of the one --reward"
     add("overrides", nargs="*", metavar="key=value", help=words)
@@ -121,7 +122,8 @@ def add_options_of_role(add: Callable[..., object]) -> None:
 
 def main() -> int:
     arguments = parse()
-    sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
+    sys.stdout = cast(TextIO, LenientOutput(sys.stdout))
+    sys.stderr = sentences_on(cast(TextIO, LenientOutput(sys.stderr)))
     raise_open_files()
     try:
         return start(arguments)

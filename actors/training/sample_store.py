@@ -17,7 +17,7 @@ from areal.models import routing_of
 from areal.result import mean_parts
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart
-from areal.trajectory import Group, Note, Trajectory
+from areal.trajectory import Group, Note, Trajectory, samples_of
 from protocols.errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskCalls,
@@ -63,9 +63,12 @@ class SampleStore(HandlesRequests):
         stored = request.message
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
-        group = await self._use_spool(request, self._spool.put_all, parts, self._config.group_size)
+        group = await self._use_spool(request, self._spool.put_all, parts, self._size(stored.prompt_index))
         await self._report_ready(group)
         return Done()
+
+    def _size(self, prompt_index: int) -> int:
+        return samples_of(prompt_index, self._config.group_size)
 
     def _part(self, stored: StoreSamples, sample: ScoredSample) -> SpoolPart:
         """A sample for the spool. Raises ValueError for one that cannot be trained."""
@@ -84,7 +87,7 @@ class SampleStore(HandlesRequests):
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
         """What is stored of a group. What groups of its prompt that were given up have stored becomes its own, as far
         as the master allows it, and is forgotten otherwise."""
-        group, size = request.message.group, self._config.group_size
+        group, size = request.message.group, self._size(request.message.prompt_index)
         stored, unfinished = await self._oldest_versions(request, size)
         if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
             answer = await self._ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)

@@ -1,14 +1,8 @@
-"""Makes the quickstart's model: a character tokenizer and a 0.8M-parameter Qwen3, pretrained on a flawed teacher.
-
-After this warm start the model finds columns and adds reliably, but it has also learned the teacher's slips. So most
-groups of samples have mixed outcomes at every length, and the same change improves all of them: fewer slips.
-Reinforcement learning finds this change from the outcome alone. It would learn single missing facts far more slowly.
-"""
+"""Where the quickstart's model is: made once for a user, and copied for each folder of runs."""
 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import shutil
 import sys
@@ -16,47 +10,11 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
-
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal.config import explain
-from areal.data import addition
 from areal.models import quickstart_folder
 from areal.processes import cache_folder
-
-EOS, PAD = "<eos>", "<pad>"
-MAX_LENGTH = 512
-"""The number of positions. The longest prompt and its completion take 121 + 201."""
-
-_IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The settings of the warm start. Lengths are in digits; `tokens` includes padding."""
-
-    steps: int = 480
-    short_steps: int = 140
-    """The number of first steps, which use short additions: there the model learns the lookup by label several times
-    sooner."""
-    short_digits: int = 5
-    short_batch: int = 24
-    batch: int = 16
-    tokens: int = 1024
-    """Tokens of one forward pass. Examples are sorted by length, so that little of it is padding."""
-    lr: float = 3e-3
-    ramp_steps: int = 20
-    slip: float = 0.1
-
-
-RECIPE = Recipe()
 
 
 def make(options: Namespace) -> None:
@@ -72,6 +30,13 @@ def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None =
     folder = quickstart_folder(parent, seed)
     if folder.exists():
         return folder
+
+    def make_whole(folder: Path) -> None:
+        from areal.data.warm_start import build  # imports torch, which a copy does without
+
+        with _complete(folder) as unfinished:
+            build(unfinished, seed, progress)
+
     original = quickstart_folder(cache_folder() / "areal", seed)
     try:
         original.parent.mkdir(parents=True, exist_ok=True)
@@ -79,43 +44,16 @@ def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None =
     except OSError as error:
         if progress:
             progress(f"the model is not kept for other runs: {error}")
-        build(folder, seed, progress)
+        make_whole(folder)
         return folder
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or this process killed
         if not original.exists():
-            build(original, seed, progress)
+            make_whole(original)
         if not folder.exists():  # another process may have waited for the same one
             with _complete(folder) as unfinished:
                 shutil.copytree(original, unfinished, dirs_exist_ok=True)
     return folder
-
-
-def build(
-    folder: Path,
-    seed: int = 0,
-    progress: Callable[[str], None] | None = None,
-    threads: int = 2,
-    recipe: Recipe = RECIPE,
-) -> None:
-    """Write a Hugging Face folder (tokenizer, model, generation config), completely or not at all.
-
-    The result depends only on the seed, the recipe, the number of `threads` and the machine. Raises OSError if `folder`
-    exists and is not empty.
-    """
-    tokenizer = make_tokenizer()
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = make_model(tokenizer)
-            warm_up(model, tokenizer, seed, recipe, progress)
-    finally:
-        torch.set_num_threads(threads_before)
-    with _complete(folder) as unfinished:
-        tokenizer.save_pretrained(unfinished)
-        model.save_pretrained(unfinished)
 
 
 @contextmanager
@@ -128,156 +66,3 @@ def _complete(folder: Path) -> Iterator[Path]:
         os.replace(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character of the task. Encoding adds no tokens, and decoding returns the
-    exact text.
-
-    Encoding a character outside the task's alphabet raises an error.
-    """
-    vocabulary = {token: index for index, token in enumerate([*addition.ALPHABET, EOS, PAD])}
-    characters = Tokenizer(models.WordLevel(vocabulary))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters,
-        eos_token=EOS,
-        pad_token=PAD,
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a Qwen3 with random weights in fp32."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
-    for layer in model.model.layers:
-        # Queries and keys are normalised. With scale 1, attention could not single out one of 300 positions.
-        torch.nn.init.constant_(layer.self_attn.q_norm.weight, 1.5)
-        torch.nn.init.constant_(layer.self_attn.k_norm.weight, 1.5)
-    return model
-
-
-def warm_up(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    seed: int,
-    recipe: Recipe,
-    progress: Callable[[str], None] | None,
-) -> None:
-    """Train the model, supervised, on the demonstrations of the flawed teacher, short additions first."""
-    optimizers = _optimizers(model, recipe.lr)
-    drawn = 0
-    for step in range(recipe.steps):
-        short = step < recipe.short_steps
-        size = recipe.short_batch if short else recipe.batch
-        max_digits = recipe.short_digits if short else addition.MAX_DIGITS
-        examples = [_example(tokenizer, seed, drawn + i, max_digits, recipe.slip) for i in range(size)]
-        drawn += size
-        loss = _accumulate(model, examples, recipe.tokens, tokenizer.pad_token_id)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = recipe.lr * _schedule(step, recipe)
-            optimizer.step()
-            optimizer.zero_grad()
-        if progress and (step + 1) % 20 == 0:
-            progress(f"warm start: step {step + 1} of {recipe.steps}, loss {loss:.3f}")
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised by Newton-Schulz (Jordan et al. 2024), with AdamW's update size (Liu et al. 2025).
-
-    On this task it finds the lookup by label several times sooner than AdamW. It is for matrices only. It computes in
-    fp32; `torch.optim.Muon` computes in bf16, which not every CPU supports.
-    """
-
-    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
-        super().__init__(matrices, {"lr": lr, "momentum": 0.95})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update every matrix once, from its `grad`."""
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
-                average.lerp_(matrix.grad, 1 - group["momentum"])
-                direction = _orthogonalised(matrix.grad.lerp(average, group["momentum"]))
-                matrix.add_(direction, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
-
-
-def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest matrix with singular values around 1."""
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = wide / (wide.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if wide is not matrix else x
-
-
-def _optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    matrices: list[torch.nn.Parameter] = []
-    adam_parameters: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and "embed" not in name else adam_parameters).append(parameter)
-    return [Muon(matrices, lr), torch.optim.AdamW(adam_parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
-
-
-def _schedule(step: int, recipe: Recipe) -> float:
-    """Return the factor on the learning rate: a linear ramp, then a cosine down to a twentieth."""
-    cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-    return min(1.0, (step + 1) / recipe.ramp_steps) * (0.05 + 0.95 * cosine)
-
-
-def _example(
-    tokenizer: PreTrainedTokenizerFast, seed: int, index: int, max_digits: int, slip: float
-) -> tuple[list[int], list[int]]:
-    """Return (tokens, labels) of the same length; labels are `_IGNORED` on the prompt."""
-    row = addition.make_row(seed, index, max_digits=max_digits)
-    prompt = tokenizer.encode(row["prompt"])
-    completion = tokenizer.encode(addition.demonstration(row, Random(f"teacher/{seed}/{index}"), slip))
-    completion.append(tokenizer.eos_token_id)
-    return prompt + completion, [_IGNORED] * len(prompt) + completion
-
-
-def _accumulate(model: Qwen3ForCausalLM, examples: list[tuple[list[int], list[int]]], cap: int, pad: int) -> float:
-    """Add the gradient of the mean loss over the completion tokens to the parameters, and return that loss."""
-    count = sum(label != _IGNORED for _, labels in examples for label in labels)
-    total = 0.0
-    for part in _parts(examples, cap):
-        # Padding is on the right, where causal attention never sees it, so no mask is needed.
-        tokens = pad_sequence([torch.tensor(tokens[:-1]) for tokens, _ in part], True, pad)
-        labels = pad_sequence([torch.tensor(labels[1:]) for _, labels in part], True, _IGNORED)
-        judged = labels != _IGNORED
-        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[judged]
-        loss = cross_entropy(model.lm_head(hidden), labels[judged], reduction="sum") / count
-        loss.backward()
-        total += loss.item()
-    return total
-
-
-def _parts(examples: list[tuple[list[int], list[int]]], cap: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Yield the examples, longest first, in parts of at most `cap` tokens with padding, at least one example each."""
-    part: list[tuple[list[int], list[int]]] = []
-    for example in sorted(examples, key=lambda example: len(example[0]), reverse=True):
-        if part and (len(part) + 1) * len(part[0][0]) > cap:
-            yield part
-            part = []
-        part.append(example)
-    yield part

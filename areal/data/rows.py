@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with `role` and `content`, which is text, and perhaps `tool_calls`."""
+# The fields in which published data sets have pictures for the policy, and the endings of files with pictures.
+_PICTURES, _ENDINGS = ("image", "images"), (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 # Roles as ShareGPT calls them.
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
@@ -79,6 +82,35 @@ def _parsed(text: str) -> Any:
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return None
+
+
+def picture_in(raw: Mapping[str, Any], prompt: Any) -> str | None:
+    """The field of a row that has a picture for the policy: as bytes, as the hub's `Image` feature stores and decodes
+    it, as a data URL or the path of a file, or as a part of a message of the prompt. None: it has none."""
+    if name := next((name for name in _PICTURES if any(map(_is_picture, _listed(raw.get(name))))), None):
+        return name
+    return "prompt" if any(map(_is_part, _parts_of(prompt))) else None
+
+
+def _is_picture(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith("data:image/") or value.lower().partition("?")[0].endswith(_ENDINGS)
+    if isinstance(value, Mapping):
+        return bool(value.get("bytes") or value.get("path"))
+    return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
+
+
+def _parts_of(prompt: Any) -> Iterator[Any]:
+    for message in _listed(prompt):
+        yield from _listed(message.get("content") if isinstance(message, Mapping) else None)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def prompt_text(prompt: Prompt) -> str:

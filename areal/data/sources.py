@@ -31,7 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, explain, reward_weights
 from areal.data import addition, harbor_tasks, reasoning_tasks, verifiers_tasks
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of
-from areal.data.rows import Prompt, Row, read_prompt
+from areal.data.rows import Prompt, Row, picture_in, read_prompt
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
 MAX_DRAWS = 100
@@ -384,6 +384,11 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     written = _prompt(raw, config, where)
     if written in ("", []):
         raise UserError(f"{where} has an empty {prompt_key!r}: write one, or remove the row")
+    if pictured := picture_in(raw, written):
+        raise UserError(
+            f"{where} has a picture in {pictured!r}, and only text is trained: leave such rows out, or name the field "
+            f"otherwise if only a reward needs it"
+        )
     prompt = read_prompt(written)
     if prompt is None:
         raise UserError(

@@ -40,7 +40,7 @@ from areal.staleness.ledger import (
 )
 from areal.storage.disk import replace
 from areal.tokens import reads_as_kept
-from areal.trajectory import Group
+from areal.trajectory import Group, samples_of
 
 if TYPE_CHECKING:
     from areal.training.engine import TrainingEngine
@@ -213,10 +213,9 @@ class Audit:
         if len(batch) != self.config.batch_size:
             once.faults.append(f"step {step} has {len(batch)} groups, not {self.config.batch_size}")
         for group in batch:
-            if (number := len(group.trajectories)) != self.config.group_size:
-                once.faults.append(
-                    f"group {group.id} of step {step} has {number} samples, not {self.config.group_size}"
-                )
+            size = samples_of(group.prompt_index, self.config.group_size)
+            if (number := len(group.trajectories)) != size:
+                once.faults.append(f"group {group.id} of step {step} has {number} samples, not {size}")
         if journal and journal.logged.get(step, ids) != ids:
             once.faults.append(f"the batch of step {step} is not the one in the journal")
 
@@ -227,10 +226,11 @@ class Audit:
         before = {prompt for record in self.earlier for prompt in record["prompts"]}
         discarded = {prompt for place in places for prompt, _ in place.get("discarded") or ()}
         accounted = trained.keys() | before | waiting | journal.discarded | discarded
-        if missing := sorted(set(range(journal.ledger.next_prompt)) - accounted):
+        admitted = set(range(-journal.ledger.next_session, journal.ledger.next_prompt))
+        if missing := sorted(admitted - accounted):
             cut = self.oldest > self.first + 1  # with what was discarded in its steps
             (once.unknown if cut else once.faults).append(f"no fate is known of the prompts {_some(missing)}")
-        if strange := sorted(set(trained) - set(range(journal.ledger.next_prompt))):
+        if strange := sorted(set(trained) - admitted):
             once.faults.append(f"the prompts {_some(strange)} were trained and never admitted")
         if repeated := sorted(trained.keys() & (waiting | before)):
             once.faults.append(

@@ -45,6 +45,8 @@ import types
 from errno import EINVAL, ENOSYS, EPERM
 
 TICK_SECONDS = 0.01
+# One of many commands is idle if it uses less than this share of a core for so long: its caller is told, once.
+IDLE_SECONDS, IDLE_SHARE = 1.0, 0.05
 # The CPU time that a look at the memory of a program may take, by the clock BUSY times that, since the machine may have
 # other work; and what is read of one file in /proc. A program can make each large. What exceeds it counts as the most.
 LOOK_SECONDS, BUSY = 2.0, 5
@@ -417,7 +419,7 @@ class ProgramRunner:
         for descriptor in {*descriptors}:
             os.close(descriptor)
         ended = os.pidfd_open(program)
-        status, code = watch(program, ended, run, usage, time.monotonic() + job["wall_seconds"])
+        status, code = watch(program, ended, run, usage, job)
         os.close(ended)
         result = {"status": status, "exit": code}
         self.end_all()
@@ -547,8 +549,10 @@ def depth():
     return 1 + sum(1 for _ in traceback.walk_stack(sys._getframe(1).f_back))
 
 
-def watch(program, ended, run, usage, deadline):
+def watch(program, ended, run, usage, job):
     """Waits for the program. ended: can be read then. Returns (status, exit code) as areal.programs.outside.Outcome."""
+    deadline = time.monotonic() + job["wall_seconds"]
+    look, used = (time.monotonic() + IDLE_SECONDS if job["stays"] else math.inf), 0.0
     poll = select.poll()
     poll.register(run, select.POLLIN)
     poll.register(ended, select.POLLIN)
@@ -563,8 +567,15 @@ def watch(program, ended, run, usage, deadline):
             return ("ok" if code >= 0 else "killed"), code
         if select.select([run], [], [], 0)[0]:
             return "stopped", None
-        if time.monotonic() > deadline:
+        if (now := time.monotonic()) > deadline:
             return "timeout", None
+        if now > look:  # a machine with other work may give it no CPU time: hence its state, too
+            used_before, used, look = used, usage.cpu_seconds(), now + IDLE_SECONDS
+            runs = any(fields[0] == b"R" for fields in descendants().values())
+            if not runs and used - used_before < IDLE_SHARE * IDLE_SECONDS:
+                with contextlib.suppress(OSError):  # the caller is gone
+                    run.sendall(b'{"idle": true}\n')
+                look = math.inf
         pause = max(TICK_SECONDS, time.thread_time() - cpu_start)  # to look at many processes takes long
 
 
@@ -602,7 +613,10 @@ class ControlGroup:
         """The status of a program that has exceeded a limit; else None."""
         if b"\noom_kill 0\n" not in self.read("memory.events"):
             return "memory"
-        return "timeout" if int(self.read("cpu.stat").split()[1]) > 1e6 * self.job["cpu_seconds"] else None
+        return "timeout" if self.cpu_seconds() > self.job["cpu_seconds"] else None
+
+    def cpu_seconds(self):
+        return int(self.read("cpu.stat").split()[1]) / 1e6
 
     def read(self, name):
         return read(f"/proc/self/fd/{self.folder}/{name}")

@@ -27,7 +27,8 @@ import sysconfig
 import textwrap
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -36,6 +37,8 @@ from areal.children import Output
 from areal.config import SandboxConfig, UserError, explain
 from areal.programs import inside as sandbox_init
 
+# Makes a block that has a slot. What the block gets gives the slot back before its end.
+Slot = Callable[[], AbstractAsyncContextManager[Callable[[], None]]]
 Status = Literal["ok", "killed", "timeout", "memory", "output", "not_compiled"]
 
 MIB = 1 << 20
@@ -228,9 +231,9 @@ class LocalSandbox:
             its_run.close()
         return run, stdout, stderr
 
-    async def stay(self, **limits: float) -> Commands:
-        """A sandbox for many commands, until it is closed. limits: keys of a job, in place of the configuration's.
-        Raises SandboxError."""
+    async def stay(self, slot: Slot, **limits: float) -> Commands:
+        """A sandbox for many commands, until it is closed. slot: what each of them runs in. limits: keys of a
+        job, in place of the configuration's. Raises SandboxError."""
         folders = os.pathsep.join(f"/packages/{number}" for number in range(len(_packages())))
         path = f"{Path(PYTHON).parent}:{sandbox_init.ENVIRONMENT['PATH']}"
         environment = {"PATH": path, "PYTHONPATH": folders}
@@ -238,9 +241,11 @@ class LocalSandbox:
         run, stdout, stderr = self._ask(job, "")
         stdout.close()
         stderr.close()
-        commands = Commands(job, run, *await asyncio.open_connection(sock=run.dup(), limit=1 << 20))
+        commands = Commands(job, slot, run, *await asyncio.open_connection(sock=run.dup(), limit=1 << 20))
         try:
-            await commands.answer(START_SECONDS + GRACE_SECONDS)
+            with explain(TimeoutError, "the sandbox does not answer", SandboxError):
+                async with asyncio.timeout(START_SECONDS + GRACE_SECONDS):
+                    await commands.answer(lambda: None)
         except BaseException:
             commands.close()
             raise
@@ -270,17 +275,15 @@ class LocalSandbox:
 
 
 class Commands:
-    """Commands that run one after another in the same /tmp. What a command has started ends with it."""
+    """Commands that run one after another in the same /tmp, each in a slot until it ends or waits. What a command has
+    started ends with it."""
 
     def __init__(
-        self, job: Mapping[str, Any], run: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._job, self._run, self._reader, self._writer = job, run, reader, writer
+        self, job: Mapping[str, Any], slot: Slot, run: socket.socket, reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:  # fmt: skip
+        self._job, self._slot, self._run, self._reader, self._writer = job, slot, run, reader, writer
         self._turn = asyncio.Lock()
-
-    @property
-    def closed(self) -> bool:
-        return self._writer.is_closing() or self._reader.at_eof()
 
     def close(self) -> None:
         """End the sandbox, with all that is in it."""
@@ -290,19 +293,18 @@ class Commands:
     async def run(
         self, command: Sequence[str], stdin: bytes, limits: Mapping[str, float], output: Output
     ) -> tuple[Status, int | None]:
-        """Run a command to its end. limits: keys of a job, among them `wall_seconds`. Returns the status and the exit
-        code as in `Outcome`. Raises SandboxError. If the caller is cancelled, the sandbox ends."""
+        """Run a command to its end. limits: keys of a job, among them `wall_seconds`, which counts from the command's
+        start. Returns the status and the exit code as in `Outcome`. Raises SandboxError. If the caller is cancelled
+        once it has started, the sandbox ends."""
         job = {**self._job, **limits, "command": list(command)}
-        async with self._turn:
+        async with self._turn, self._slot() as give_back:
             try:
                 with explain(OSError, "the sandbox has ended, or does not answer ({why})", SandboxError):
                     stdout = self._send(job, stdin)
                     async with asyncio.timeout(job["wall_seconds"] + GRACE_SECONDS):
                         reader, transport = await _connected(stdout)
                         with contextlib.closing(transport):
-                            while part := await reader.read(1 << 16):
-                                output.add(part)
-                    result = await self.answer(GRACE_SECONDS)
+                            result, _ = await asyncio.gather(self.answer(give_back), _add_all(reader, output))
             except BaseException:
                 self.close()
                 raise
@@ -320,11 +322,11 @@ class Commands:
                 os.close(descriptor)
         return stdout
 
-    async def answer(self, seconds: float) -> dict[str, Any]:
-        """The next result. Raises SandboxError."""
-        with explain(TimeoutError, "the sandbox does not answer", SandboxError):
-            async with asyncio.timeout(seconds):
-                return _result(await self._reader.readline())
+    async def answer(self, on_idle: Callable[[], None]) -> dict[str, Any]:
+        """The next result. on_idle: is called once the command only waits. Raises SandboxError."""
+        while "idle" in (result := _result(await self._reader.readline())):
+            on_idle()
+        return result
 
 
 class RemoteSandbox:
@@ -472,6 +474,11 @@ async def _connected(pipe: BinaryIO) -> tuple[asyncio.StreamReader, asyncio.Base
         lambda: asyncio.StreamReaderProtocol(reader), pipe
     )
     return reader, transport
+
+
+async def _add_all(reader: asyncio.StreamReader, output: Output) -> None:
+    while part := await reader.read(1 << 16):
+        output.add(part)
 
 
 async def _read(pipe: BinaryIO, limit: int, stop: asyncio.StreamWriter) -> bytes:

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from areal.config import ScoringConfig, UserError
-from areal.data.rows import prompt_text
+from areal.data.rows import picture_in, prompt_text
 from areal.programs import code_rows
 from areal.programs.code_tests import FAILS
 from areal.result import RewardError, passing
@@ -68,6 +68,9 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
 
 async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:
     (name,) = config.reward.functions
+    if pictured := picture_in(row, None):
+        reason = f"it has a picture in {pictured!r}, and only text is trained"
+        return {"status": "bad", "reason": reason, "solution": None, "inside": False}
     prompt = prompt_text(row.get("prompt") or "")
 
     parts: dict[str, float] = {}

@@ -6,13 +6,17 @@ A group is admitted, becomes ready, enters a batch and is trained. It may also l
        ▲                 │                  │
        └──── requeue ────┴─── discard ──────┴──▶ gone (discarded, for a recorded reason)
 
-With `filter_zero_signal`, a group that becomes ready without signal is discarded at once.
+    user ──open──▶ OPEN ──ready──▶ READY, or discarded
+
+With `filter_zero_signal`, a group that becomes ready without signal is discarded at once. An OPEN group is a session of
+a user with the policy, a group of one sample without a row, which is ready once its reward has come. Nothing waits for
+it: where a batch would, it is discarded as expired. If its owner is lost, another one may adopt it.
 
 These transitions cannot happen:
 
 * A BATCHED group never leaves except by being trained.
 * A READY group holds no lease, and is re-queued only if the run has gone back to a checkpoint and its payload is lost.
-* A group that is gone never comes back. Its prompt can come back, in a group with a new id.
+* A group that is gone never comes back. Its prompt can come back, in a group with a new id; a session cannot.
 
 `Ledger.validate` checks these invariants. docs/staleness.md states the rules 1 to 3 and contains the proof.
 
@@ -47,12 +51,17 @@ START_VERSION_FELL = "start version fell"
 ZERO_SIGNAL = "zero signal"
 ROLLED_BACK = "the run went back to a checkpoint"
 LOST_WITH_THE_SPOOL = "lost with the spool"
+EXPIRED = "expired"
 
 
 class GroupState(StrEnum):
     ADMITTED = "admitted"
+    OPEN = "open"
     READY = "ready"
     BATCHED = "batched"
+
+
+UNFINISHED = (GroupState.ADMITTED, GroupState.OPEN)
 
 
 class ReportAnswer(StrEnum):
@@ -72,6 +81,7 @@ class LedgerSettings:
     """The settings that the ledger needs.
 
     As an event: these settings hold from here on. What happened earlier is judged by the settings of that time.
+    max_sessions: the most sessions that are alive; as many as all groups: sessions alone are trained, and no rows.
     """
 
     batch_size: int
@@ -81,6 +91,7 @@ class LedgerSettings:
     max_attempts: int
     on_failed_sample: Literal["requeue", "discard"]
     filter_zero_signal: bool = False
+    max_sessions: int = 0
 
     @classmethod
     def of(cls, config: Any) -> LedgerSettings:
@@ -91,6 +102,10 @@ class LedgerSettings:
     def bounds_groups(self) -> bool:
         """True if rule 3 applies: no group is trained after its deadline."""
         return self.on_straggler in ("wait", "requeue")
+
+    @property
+    def sessions_alone(self) -> bool:
+        return self.max_sessions >= self.batch_size * (self.max_staleness + 1)
 
 
 def oldest_in_loss(on_straggler: str, max_staleness: int, version: int) -> int | None:
@@ -111,6 +126,26 @@ class Admitted:
     lease_expires: float
     row: int
     """The training index of the row that was chosen for the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session with the name `session` was admitted."""
+
+    group_id: str
+    session: str
+    owner: str
+    version: int
+    lease_expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerChanged:
+    """Sessions have another owner; "": they were left by theirs, and have no lease."""
+
+    group_ids: tuple[str, ...]
+    owner: str
+    lease_expires: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +200,8 @@ class Checkpointed:
 Event = (
     LedgerSettings
     | Admitted
+    | Opened
+    | OwnerChanged
     | Renewed
     | Started
     | Ready
@@ -220,7 +257,8 @@ class LedgerGroup:
     """A row of the ledger. `attempt` counts the earlier admissions of the prompt, `failures` those that failed.
     `max_staleness`: the bound at its admission, which holds for it whatever the settings become. `resumed`: the lease
     of the attempt before was lost, and the samples that are stored of it may be in this one. `row`: the training index
-    of the row that was chosen for the prompt, the same for all attempts."""
+    of the row that was chosen for the prompt, the same for all attempts. `session`: the name of the session that it is;
+    empty for a group of a row. The n-th session has the prompt index -1 - n, and that as its row."""
 
     group_id: str
     prompt_index: int
@@ -234,6 +272,7 @@ class LedgerGroup:
     start_version: int | None = None
     state: GroupState = GroupState.ADMITTED
     resumed: bool = False
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +334,7 @@ class Counters:
 
     admitted: int = 0
     trained: int = 0
+    sessions_trained: int = 0
     discarded: Counter[str] = field(default_factory=Counter)
     requeued: Counter[str] = field(default_factory=Counter)
 
@@ -311,7 +351,8 @@ class QueuedPrompt:
 
 
 QueuePosition = tuple[int, int, str]
-"""Deadline, prompt index and id of a group. Among groups with the same deadline the lower prompt index comes first."""
+"""Deadline, prompt index (without a session's sign) and id of a group. Among groups with the same deadline the lower
+prompt index comes first."""
 
 
 class LedgerError(Exception):
@@ -339,9 +380,10 @@ class LedgerState:
         self.version = 0
         self.counters = Counters()
         self._groups: dict[str, LedgerGroup] = {}  # in order of admission
-        self._lines: dict[GroupState, list[QueuePosition]] = {GroupState.ADMITTED: [], GroupState.READY: []}  # sorted
+        self._lines: dict[GroupState, list[QueuePosition]] = {state: [] for state in (*UNFINISHED, GroupState.READY)}
         self._requeued: deque[QueuedPrompt] = deque()
-        self._next_prompt = 0
+        self._next_prompt = self._next_session = 0
+        self._sessions = 0  # that are alive
         self._batch: Batch | None = None  # logged for `version`, not committed
         self._steps: dict[int, StepRecord] = {}  # committed, not covered by a checkpoint
         self._redoable: set[str] = set()  # the groups of `_steps`
@@ -352,12 +394,13 @@ class LedgerState:
         """Return the state that `dump` was made from. The dump may have been through JSON. The story starts empty."""
         ledger = cls(LedgerSettings(**dump["settings"]))
         ledger.version = dump["version"]
-        ledger._next_prompt = dump["next_prompt"]
+        ledger._next_prompt, ledger._next_session = dump["next_prompt"], dump["next_session"]
         ledger.counters = Counters(
             **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
         )
         for row in dump["groups"]:
             ledger._put(LedgerGroup(**row | {"state": GroupState(row["state"])}))
+            ledger._sessions += bool(row["session"])
         for prompt in dump["requeued"]:
             ledger._requeued.append(QueuedPrompt(**prompt))
         ledger._batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
@@ -373,6 +416,7 @@ class LedgerState:
             "settings": _fields(self.settings),
             "version": self.version,
             "next_prompt": self._next_prompt,
+            "next_session": self._next_session,
             "counters": _fields(self.counters)
             | {"discarded": dict(self.counters.discarded), "requeued": dict(self.counters.requeued)},
             "groups": [_fields(group) for group in self._groups.values()],
@@ -393,13 +437,30 @@ class LedgerState:
 
     @property
     def capacity(self) -> int:
-        """The number of groups that may be admitted now: limited by rule 1 and the steps left."""
-        return max(0, self._most_alive() - self.alive)
+        """The number of groups of rows that may be admitted now: limited by rule 1, the steps left, and the share that
+        is left to sessions."""
+        limit = self._most_alive() - self._most_sessions()
+        return max(0, min(self._most_alive() - self.alive, limit - self.alive + self._sessions))
+
+    @property
+    def session_capacity(self) -> int:
+        """The number of sessions that may be opened now."""
+        return max(0, min(self._most_alive() - self.alive, self._most_sessions() - self._sessions))
+
+    @property
+    def open_sessions(self) -> int:
+        """The number of sessions that are alive and not ready yet."""
+        return len(self._lines[GroupState.OPEN])
 
     @property
     def next_prompt(self) -> int:
-        """The index of the first prompt of which no group was admitted yet."""
+        """The index of the first prompt of a row of which no group was admitted yet."""
         return self._next_prompt
+
+    @property
+    def next_session(self) -> int:
+        """The number of sessions that were opened."""
+        return self._next_session
 
     def group(self, group_id: str) -> LedgerGroup | None:
         """The row of an alive group, else None."""
@@ -420,6 +481,12 @@ class LedgerState:
         settings = self.settings
         return settings.batch_size * min(settings.max_staleness + 1, settings.steps - self.version)
 
+    def _most_sessions(self) -> int:
+        """The limit on sessions. Beside them rows have room for a batch at least, unless there are only sessions."""
+        if self.settings.sessions_alone:
+            return self._most_alive()
+        return max(0, min(self.settings.max_sessions, self._most_alive() - self.settings.batch_size))
+
     def _most_admitted(self) -> int:
         """How many groups can be alive that were admitted under these bounds, perhaps by other settings than now."""
         bound = max((group.max_staleness for group in self._groups.values()), default=0)
@@ -434,7 +501,7 @@ class LedgerState:
         return schedulable(map(self.deadline, groups), self.batches_logged, self.settings.batch_size)
 
     def _leased(self) -> list[LedgerGroup]:
-        return [group for group in self._groups.values() if group.state is GroupState.ADMITTED]
+        return [group for group in self._groups.values() if group.lease_expires is not None]
 
     def _unbatched(self) -> list[LedgerGroup]:
         return [group for group in self._groups.values() if group.state is not GroupState.BATCHED]
@@ -447,6 +514,11 @@ class LedgerState:
                 self.settings = event
             case Admitted():
                 self._apply_admitted(event)
+            case Opened():
+                self._apply_opened(event)
+            case OwnerChanged(group_ids, owner, lease_expires):
+                for group_id in group_ids:
+                    self._update(group_id, owner=owner, lease_expires=lease_expires)
             case Renewed(group_ids, lease_expires):
                 for group_id in group_ids:
                     self._update(group_id, lease_expires=lease_expires)
@@ -499,6 +571,27 @@ class LedgerState:
         self._put(group)
         self.counters.admitted += 1
 
+    def _apply_opened(self, event: Opened) -> None:
+        number = -1 - self._next_session
+        self._put(
+            LedgerGroup(
+                group_id=event.group_id,
+                prompt_index=number,
+                row=number,
+                attempt=0,
+                failures=0,
+                owner=event.owner,
+                lease_expires=event.lease_expires,
+                admission_version=event.version,
+                max_staleness=self.settings.max_staleness,
+                state=GroupState.OPEN,
+                session=event.session,
+            )
+        )
+        self._next_session += 1
+        self._sessions += 1
+        self.counters.admitted += 1
+
     def _apply_batch_logged(self, event: BatchLogged) -> None:
         min_token_version = oldest_in_loss(self.settings.on_straggler, self.settings.max_staleness, event.version)
         self._batch = Batch(event.version, tuple(event.group_ids), min_token_version)
@@ -512,6 +605,7 @@ class LedgerState:
         staleness = tuple(self.version - start for start in starts)
         self._keep_step(StepRecord(self._batch, staleness, tuple(row.prompt_index for row in rows)))
         self.counters.trained += len(rows)
+        self.counters.sessions_trained += sum(bool(row.session) for row in rows)
         self.version += 1
         self._batch = None
 
@@ -527,6 +621,7 @@ class LedgerState:
 
     def _drop(self, group_id: str) -> LedgerGroup:
         group = self._groups.pop(group_id)
+        self._sessions -= bool(group.session)
         self._leave_line(group)
         return group
 
@@ -536,7 +631,7 @@ class LedgerState:
             del line[bisect_left(line, self._position_of(group))]
 
     def _position_of(self, group: LedgerGroup) -> QueuePosition:
-        return self.deadline(group), group.prompt_index, group.group_id
+        return self.deadline(group), abs(group.prompt_index), group.group_id
 
     def _keep_step(self, record: StepRecord) -> None:
         self._steps[record.batch.version] = record
@@ -549,10 +644,18 @@ class LedgerState:
             case Admitted():
                 fits = self._next_permit() == (event.group_id, event.prompt_index, event.attempt)
                 fits = fits and event.version == self.version and self.capacity > 0
+            case Opened(group_id, session, version=version):
+                fits = group_id == f"s{self._next_session}.0" and bool(session)
+                fits = fits and version == self.version and self.session_capacity > 0
+            case OwnerChanged(group_ids):
+                fits = self._all_in(group_ids, GroupState.OPEN)
             case Renewed() | Started() | Ready():
-                fits = self._all_in(_groups_of(event), GroupState.ADMITTED)
-            case Requeued(group_id) | Discarded(group_id):
+                fits = self._all_in(_groups_of(event), *UNFINISHED)
+            case Requeued(group_id):
                 fits = self._all_in((group_id,), GroupState.ADMITTED, GroupState.READY)
+                fits = fits and not self._groups[group_id].session
+            case Discarded(group_id):
+                fits = self._all_in((group_id,), *UNFINISHED, GroupState.READY)
             case BatchLogged(version, group_ids):
                 fits = version == self.version and self._batch is None and self._all_in(group_ids, GroupState.READY)
             case Committed(version):
@@ -585,7 +688,8 @@ class LedgerState:
         invariants = {
             "alive groups are within capacity": self.alive <= max(self._most_alive(), self._most_admitted()),
             "a prompt is alive or re-queued at most once": len(prompts) == len(set(prompts)),
-            "no prompt is lost": self._next_prompt == len(prompts) + gone,
+            "no prompt is lost": self._next_prompt + self._next_session == len(prompts) + gone,
+            "sessions are counted": self._sessions == sum(bool(row.session) for row in rows),
             "the batch equals the batched groups": set(batched) == set(self._batch.group_ids if self._batch else ()),
             "rows are consistent": all(map(self._is_sound, rows)),
             "the sorted lines match the rows": all(map(self._is_in_line, self._lines)),
@@ -602,8 +706,10 @@ class LedgerState:
 
     def _is_sound(self, row: LedgerGroup) -> bool:
         """True if exactly the unfinished groups have a lease, finished ones a start version, and versions are valid."""
-        in_progress = row.state is GroupState.ADMITTED
-        if in_progress != (row.lease_expires is not None):
+        in_progress = row.state in UNFINISHED
+        if (in_progress and row.owner != "") != (row.lease_expires is not None):
+            return False
+        if row.session == "" and row.state is GroupState.OPEN or row.session and row.state is GroupState.ADMITTED:
             return False
         if row.start_version is None:
             return in_progress
@@ -648,6 +754,15 @@ class Ledger(LedgerState):
         """The ids of the groups that `owner` holds leases of, in order of admission."""
         return [group.group_id for group in self._leased() if group.owner == owner]
 
+    def session(self, name: str) -> LedgerGroup | None:
+        """The last session of this name, if it is alive."""
+        return next((group for group in reversed(self._groups.values()) if group.session == name), None)
+
+    def left_sessions(self) -> list[str]:
+        """The ids of the open sessions that have no owner."""
+        open_ids = [group_id for _, _, group_id in self._lines[GroupState.OPEN]]
+        return [group_id for group_id in open_ids if not self._groups[group_id].owner]
+
     def open_prompts(self) -> list[int]:
         """The indices of the admitted prompts that are neither trained nor discarded: alive ones and re-queued ones."""
         rows: list[LedgerGroup | QueuedPrompt] = [*self._groups.values(), *self._requeued]
@@ -673,6 +788,21 @@ class Ledger(LedgerState):
     def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[GroupPermit]:
         """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
         return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.capacity))]
+
+    def open_session(self, session: str, owner: str, now: float, lease_seconds: float) -> LedgerGroup | None:
+        """Open a session with this name, if `session_capacity` allows it."""
+        if not self.session_capacity:
+            return None
+        group_id = f"s{self._next_session}.0"
+        self._emit(Opened(group_id, session, owner, self.version, now + lease_seconds))
+        return self._groups[group_id]
+
+    def adopt(self, group_ids: Iterable[str], owner: str, now: float, lease_seconds: float) -> list[LedgerGroup]:
+        """Give those of these sessions to `owner` that their owner has left. Returns them."""
+        orphans = tuple(group_id for group_id in group_ids if group_id in self.left_sessions())
+        if orphans:
+            self._emit(OwnerChanged(orphans, owner, now + lease_seconds))
+        return [self._groups[group_id] for group_id in orphans]
 
     def renew(self, owner: str, group_ids: Iterable[str], now: float, lease_seconds: float) -> list[str]:
         """Extend the leases of `owner`. Returns the groups that it no longer owns; the owner has to abort them."""
@@ -700,7 +830,7 @@ class Ledger(LedgerState):
             return ReportAnswer.GONE
         self._check_start(group, version)
         start = group.start_version
-        if group.state is not GroupState.ADMITTED or (start is not None and version >= start):
+        if group.state not in UNFINISHED or (start is not None and version >= start):
             return ReportAnswer.UNCHANGED
         return self._accept_start(group, Started(group_id, version), version)
 
@@ -732,10 +862,10 @@ class Ledger(LedgerState):
         group = self._groups.get(group_id)
         if group is None:
             return ReportAnswer.UNCHANGED if group_id in self._redoable else ReportAnswer.GONE
-        if group.state is not GroupState.ADMITTED:
+        if group.state not in UNFINISHED:
             return ReportAnswer.UNCHANGED
         self._check_start(group, start_version)
-        if self.settings.filter_zero_signal and not signal:
+        if self.settings.filter_zero_signal and not signal and not group.session:
             self._emit(Discarded(group_id, ZERO_SIGNAL))
             return ReportAnswer.FILTERED
         return self._accept_start(group, Ready(group_id, start_version), start_version)
@@ -746,7 +876,7 @@ class Ledger(LedgerState):
         group = self._owned(group_id, owner)
         if group is None:
             return ReportAnswer.GONE
-        if group.state is not GroupState.ADMITTED:
+        if group.state not in UNFINISHED:
             return ReportAnswer.UNCHANGED
         if not counts:
             self._return_leases([group], reason)
@@ -764,7 +894,8 @@ class Ledger(LedgerState):
         return ReportAnswer.ACCEPTED
 
     def expire(self, now: float) -> list[str]:
-        """Re-queue the prompts of groups whose lease has expired. This does not count as a failure of the group."""
+        """Re-queue the prompts of groups whose lease has expired. This does not count as a failure of the group.
+        Sessions stay open without an owner, here and in `release`."""
         silent = [g for g in self._leased() if g.lease_expires is not None and g.lease_expires <= now]
         return self._return_leases(silent, LEASE_EXPIRED)
 
@@ -788,6 +919,8 @@ class Ledger(LedgerState):
         if ended := self.ended:
             return ended
         if self._batch is None:
+            for group in self._overdue():
+                self._emit(Discarded(group.group_id, EXPIRED))
             chosen = self._choose()
             waiting = self._waiting(chosen)
             if waiting and not self._may_abort(waiting):
@@ -827,7 +960,7 @@ class Ledger(LedgerState):
     def _waiting(self, chosen: list[LedgerGroup]) -> Waiting | None:
         needed = self.settings.batch_size
         if len(chosen) < needed:
-            stragglers = self._head(GroupState.ADMITTED, needed - len(chosen))
+            stragglers = [group for state in UNFINISHED for group in self._head(state, needed - len(chosen))]
         else:
             stragglers = self._stragglers(chosen)
             if not stragglers:
@@ -835,24 +968,41 @@ class Ledger(LedgerState):
         return Waiting(self.version, self.ready_count, needed, tuple(group.group_id for group in stragglers))
 
     def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
-        """The unfinished groups because of which rule 3 forbids training `chosen` now, earliest deadline first.
+        """The unfinished groups of rows because of which rule 3 forbids training `chosen` now, earliest deadline first.
+        Without these groups and the sessions that are `_overdue` rule 3 holds."""
+        return self._head(GroupState.ADMITTED, self._in_excess(chosen)[0])
 
-        Without these groups rule 3 holds. If n groups too many would be left behind at some deadline, the n unfinished
-        groups with the earliest deadlines are named. At least n unfinished groups have a deadline that early, because
-        ready groups alone always satisfy rule 3.
+    def _overdue(self) -> list[LedgerGroup]:
+        """The open sessions without which the next batch can be formed, and with which it cannot, earliest deadline
+        first: as few as necessary, and none as long as the batch waits for groups of rows."""
+        chosen = self._choose()
+        if len(chosen) < (needed := self.settings.batch_size):
+            if self.settings.sessions_alone:
+                return []
+            rows = len(chosen) + len(self._lines[GroupState.ADMITTED]) + self.capacity
+            return self._head(GroupState.OPEN, max(0, needed - rows))
+        stragglers, sessions = self._in_excess(chosen)
+        return [] if stragglers and self.settings.on_straggler == "wait" else self._head(GroupState.OPEN, sessions)
+
+    def _in_excess(self, chosen: list[LedgerGroup]) -> tuple[int, int]:
+        """How many unfinished groups of rows, and how many open sessions, those with the earliest deadlines, have to go
+        or to finish so that rule 3 allows training `chosen` now. At each deadline sessions go first.
+
+        If n groups too many would be left behind at some deadline, at least n unfinished groups have a deadline that
+        early, because ready groups alone always satisfy rule 3. Without a bound, sessions go at their deadline.
         """
         if not self.settings.bounds_groups:
-            return []
-        unfinished, ready = self._lines[GroupState.ADMITTED], self._lines[GroupState.READY]
-        named = 0
+            return 0, bisect_left(self._lines[GroupState.OPEN], (self.version + 1,))
+        named = sessions = 0
         for deadline in self._deadlines():
-            due = bisect_left(unfinished, (deadline + 1,))
-            left_behind = due + max(0, bisect_left(ready, (deadline + 1,)) - len(chosen))
-            slots = max(0, self.settings.batch_size * (deadline - self.version))
-            named = max(named, left_behind - slots)
+            due, due_sessions, due_ready = (bisect_left(line, (deadline + 1,)) for line in self._lines.values())
+            left_behind = due + due_sessions - sessions + max(0, due_ready - len(chosen))
+            excess = left_behind - max(0, self.settings.batch_size * (deadline - self.version))
+            extra = max(0, min(excess, due_sessions - sessions))
+            sessions, named = sessions + extra, max(named, excess - extra)
             if named > due:
                 raise self._error(f"too many ready groups have deadline {deadline} or earlier for the steps left")
-        return self._head(GroupState.ADMITTED, named)
+        return named, sessions
 
     def _deadlines(self) -> list[int]:
         """The distinct deadlines of groups outside a batch, ascending. There are few, even if there are many groups."""
@@ -900,17 +1050,23 @@ class Ledger(LedgerState):
         return not self._fits(rows)
 
     def _fail(self, group: LedgerGroup, reason: str) -> None:
-        """Re-queue the prompt, or discard it after `max_attempts` failures."""
-        last = group.failures + 1 >= self.settings.max_attempts
+        """Re-queue the prompt, or discard it after `max_attempts` failures. A session is discarded."""
+        last = group.session or group.failures + 1 >= self.settings.max_attempts
         self._emit(Discarded(group.group_id, reason) if last else Requeued(group.group_id, reason, failed=True))
 
     def _return_leases(self, groups: list[LedgerGroup], reason: str) -> list[str]:
+        orphans = [group.group_id for group in groups if group.session and reason in (LEASE_EXPIRED, RELEASED)]
+        if orphans:
+            self._emit(OwnerChanged(tuple(orphans), "", None))
         for group in groups:
-            self._emit(Requeued(group.group_id, reason, failed=False))
+            if group.session and group.group_id not in orphans:
+                self._emit(Discarded(group.group_id, reason))
+            elif not group.session:
+                self._emit(Requeued(group.group_id, reason, failed=False))
         return [group.group_id for group in groups]
 
     def _renew(self, group_ids: Iterable[str], lease_expires: float) -> None:
-        leased = tuple(i for i in group_ids if self._groups[i].state is GroupState.ADMITTED)
+        leased = tuple(i for i in group_ids if self._groups[i].lease_expires is not None)
         if leased:
             self._emit(Renewed(leased, lease_expires))
 
@@ -933,7 +1089,7 @@ class Ledger(LedgerState):
 
 def _groups_of(event: Event) -> tuple[str, ...]:
     match event:
-        case Renewed(group_ids) | BatchLogged(group_ids=group_ids):
+        case Renewed(group_ids) | OwnerChanged(group_ids) | BatchLogged(group_ids=group_ids):
             return tuple(group_ids)
         case LedgerSettings() | Committed() | Checkpointed():
             return ()

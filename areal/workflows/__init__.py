@@ -11,7 +11,7 @@ from areal.workflows.conversation import Conversation, Keep, begin, keep_until, 
 from areal.workflows.environments import Environment
 from areal.workflows.sandbox_tasks import Task, task_of
 from areal.workflows.sandbox_tools import SandboxTools
-from areal.workflows.sandboxes import Limits, Ran, Sandbox, ShellSandbox
+from areal.workflows.sandboxes import Limits, Ran, Sandbox
 from areal.workflows.session import Session
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Sandbox",
     "SandboxTools",
     "Session",
-    "ShellSandbox",
     "Task",
     "Trajectory",
     "begin",

@@ -123,20 +123,17 @@ async def sandbox_tools(
     session: Session,
     row: Row,
     *,
-    sandbox: str,
-    sandbox_options: dict[str, Any] | None = None,
+    environment: str,
+    environment_options: dict[str, Any] | None = None,
     max_turns: Turns = 30,
 ) -> Trajectory:
     """The policy has a shell and an editor in a sandbox (areal.workflows.sandbox_tools), until a turn without a call,
-    or for `max_turns` turns. Then the row's tests give the reward. sandbox, sandbox_options: an `environment` that is a
-    sandbox, and its `environment_options`."""
-    async with environments.opened(sandbox, sandbox_options or {}, session.sandboxes) as world:
+    or for `max_turns` turns. Then the row's tests give the reward. environment: one that is a sandbox."""
+    async with environments.opened(environment, environment_options or {}, session.sandboxes) as world:
         if not isinstance(world, SandboxEnvironment):
-            raise UserError(
-                f"The sandbox {sandbox!r} in rollout_manager.workflow_options is an environment of another kind."
-            )
+            raise UserError(f"The environment {environment!r} of the workflow sandbox_tools is no sandbox.")
         prompt = await world.reset(row)
-        await _use_tools(session, messages_of(prompt), world.tools(), max_turns)
+        await _use_tools(session, messages_of(prompt), world.tools, max_turns)
         reward = await world.judge()
     return session.trajectory(reward)
 
@@ -238,10 +235,8 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
         )
     workflow = BUILT_IN.get(name) or load(name, "The workflow")
     bound = bound_workflow(name, workflow, options)
-    if workflow is environment:
+    if workflow in (environment, sandbox_tools):
         environments.resolve(bound.keywords["environment"], bound.keywords.get("environment_options") or {})
-    if workflow is sandbox_tools:
-        environments.resolve(bound.keywords["sandbox"], bound.keywords.get("sandbox_options") or {})
     if workflow is tools:
         mcp_tools.check(bound.keywords["servers"])
     if workflow is agent:
@@ -279,10 +274,8 @@ def texts_of(name: str, options: Mapping[str, Any]) -> list[str]:
 def rehearse(name: str, options: Mapping[str, Any]) -> None:
     """Tries, once, what the workflow's samples will do, which may take a while: makes an environment from
     outside, starts MCP servers. Raises UserError."""
-    if name == "environment":
+    if name in ("environment", "sandbox_tools"):
         environments.rehearse(options["environment"], options.get("environment_options") or {})
-    if name == "sandbox_tools":
-        environments.rehearse(options["sandbox"], options.get("sandbox_options") or {})
     if name == "tools":
         mcp_tools.rehearse(options)
 

@@ -19,7 +19,7 @@ from areal import plugins
 from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
 from areal.workflows.sandbox_owner import CONTAINERS, PROVIDER, Sandboxes, is_url, run_own, written
-from areal.workflows.sandbox_tasks import RowError, Task, task_of
+from areal.workflows.sandbox_tasks import RowError, task_of
 from areal.workflows.sandbox_tools import SandboxTools
 from areal.workflows.sandboxes import Limits, Sandbox, copy_folder
 
@@ -32,10 +32,8 @@ class SandboxEnvironment:
     """One episode. Each turn's first ```bash block is run, and its output is what the policy sees next. A turn without
     a block is the last: then the tests say what the reward is.
 
-    command, folder, image: of rows that have none of their own (`areal.workflows.sandbox_tasks`); `folder` None: tests
-    run in the policy's own sandbox. network, memory, cpus, processes, disk: what a sandbox may use. arguments: more for
-    `docker run`. max_output: the most bytes of an output. timeout_seconds: the most that the start, and each command,
-    may take.
+    command, folder, image: of rows that have none of their own; `folder` None: tests run in the policy's own sandbox.
+    The other options are those of docs/sandboxes.md.
     """
 
     def __init__(
@@ -73,40 +71,25 @@ class SandboxEnvironment:
         ):
             looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
         if looked.returncode:
-            reason = looked.stderr.strip().rpartition("\n")[2]
-            raise UserError(
-                f"{named} cannot be started ({reason}): pull the image, or start {self.provider}'s service."
-            )
+            why = looked.stderr.strip().rpartition("\n")[2]
+            raise UserError(f"{named} cannot be started ({why}): pull the image, or start {self.provider}'s service.")
 
     async def reset(self, row: Row) -> Prompt:
-        """Start the sandbox. Returns the row's prompt. Raises SandboxError."""
-        self.task = self.task_of(row)
-        self.sandbox = await self._sandbox_stack.enter_async_context(self._opened())
-        return row.prompt
-
-    def task_of(self, row: Row) -> Task:
-        """Raises RowError."""
-        task = task_of(row.fields, **self._defaults)
-        if task.command is None:
+        """Start the sandbox. Returns the row's prompt. Raises SandboxError, and RowError if nothing can judge."""
+        self.task = task_of(row.fields, **self._defaults)
+        if self.task.command is None:
             raise RowError("the row has no command that judges, and neither do the environment's options")
-        return task
+        self.sandbox = await self._sandbox_stack.enter_async_context(self._opened())
+        self.tools = SandboxTools(self.sandbox, self.task, self._timeout, self._max_output)
+        return row.prompt
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """Raises SandboxError if the sandbox is lost."""
         match = _COMMAND.search(action)
         if match:
-            return f"```output\n{await self.run(match[1])}", 0.0, False
+            text, ending = await self.tools.run(match[1])
+            return f"```output\n{text}\n```\nexit status: {ending}", 0.0, False
         return "", await self.judge(), True
-
-    async def run(self, code: str) -> str:
-        """What shell code printed, the end of a block, and its exit status, or that it was ended."""
-        ran = await self.sandbox.exec(*self.task.shell(code), seconds=self._timeout, most_bytes=self._max_output)
-        ending = f"killed after {self._timeout:g} s" if ran.status is None else str(ran.status)
-        return f"{ran.text}\n```\nexit status: {ending}"
-
-    def tools(self) -> SandboxTools:
-        """A shell and an editor in the sandbox, once it has started."""
-        return SandboxTools(self.sandbox, self.task, self._timeout, self._max_output)
 
     async def judge(self) -> float:
         """The reward of the policy's state. Raises RowError if the tests would give none to any state, and SandboxError

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import structlog
 
 from areal import plugins
-from areal.config import SandboxConfig, UserError
-from areal.programs.outside import LocalSandbox, SandboxError
+from areal.programs.outside import SandboxError
+from areal.programs.slots import Programs
 from areal.workflows.sandbox_providers import (
     BubbleSandbox,
     ContainerSandbox,
@@ -25,7 +26,7 @@ from areal.workflows.sandbox_providers import (
     pull_image,
 )
 from areal.workflows.sandbox_tasks import RowError, Task
-from areal.workflows.sandboxes import Limits, Sandbox, ShellSandbox
+from areal.workflows.sandboxes import Limits, Sandbox
 
 CONTAINERS = ("docker", "podman")
 PROVIDER = "The provider of sandboxes"
@@ -41,15 +42,15 @@ def is_url(provider: str) -> bool:
 
 
 class Sandboxes:
-    """label: of this run and place. config: of the namespaces of `bubble`. `running`: sandboxes that are open."""
+    """label: of this run and place. programs: the namespaces of `bubble`, and the slots of commands on this machine.
+    `running`: sandboxes that are open."""
 
-    def __init__(self, label: str, config: SandboxConfig) -> None:
-        self._label, self._config = label, config
+    def __init__(self, label: str, programs: Programs) -> None:
+        self._label, self._programs = label, programs
         self._pulls: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._failures: Counter[tuple[str, str]] = Counter()
         self._pull_slots = asyncio.Semaphore(PULLS)
-        self._programs: asyncio.Task[LocalSandbox] | None = None
-        self._services: dict[str, SandboxService] = {}
+        self._service = functools.cache(SandboxService)
         self._swept: dict[str, asyncio.Task[None]] = {}
         self.running = 0
 
@@ -66,9 +67,10 @@ class Sandboxes:
         return [provider for provider in self._swept if provider in CONTAINERS]
 
     def pull_ahead(self, task: Task) -> None:
-        """Begin to pull the image of a task that comes soon. Whoever needs it hears of a failure."""
+        """Begin to pull the image of a task that comes soon, unless that has failed. Whoever needs it tries again."""
         for provider in self.containers if task.image else ():
-            self._pull(provider, task)
+            if not self._failures[provider, str(task.image)]:
+                self._pull(provider, task)
 
     @contextlib.asynccontextmanager
     async def opened(
@@ -82,12 +84,13 @@ class Sandboxes:
         """
         await self._sweep_once(provider)
         if provider in CONTAINERS:
-            await self._pulled(provider, task)
+            if not task.image:
+                raise RowError(f"the row names no image, and neither does the sandbox {provider!r}")
+            await asyncio.shield(self._pull(provider, task))
         sandbox = await self._made(provider, task, limits.changed(task.limits), seconds, arguments)
         self.running += 1
         try:
-            if isinstance(sandbox, ShellSandbox):
-                await sandbox.start(seconds)
+            await sandbox.start(seconds)
             await prepare(sandbox, task, seconds)
             yield sandbox
         finally:
@@ -102,63 +105,41 @@ class Sandboxes:
         await asyncio.gather(*pulls, return_exceptions=True)
         for provider in self._swept:
             await self._sweep(provider)
-        for service in self._services.values():
-            await service.close()
-        if self._programs is not None:
-            with contextlib.suppress(UserError):
-                (await self._programs).close()
+            if is_url(provider):
+                await self._service(provider).close()
 
     async def _made(
         self, provider: str, task: Task, limits: Limits, seconds: float, arguments: Sequence[str]
     ) -> Sandbox:
         """A sandbox, which is not started yet unless it is the user's."""
         if provider in CONTAINERS:
-            if not task.image:
-                raise SandboxError(f"the row names no image, and neither does the sandbox {provider!r}")
-            return ContainerSandbox(provider, task.image, self._label, limits, arguments)
+            return ContainerSandbox(provider, str(task.image), self._label, limits, arguments, self._programs)
         if provider == "bubble":
-            if self._programs is None:
-                self._programs = asyncio.create_task(asyncio.to_thread(open_programs, self._config))
-            return BubbleSandbox(await asyncio.shield(self._programs), limits)
+            return BubbleSandbox(self._programs, limits)
         if is_url(provider):
             return HttpSandbox(self._service(provider), task.image, self._label, limits)
         sandbox: Sandbox = await plugins.load(provider, PROVIDER)(task.image, self._label, limits, seconds)
         return sandbox
 
-    def _service(self, url: str) -> SandboxService:
-        if url not in self._services:
-            self._services[url] = SandboxService(url)
-        return self._services[url]
-
     def _pull(self, provider: str, task: Task) -> asyncio.Task[None]:
+        """The pull of the task's image, which has begun or is here. Raises RowError if it has failed too often."""
         image = str(task.image)
-        key = provider, image
-        if key not in self._pulls:
+        if self._failures[provider, image] >= PULL_FAILURES:
+            raise RowError(f"the image {image} could not be had {PULL_FAILURES} times, so its rows are discarded")
 
-            async def pull() -> None:
+        async def pull() -> None:
+            try:
                 async with self._pull_slots:
                     await pull_image(provider, image, task.build, PULL_SECONDS)
+            except SandboxError:
+                self._failures[provider, image] += 1
+                del self._pulls[provider, image]
+                raise
 
-            self._pulls[key] = asyncio.create_task(pull())
-            self._pulls[key].add_done_callback(lambda pull: pull.cancelled() or pull.exception())
-        return self._pulls[key]
-
-    async def _pulled(self, provider: str, task: Task) -> None:
-        """Wait until the task's image is here. All samples that wait for one pull count one failure of it. Raises
-        SandboxError, and RowError at the last time."""
-        if not task.image:
-            return
-        key = provider, task.image
-        if self._failures[key] >= PULL_FAILURES:
-            raise RowError(f"the image {task.image} could not be had {PULL_FAILURES} times, so its rows are discarded")
-        pull = self._pull(provider, task)
-        try:
-            await asyncio.shield(pull)
-        except SandboxError:
-            if self._pulls.get(key) is pull:
-                del self._pulls[key]
-                self._failures[key] += 1
-            raise
+        if (provider, image) not in self._pulls:
+            self._pulls[provider, image] = asyncio.create_task(pull())
+            self._pulls[provider, image].add_done_callback(lambda pull: pull.cancelled() or pull.exception())
+        return self._pulls[provider, image]
 
     async def _sweep_once(self, provider: str) -> None:
         if provider not in self._swept:
@@ -174,13 +155,6 @@ class Sandboxes:
                 await self._service(provider).end_all(self._label)
         except SandboxError as error:
             log.warning("sandboxes that were left cannot be ended", provider=provider, why=str(error))
-
-
-def open_programs(config: SandboxConfig) -> LocalSandbox:
-    """What starts the sandboxes of `bubble`. Raises UserError."""
-    if config.url or config.mode != "namespaces":
-        raise UserError("The sandbox `bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode.")
-    return LocalSandbox(config)
 
 
 async def prepare(sandbox: Sandbox, task: Task, seconds: float) -> None:

@@ -19,8 +19,9 @@ from typing import Any
 from areal.children import Output, finish
 from areal.config import explain
 from areal.processes import tied
-from areal.programs.outside import Commands, LocalSandbox, SandboxError
-from areal.workflows.sandboxes import END_SECONDS, OUTPUT_BYTES, Limits, Ran, ShellSandbox, size_of
+from areal.programs.outside import Commands, SandboxError
+from areal.programs.slots import Programs
+from areal.workflows.sandboxes import END_SECONDS, OUTPUT_BYTES, Limits, Ran, Sandbox, size_of
 
 # What a container does: it tells that it is there, and ends with the process that holds its standard input.
 _WAITS = "echo; exec cat > /dev/null"
@@ -33,11 +34,11 @@ KEY = "AREAL_SANDBOX_KEY"
 _FIELD = "label=areal="
 
 
-class BubbleSandbox(ShellSandbox):
+class BubbleSandbox(Sandbox):
     """Namespaces of this machine (docs/sandbox.md): the system's folders, Python and the installed packages, read-only,
     and an empty /tmp in memory. What a command leaves running ends with it."""
 
-    def __init__(self, programs: LocalSandbox, limits: Limits) -> None:
+    def __init__(self, programs: Programs, limits: Limits) -> None:
         self._programs, self._limits = programs, limits
         self._commands: Commands | None = None
 
@@ -45,7 +46,8 @@ class BubbleSandbox(ShellSandbox):
         """Raises SandboxError."""
         limits = self._limits
         sizes = {"memory_bytes": size_of(limits.memory), "disk_bytes": size_of(limits.disk)}
-        self._commands = await self._programs.stay(processes=limits.processes, **sizes)
+        sandbox = await self._programs.namespaces()
+        self._commands = await sandbox.stay(self._programs.slot, processes=limits.processes, **sizes)
 
     async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
         if self._commands is None:
@@ -62,12 +64,14 @@ class BubbleSandbox(ShellSandbox):
             self._commands.close()
 
 
-class ContainerSandbox(ShellSandbox):
+class ContainerSandbox(Sandbox):
     """A container of docker or podman, without network and capabilities unless its user wants them. It ends with the
     process that has started it, however that ends."""
 
-    def __init__(self, program: str, image: str, label: str, limits: Limits, arguments: Sequence[str] = ()) -> None:
-        self._program, self._image = program, image
+    def __init__(
+        self, program: str, image: str, label: str, limits: Limits, arguments: Sequence[str], programs: Programs
+    ) -> None:
+        self._program, self._image, self._programs = program, image, programs
         self._name = f"areal-{uuid.uuid4().hex}"
         self._options = [
             f"--name={self._name}",
@@ -98,15 +102,18 @@ class ContainerSandbox(ShellSandbox):
                 started = await self._container.stdout.readline()
                 reason = b"" if started else await self._container.stderr.read()
         if not started:
-            raise SandboxError(
-                f"{self._program} does not start {self._image}: {reason.decode(errors='replace').strip()}"
-            )
+            why = reason.decode(errors="replace").strip()
+            raise SandboxError(f"{self._program} does not start {self._image}: {why}")
 
     async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
         inside = self._program, "exec", "--interactive", self._name, *command
-        status, printed = await finish(*inside, stdin=stdin, seconds=seconds, most_bytes=most_bytes)
-        if status is None:  # end all but the container's first process, which the kernel spares
-            await self._end("exec", self._name, "sh", "-c", "kill -9 -1")
+        status = None
+        async with self._programs.slot():
+            try:
+                status, printed = await finish(*inside, stdin=stdin, seconds=seconds, most_bytes=most_bytes)
+            finally:
+                if status is None:  # end all but the container's first process, which the kernel spares
+                    await self._end("exec", self._name, "sh", "-c", "kill -9 -1")
         if self._container is None or self._container.returncode is not None:
             raise SandboxError(f"the container of {self._image} has ended")
         return Ran(status, printed)
@@ -203,7 +210,7 @@ class SandboxService:
             await self.ask("DELETE", f"/sandboxes/{name}", {}, END_SECONDS)
 
 
-class HttpSandbox(ShellSandbox):
+class HttpSandbox(Sandbox):
     """A sandbox of a service."""
 
     def __init__(self, service: SandboxService, image: str | None, label: str, limits: Limits) -> None:

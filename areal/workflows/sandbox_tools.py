@@ -56,30 +56,29 @@ class SandboxTools:
         fields = None
         with suppress(ValueError, RecursionError):
             fields = json.loads(arguments)
-        tool = next((tool["function"] for tool in self.shown if tool["function"]["name"] == name), None)
-        if tool is None:
+        tools = {tool["function"]["name"]: tool["function"]["parameters"]["required"] for tool in self.shown}
+        if name not in tools:
             return f"Error: there is no tool {name}"
-        needed = tool["parameters"]["required"]
-        if not isinstance(fields, dict) or not all(isinstance(fields.get(key), str) for key in needed):
-            return f"Error: the arguments of {name} have to be a JSON object with the texts {', '.join(needed)}"
+        if not isinstance(fields, dict) or not all(isinstance(fields.get(key), str) for key in tools[name]):
+            return f"Error: the arguments of {name} have to be a JSON object with the texts {', '.join(tools[name])}"
         if name == "shell":
-            return await self._shell(fields["command"])
+            return "\nexit status: ".join(await self.run(fields["command"])).lstrip()
         return await self._edit(fields["path"], fields["old"], fields["new"])
 
-    async def _shell(self, command: str) -> str:
-        ran = await self._sandbox.exec(*self._task.shell(command), seconds=self._seconds, most_bytes=self._max_output)
-        ending = f"killed after {self._seconds:g} s, with all that it had started" if ran.status is None else ran.status
-        return f"{ran.text}\nexit status: {ending}".lstrip()
+    async def run(self, code: str) -> tuple[str, str]:
+        """What shell code printed, and its exit status, or that it was ended."""
+        ran = await self._sandbox.exec(*self._task.shell(code), seconds=self._seconds, most_bytes=self._max_output)
+        killed = f"killed after {self._seconds:g} s, with all that it had started"
+        return ran.text, killed if ran.status is None else str(ran.status)
 
     async def _edit(self, path: str, old: str, new: str) -> str:
-        text = new
         if old:
             content = await self._sandbox.read(path, self._seconds, most_bytes=OUTPUT_BYTES)
             if content is None or len(content) == OUTPUT_BYTES:
                 return f"Error: {path} cannot be read, or has {OUTPUT_BYTES} bytes or more"
-            content_text = content.decode(errors="surrogateescape")
-            if (times := content_text.count(old)) != 1:
+            text = content.decode(errors="surrogateescape")
+            if (times := text.count(old)) != 1:
                 return f"Error: the old text is {times} times in {path}, but has to be there once"
-            text = content_text.replace(old, new)
-        ok = await self._sandbox.write(path, text.encode(errors="surrogateescape"), self._seconds)
+            new = text.replace(old, new)
+        ok = await self._sandbox.write(path, new.encode(errors="surrogateescape"), self._seconds)
         return f"{path} is written" if ok else f"Error: {path} cannot be written"

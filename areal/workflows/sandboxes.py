@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from areal.programs.outside import SandboxError
 
@@ -24,7 +24,6 @@ from areal.programs.outside import SandboxError
 PART_BYTES, OUTPUT_BYTES, FOLDER_BYTES = 4 << 20, 1 << 20, 2 << 30
 # How long a sandbox may take to end.
 END_SECONDS = 30.0
-_SIZE = re.compile(r"(\d+)([kmg]?)b?", re.IGNORECASE)
 _READS = 'test -f "$1" && tail -c "+$2" "$1" | head -c "$3"'
 _WRITES = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
 _APPENDS = 'cat >> "$1"'
@@ -63,85 +62,80 @@ class Limits:
         return Limits(**{**vars(self), **row})
 
 
-class Sandbox(Protocol):
-    """Every call has a deadline, in seconds, and raises SandboxError if the sandbox is lost or does not answer. Paths
-    are absolute."""
+class Sandbox:
+    """Every call has a deadline, in seconds from when it has a core (`areal.programs.slots`), and raises SandboxError
+    if the sandbox is lost or does not answer. Paths are absolute. A provider has `exec` and `close`, and perhaps
+    `start`: the shell of the sandbox does the rest."""
+
+    async def start(self, seconds: float) -> None:
+        """Begin, unless that was done when it was made."""
 
     async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
         """Run a command to its end, or to its deadline."""
-
-    async def read(self, path: str, seconds: float, *, start: int = 0, most_bytes: int = PART_BYTES) -> bytes | None:
-        """A part of a file; None if it cannot be read."""
-
-    async def write(self, path: str, content: bytes, seconds: float) -> bool:
-        """Whether the file could be written, with its folders."""
-
-    async def upload(self, folder: Path, path: str, seconds: float) -> bool:
-        """Whether a folder of this machine could be copied, with all that is in it."""
-
-    async def alive(self) -> bool:
-        """Whether it still answers."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """End it, with all that runs in it. Raises nothing for what is gone already."""
-
-
-class ShellSandbox:
-    """The calls of a sandbox that its shell can do. A provider has `exec` and `close`, and perhaps `start`."""
-
-    async def start(self, seconds: float) -> None:
-        """Begin, unless that was done when it was made. Raises SandboxError."""
-
-    async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
         raise NotImplementedError
 
     async def read(self, path: str, seconds: float, *, start: int = 0, most_bytes: int = PART_BYTES) -> bytes | None:
+        """A part of a file; None if it cannot be read."""
         size = str(most_bytes)
-        ran = await self._shell(_READS, path, str(start + 1), size, seconds=seconds, most_bytes=most_bytes)
+        ran = await self.shell(_READS, path, str(start + 1), size, seconds=seconds, most_bytes=most_bytes)
         return ran.output if ran.status == 0 else None
 
     async def write(self, path: str, content: bytes, seconds: float) -> bool:
-        first_part, *parts = [content[at : at + PART_BYTES] for at in range(0, len(content) or 1, PART_BYTES)]
-        if (await self._shell(_WRITES, path, seconds=seconds, stdin=first_part)).status != 0:
-            return False
-        for part in parts:
-            if (await self._shell(_APPENDS, path, seconds=seconds, stdin=part)).status != 0:
-                return False
-        return True
+        """Whether the file could be written, with its folders."""
+        return await self._put(io.BytesIO(content), path, seconds)
 
     async def upload(self, folder: Path, path: str, seconds: float) -> bool:
+        """Whether a folder of this machine could be copied, with all that is in it."""
         with tempfile.TemporaryFile() as file:
             await asyncio.to_thread(_pack, folder, file)
-            return await unpack(self, file, path, seconds)
+            return await self.unpack(file, path, seconds)
+
+    async def unpack(self, archive: IO[bytes], folder: str, seconds: float) -> bool:
+        """Whether an archive could be unpacked into a folder."""
+        path = f"/tmp/{uuid.uuid4().hex}.tar"
+        archive.seek(0)
+        put = await self._put(archive, path, seconds)
+        return put and (await self.shell(_UNPACKS, path, folder, seconds=seconds)).status == 0
 
     async def alive(self) -> bool:
+        """Whether it still answers."""
         try:
             return (await self.exec("true", seconds=END_SECONDS)).status == 0
         except SandboxError:
             return False
 
-    async def close(self) -> None:
-        raise NotImplementedError
-
-    async def _shell(
+    async def shell(
         self, code: str, *arguments: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES
     ) -> Ran:
+        """Run shell code with arguments."""
         return await self.exec("sh", "-c", code, "sh", *arguments, seconds=seconds, stdin=stdin, most_bytes=most_bytes)
+
+    async def _put(self, content: IO[bytes], path: str, seconds: float) -> bool:
+        part, code = content.read(PART_BYTES), _WRITES
+        while (await self.shell(code, path, seconds=seconds, stdin=part)).status == 0:
+            part, code = content.read(PART_BYTES), _APPENDS
+            if not part:
+                return True
+        return False
 
 
 def size_of(text: str) -> int:
     """Bytes, of docker's `512m` or `2g`. Raises SandboxError."""
-    match = _SIZE.fullmatch(str(text))
+    match = re.fullmatch(r"(\d+)([kmg]?)b?", str(text).lower())
     if not match:
         raise SandboxError(f"{text!r} is no size: write 512m or 2g")
-    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+    return int(match[1]) << 10 * " kmg".index(match[2] or " ")
 
 
 async def copy_folder(source: Sandbox, target: Sandbox, folder: str, seconds: float) -> bool:
     """Replace a folder of `target` by that of `source`, where any program may be the policy's. False if there is no
     such folder, if it is too large, or if its archive is none: the policy's doing. Raises SandboxError."""
     archive = f"/tmp/{uuid.uuid4().hex}.tar"
-    if (await source.exec("sh", "-c", _PACKS, "sh", folder, archive, seconds=seconds)).status != 0:
+    if (await source.shell(_PACKS, folder, archive, seconds=seconds)).status != 0:
         return False
     with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as clean:
         while part := await source.read(archive, seconds, start=packed.tell()):
@@ -153,8 +147,8 @@ async def copy_folder(source: Sandbox, target: Sandbox, folder: str, seconds: fl
             await asyncio.to_thread(clean_archive, packed, clean)
         except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError, OSError):
             return False
-        ready = await target.exec("sh", "-c", _EMPTIES, "sh", folder, seconds=seconds)
-        return ready.status == 0 and await unpack(target, clean, folder, seconds)
+        emptied = await target.shell(_EMPTIES, folder, seconds=seconds)
+        return emptied.status == 0 and await target.unpack(clean, folder, seconds)
 
 
 def clean_archive(source: IO[bytes], target: IO[bytes]) -> None:
@@ -187,13 +181,3 @@ def clean_archive(source: IO[bytes], target: IO[bytes]) -> None:
 def _pack(folder: Path, file: IO[bytes]) -> None:
     with tarfile.open(fileobj=file, mode="w:") as archive:
         archive.add(folder, ".")
-
-
-async def unpack(sandbox: Sandbox, archive: IO[bytes], folder: str, seconds: float) -> bool:
-    """Whether an archive could be unpacked into a folder."""
-    archive.seek(0)
-    path = f"/tmp/{uuid.uuid4().hex}.tar"
-    while part := archive.read(PART_BYTES):
-        if (await sandbox.exec("sh", "-c", _APPENDS, "sh", path, seconds=seconds, stdin=part)).status != 0:
-            return False
-    return (await sandbox.exec("sh", "-c", _UNPACKS, "sh", path, folder, seconds=seconds)).status == 0

@@ -100,8 +100,8 @@ def test_every_tool_has_help_and_refuses_what_it_does_not_know(tool, capsys):
     [
         ("no_such_tool", "invalid choice"),
         ("rollout", "there is no tool 'rollout': did you mean 'rollouts'?"),
-        ("eval m --benchmarks gsm8k --batch_size 8", "settings have no dashes, write batch_size=VALUE"),
-        ("sweep x.yaml --learning-rate=8", "write trainer.lr=VALUE"),
+        ("eval m --benchmarks gsm8k --batch_size 8", "settings have no dashes, write batch_size=8"),
+        ("sweep x.yaml --learning-rate=8", "write trainer.lr=8"),
         ("rollouts", "required: RUN_FOLDER"),
         ("rollouts missing --show x", "invalid int value"),
         ("rollouts missing --sort step --random", "not allowed with"),

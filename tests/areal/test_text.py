@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from io import StringIO
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from areal.data import addition
 from areal.programs.code_tests import continued, program_in, same_output
 from areal.rewards import final_answer
 from areal.rewards.functions import exact_match
-from areal.text import all_shown, python_call, shown
+from areal.text import all_shown, python_call, sentences_on, shown
 from areal.workflows.parsers import cut
 
 # What the functions are to find, as regular expressions, which take time beyond all bounds on some texts.
@@ -108,3 +109,19 @@ def test_texts_in_values_are_shown_keys_included():
 def test_what_is_harmless_is_shown_as_it_is():
     text = "x = 1\n\tπ ≈ 3.14 — “ok” 日本語 🙂 é\u200d"
     assert shown(text) == text
+
+
+def test_a_terminal_does_not_break_sentences_within_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    sentence = f"It takes minutes to compile {'x' * 30} here."
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    print(sentence, "\x1b[31m" + "red" * 10, sep="\n", file=sentences_on(terminal))
+    lines = terminal.getvalue().split("\n")
+    assert lines == ["It takes minutes to", "compile", "x" * 30, "here.", "\x1b[31m" + "red" * 10, ""]
+
+
+def test_what_is_no_terminal_gets_sentences_whole(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "20")
+    with (tmp_path / "out").open("w") as out:
+        assert sentences_on(out) is out

@@ -477,7 +477,7 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from areal.data.quickstart import make_tokenizer
+    from areal.data.warm_start import make_tokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = make_tokenizer()

@@ -387,8 +387,8 @@ def subclasses_of(kind: type) -> Iterator[type]:
 
 
 def test_every_handler_of_every_actor_has_fail_points() -> None:
-    # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, and what
-    # a trainer compares that keeps the log-probs of its steps.
+    # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, what
+    # a trainer compares that keeps the log-probs of its steps, and the sessions of gateways.
     outsiders = {
         "add_reward",
         "ask_status",
@@ -397,6 +397,9 @@ def test_every_handler_of_every_actor_has_fail_points() -> None:
         "fetch_weights",
         "send_weights",
         "transfer_done",
+        "ask_session",
+        "adopt_sessions",
+        "discard_session",
     }
     rooms = {"master": "actors.mastering.", "trainer": "actors.training."}  # of the parts that answer for a role
     for role in ("master", *ROLES):

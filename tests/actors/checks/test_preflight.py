@@ -81,6 +81,14 @@ def test_options_that_the_engines_refuse_are_refused_in_a_rehearsal(tmp_path, ch
         preflight.check_options(config)
 
 
+@pytest.mark.parametrize("sandbox", [{"url": "http://127.0.0.1:1"}, {"mode": "none"}])
+def test_a_sandbox_of_namespaces_is_tried_before_the_run(sandbox):
+    workflow = {"workflow": "environment", "workflow_options": {"environment": "bubble"}}
+    workflow["workflow_options"]["environment_options"] = {"folder": None, "command": "true"}
+    with pytest.raises(UserError, match="`bubble` is namespaces of this machine"):
+        preflight.check_code(config_of([], rollout_manager=workflow, sandbox=sandbox))
+
+
 def test_a_few_answers_that_cannot_be_read_are_told(check, capsys):
     check([*GOOD * 3, "x^2 +* 3"])
     assert "cannot read the answers of 1 of the 25 rows" in capsys.readouterr().err
@@ -215,7 +223,7 @@ def test_prompts_that_a_template_does_not_show_are_refused_and_those_that_end_wi
 
 
 def test_a_teacher_has_the_policys_tokenizer(tmp_path):
-    from areal.data.quickstart import make_tokenizer
+    from areal.data.warm_start import make_tokenizer
 
     make_tokenizer().save_pretrained(tmp_path / "few")
     byte_tokenizer().save_pretrained(tmp_path / "many")
@@ -355,7 +363,7 @@ def test_bfloat16_on_a_processor_without_it_is_noted(monkeypatch, capsys, flags,
 
 
 def test_the_context_and_the_layers_of_the_quickstarts_model_are_known():
-    from areal.data.quickstart import MAX_LENGTH, make_model, make_tokenizer
+    from areal.data.warm_start import MAX_LENGTH, make_model, make_tokenizer
 
     assert preflight.QUICKSTART_CONTEXT == MAX_LENGTH
     layers = {name.rpartition(".")[2] for name, _ in make_model(make_tokenizer()).named_modules() if "proj" in name}

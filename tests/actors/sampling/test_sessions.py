@@ -18,12 +18,13 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards
 from actors.sampling.router import Router
 from actors.sampling.sampler import Sampler
-from actors.sampling.services import Endpoint, Programs, Services
+from actors.sampling.services import Endpoint, Services
 from actors.sampling.sessions import SampleSession
 from areal.config import Config, UserError
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad
-from areal.programs.outside import Outcome, open_sandbox
+from areal.programs.outside import Outcome, SandboxError, open_sandbox
+from areal.programs.slots import Programs
 from areal.result import Result
 from areal.sampled import Generation
 from areal.storage.saved_calls import SavedCall, packed, unpacked
@@ -643,7 +644,7 @@ async def test_without_a_sandbox_the_sample_that_needs_one_fails():
         raise UserError("namespaces are forbidden")
 
     cluster.services.programs = Programs(cluster.config.sandbox, sandbox)
-    with pytest.raises(SampleFailed, match="namespaces are forbidden"):
+    with pytest.raises(SandboxError, match="namespaces are forbidden"):
         await session.run_python("print(1)")
 
 
@@ -810,6 +811,22 @@ async def test_time_in_which_a_sample_waits_for_actors_of_the_run_has_no_limit(l
     async with limited.in_workflow():
         assert await limited.score("done") == 1.0
         assert await limited.score("again") == 1.0
+
+
+async def test_nor_has_the_time_in_which_it_waits_for_a_slot_for_a_command(limited, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    programs = Programs(limited._services.config.sandbox)
+    held = contextlib.AsyncExitStack()
+    give_back = await held.enter_async_context(programs.slot())
+    asyncio.get_running_loop().call_later(0.15, give_back)
+    async with limited.in_workflow(), programs.slot():
+        pass
+    await held.aclose()
+    async with programs.slot():  # it was not given back twice
+        second = asyncio.create_task(programs.slot().__aenter__())
+        await asyncio.wait([second], timeout=0)
+        assert not second.done()
+        second.cancel()
 
 
 async def test_a_timeout_of_the_workflow_itself_is_its_own(limited):

@@ -207,7 +207,7 @@ def test_prompt_and_answer_may_be_fields_of_fields(tmp_path, kind):
     assert row.answer == row.fields["answer"] == "1"
 
 
-@pytest.mark.parametrize("column", ["answer", "image"])
+@pytest.mark.parametrize("column", ["answer", "photo"])
 def test_a_column_that_is_no_json_is_told(tmp_path, column):
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"]} | {column: [b"1"]}), tmp_path / "rows.parquet")
     refused("row 0, cannot be sent to rewards .*bytes", str(tmp_path / "rows.parquet"), eval_size=0)
@@ -400,7 +400,6 @@ def test_a_prompt_is_read_in_the_forms_of_published_data_sets(tmp_path, prompt, 
 @pytest.mark.parametrize(
     "prompt",
     [
-        [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
         [{"role": "user", "content": None}],
         [CHAT, CHAT],  # the second waits for an answer to the first
         [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}],
@@ -412,6 +411,31 @@ def test_messages_that_are_no_prompt_are_refused(tmp_path, prompt):
     refused(
         "neither text nor a list of messages with role and content", jsonl(tmp_path, [{"prompt": prompt, "answer": 1}])
     )
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+PICTURED = {
+    "as verl stores Geometry3K": {"prompt": [{"role": "user", "content": "<image>x?"}], "images": [{"bytes": PNG}]},
+    "as TRL takes it": {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x?"}]}]},
+    "one, as the hub stores it": {"prompt": "How many?", "image": {"bytes": PNG, "path": None}},
+    "paths": {"prompt": "<image>How many?", "images": ["pictures/1.PNG"]},
+    "a data URL": {"prompt": "How many?", "image": "data:image/png;base64,iVBORw0KGgo="},
+    "as OpenAI writes it": {
+        "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]
+    },
+}
+
+
+@pytest.mark.parametrize("row", PICTURED.values(), ids=PICTURED)
+def test_a_row_with_a_picture_is_refused_since_the_policy_would_not_see_it(tmp_path, row):
+    pq.write_table(pa.Table.from_pylist([{**row, "answer": "1"}]), tmp_path / "rows.parquet")
+    refused("row 0, has a picture in '(images?|prompt)', and only text is trained", str(tmp_path / "rows.parquet"))
+
+
+@pytest.mark.parametrize("image", [None, [], "python:3.11", "registry.local/a.b/tools"])
+def test_a_field_named_image_without_a_picture_is_a_field_like_any_other(tmp_path, image):
+    rows = [{"prompt": "x", "answer": "1", "image": image, "images": None}]
+    assert open_source(DataConfig(source=jsonl(tmp_path, rows), eval_size=0), 0).row(0).fields["image"] == image
 
 
 def test_a_held_out_prompt_is_known_again_in_another_form(tmp_path):

@@ -20,7 +20,7 @@ from tiny_training import TEMPERATURE, VOCAB, make_model
 
 from areal.__main__ import main
 from areal.config import Config, dump_config
-from areal.data.quickstart import make_tokenizer
+from areal.data.warm_start import make_tokenizer
 from areal.desk.audit import Audit
 from areal.staleness.ledger import Batch, Event, Ledger, LedgerSettings, event_record
 from areal.storage.journal import Journal

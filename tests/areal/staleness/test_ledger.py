@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from areal.staleness.ledger import (
+    EXPIRED,
     LEASE_EXPIRED,
     RELEASED,
     Admitted,
@@ -37,6 +38,8 @@ from areal.staleness.ledger import (
     LedgerError,
     LedgerGroup,
     LedgerSettings,
+    Opened,
+    OwnerChanged,
     Ready,
     Renewed,
     ReportAnswer,
@@ -536,6 +539,8 @@ def test_every_kind_of_event_comes_back_from_its_record():
     events = [
         (make_settings(), "ledger_settings"),
         (Admitted("g3.1", 3, 1, "manager/0#1", 7, 30.5, 9), "admitted"),
+        (Opened("s2.0", "user 1", "gateway/0#1", 7, 30.5), "opened"),
+        (OwnerChanged(("s2.0",), "", None), "owner_changed"),
         (Renewed(("g3.1", "g4.0"), 60.0), "renewed"),
         (Started("g3.1", 7), "started"),
         (Ready("g3.1", 7), "ready"),
@@ -660,6 +665,92 @@ def test_many_unfinished_groups_of_one_deadline_hold_a_step_before_that_deadline
     assert schedulable([2, 2], 1, 1) and not schedulable([2, 2], 2, 1)
 
 
+# ---------------------------------------------------------------------------------------------------------- sessions
+
+
+def open_sessions(ledger: Ledger, n: int, owner: str = "gateway/0#1") -> list[str]:
+    opened = [ledger.open_session(f"user {i}", owner, now=0.0, lease_seconds=LEASE) for i in range(n)]
+    return [group.group_id for group in opened if group]
+
+
+@pytest.mark.parametrize("on_straggler", ["wait", "requeue", "mask", "admission_only"])
+def test_an_open_session_expires_at_its_deadline_and_no_step_waits_for_it(on_straggler: str):
+    ledger = make(max_sessions=1, on_straggler=on_straggler)
+    (session,) = open_sessions(ledger, 1)
+    for _ in range(2):
+        finish(ledger, *admit(ledger, 2))
+        train(ledger)
+    assert ledger.group(session) is None and ledger.story(session)[-1] == Discarded(session, EXPIRED)
+    assert ledger.ready(session, 0) is ReportAnswer.GONE, "its reward has come too late"
+
+
+def test_a_session_is_not_expired_while_a_step_waits_for_a_row_anyway():
+    ledger = make(batch_size=1, max_staleness=2, max_sessions=1)
+    slow, quick = admit(ledger, 2)
+    finish(ledger, quick)
+    train(ledger)
+    (session,) = open_sessions(ledger, 1)
+    for _ in range(2):
+        finish(ledger, *admit(ledger, 1))
+        waiting = ledger.next_batch(ledger.version)
+        if isinstance(waiting, Batch):
+            ledger.commit(1)
+    assert isinstance(waiting, Waiting) and waiting.stragglers == (slow,)
+    finish(ledger, slow)
+    assert train(ledger) == (slow,)
+    assert ledger.group(session), "with the row in time, there is still a step for it"
+
+
+def test_a_session_with_a_reward_is_trained_like_any_group_and_signal_is_not_asked_of_it():
+    ledger = make(max_sessions=1, filter_zero_signal=True)
+    (session,), (group,) = open_sessions(ledger, 1), admit(ledger, 1)
+    assert ledger.ready(session, 0, signal=False) is ReportAnswer.ACCEPTED
+    finish(ledger, group)
+    assert train(ledger) == (group, session)
+    assert ledger.session("user 0") is None
+
+
+def test_sessions_have_their_share_and_rows_theirs():
+    ledger = make(batch_size=2, max_staleness=1, max_sessions=2)
+    assert (ledger.capacity, ledger.session_capacity) == (2, 2)
+    assert open_sessions(ledger, 9) == ["s0.0", "s1.0"] and admit(ledger, 9) == ["g0.0", "g1.0"]
+    alone = make(batch_size=2, max_staleness=1, max_sessions=4)
+    assert (alone.capacity, alone.session_capacity) == (0, 4)
+
+
+def test_sessions_make_room_for_rows_in_the_last_step():
+    ledger = make(batch_size=2, max_staleness=1, max_sessions=2, steps=2)
+    finish(ledger, *admit(ledger, 2))
+    sessions = open_sessions(ledger, 2)
+    train(ledger)
+    assert ledger.capacity == 0
+    assert isinstance(ledger.next_batch(1), Waiting)
+    assert ledger.counters.discarded == {EXPIRED: 2} and ledger.capacity == 2
+    assert not any(map(ledger.group, sessions))
+
+
+def test_a_session_outlives_its_owner_and_is_adopted_once():
+    ledger = make(max_sessions=1)
+    (session,) = open_sessions(ledger, 1, "gateway/0#1")
+    ledger.expire(now=LEASE)
+    assert ledger.left_sessions() == [session] and ledger.renew("gateway/0#1", [session], 40.0, LEASE) == [session]
+    assert [group.group_id for group in ledger.adopt([session, "s9.0"], "gateway/1#1", 40.0, LEASE)] == [session]
+    assert ledger.adopt([session], "gateway/2#1", 40.0, LEASE) == []
+    assert ledger.release("gateway/1#1") == [session] and ledger.left_sessions() == [session]
+    ledger.renew_all(50.0, LEASE)
+    assert ledger.expire(now=1e9) == [], "nobody holds it"
+    assert ledger.ready(session, 0) is ReportAnswer.ACCEPTED, "its samples may have been on their way"
+
+
+def test_a_session_is_never_re_queued():
+    ledger = make(batch_size=1, max_staleness=1, max_sessions=2)
+    failed, unanswered = open_sessions(ledger, 2)
+    assert ledger.failed(failed, "gateway/0#1", "prompt", counts=False) is ReportAnswer.ACCEPTED
+    assert ledger.withdraw("gateway/0#1", [unanswered]) == [unanswered]
+    assert ledger.counters.discarded.total() == 2 and not ledger.counters.requeued
+    assert ledger.open_prompts() == []
+
+
 # ----------------------------------------------------------------------------------------------- arbitrary sequences
 
 OWNERS = ("manager/0#1", "manager/1#1")
@@ -757,8 +848,8 @@ class LedgerMachine(RuleBasedStateMachine):
         answer = self.ledger.ready(group_id, start, signal)
         assert answer is not ReportAnswer.FILTERED or (self.settings.filter_zero_signal and not signal)
         if answer is ReportAnswer.ACCEPTED:
-            assert signal or not self.settings.filter_zero_signal
-            assert group_id in self.leases
+            assert signal or not self.settings.filter_zero_signal or group_id.startswith("s")
+            assert group_id in self.leases or group_id.startswith("s")
             self.learn_start(group_id, start)
             self.ready_groups.add(group_id)
         self.leases.pop(group_id, None)
@@ -815,13 +906,29 @@ class LedgerMachine(RuleBasedStateMachine):
     def form_batch(self) -> None:
         version = self.ledger.version
         enough = self.ledger.ready_count >= self.settings.batch_size
+        alone = self.without_sessions() if enough and self.ledger.open_sessions else None
         answer = self.ledger.next_batch(version)
+        for session in [group_id for group_id in self.leases if group_id.startswith("s")]:
+            if self.ledger.group(session) is None:
+                self.leases.pop(session)
         if isinstance(answer, Batch):
             assert self.batches.setdefault(version, answer.group_ids) == answer.group_ids
             assert 0 < len(answer.group_ids) <= self.settings.batch_size
             self.ready_groups -= set(answer.group_ids)
         elif isinstance(answer, Waiting) and self.settings.on_straggler != "wait":
             assert not enough, "only `wait` waits with B groups ready"
+        if isinstance(answer, Waiting) and alone:
+            assert isinstance(alone.next_batch(version), Waiting), "a step waits for a session"
+            assert not any(group_id.startswith("s") for group_id in answer.stragglers)
+
+    def without_sessions(self) -> Ledger:
+        """The ledger as it would be if no session was open."""
+        ledger = self.from_a_dump()
+        ledger.journal = None
+        for row in ledger.dump()["groups"]:
+            if row["state"] == GroupState.OPEN:
+                ledger.discard(row["group_id"], "as if it had never been")
+        return ledger
 
     @rule(data=st.data())
     def busy_step(self, data: st.DataObject) -> None:
@@ -877,7 +984,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def capacity_is_never_exceeded(self) -> None:
-        admitted = sum(isinstance(event, Admitted) for event in self.events)
+        admitted = sum(isinstance(event, Admitted | Opened) for event in self.events)
         remaining = sum(isinstance(event, Requeued | Discarded) for event in self.events)
         alive = admitted - remaining - len(self.trained)
         assert alive == self.ledger.alive <= self.most_alive
@@ -901,10 +1008,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         for _ in range(self.settings.steps + 1):
-            self.admit(OWNERS[0], 1000)
-            for group_id in sorted(self.leases):
-                self.report_ready(group_id, self.ledger.version)
+            self.complete_all()
             answer = self.ledger.next_batch(self.ledger.version)
+            if isinstance(answer, Waiting) and not self.settings.sessions_alone:
+                self.complete_all()  # sessions have made room for rows
+                answer = self.ledger.next_batch(self.ledger.version)
             if isinstance(answer, RunEnded):
                 break
             assert isinstance(answer, Batch), f"no progress: {answer}"
@@ -913,14 +1021,59 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("the run does not end")
         discarded = {event.group_id for event in self.events if isinstance(event, Discarded) and event.reason}
-        prompts = sorted(prompt_of(group_id) for group_id in discarded | set(self.trained))
-        assert prompts == list(range(len(prompts))), "a prompt was lost"
+        ends = [prompt_of(group_id) for group_id in discarded | set(self.trained)]
+        for prompts in ([prompt for prompt in ends if prompt >= 0], [-1 - prompt for prompt in ends if prompt < 0]):
+            assert sorted(prompts) == list(range(len(prompts))), "a prompt was lost"
         assert len(self.trained) > (self.settings.steps - 1) * self.settings.batch_size
         assert self.ledger.alive == 0
 
+    def complete_all(self) -> None:
+        """As many groups as there is room for are complete. Beside rows, no session ever gets its reward."""
+        self.admit(OWNERS[0], 1000)
+        if isinstance(self, SessionMachine) and self.settings.sessions_alone:
+            self.open_sessions(OWNERS[0], "a", 1000)
+            self.adopt(OWNERS[0])
+        for group_id in sorted(self.leases):
+            if self.settings.sessions_alone or not group_id.startswith("s"):
+                self.report_ready(group_id, self.ledger.version)
+
 
 def prompt_of(group_id: str) -> int:
-    return int(group_id[1:].split(".")[0])
+    number = int(group_id[1:].split(".")[0])
+    return -1 - number if group_id.startswith("s") else number
+
+
+class SessionMachine(LedgerMachine):
+    """Users, too, open sessions."""
+
+    @initialize(
+        batch_size=st.integers(1, 3),
+        max_staleness=st.integers(0, 3),
+        on_straggler=st.sampled_from(["wait", "wait", "requeue", "mask", "admission_only"]),
+        steps=st.integers(1, 8),
+        max_attempts=st.integers(1, 3),
+        on_failed_sample=st.sampled_from(["requeue", "discard"]),
+        filter_zero_signal=st.booleans(),
+        max_sessions=st.sampled_from([1, 3, 100]),
+    )
+    def begin(self, **chosen: object) -> None:
+        super().begin(**chosen)
+
+    @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from("abc"), n=st.integers(1, 4))
+    def open_sessions(self, owner: str, name: str, n: int) -> None:
+        for _ in range(n):
+            if group := self.ledger.open_session(name, owner, self.now, LEASE):
+                assert group.group_id not in self.admitted_at and self.ledger.session(name) == group
+                self.admitted_at[group.group_id] = self.ledger.version
+                self.bounds[group.group_id] = self.settings.max_staleness
+                self.leases[group.group_id] = owner
+
+    @precondition(lambda self: self.ledger.left_sessions())
+    @rule(owner=st.sampled_from(OWNERS))
+    def adopt(self, owner: str) -> None:
+        for group in self.ledger.adopt([*self.ledger.left_sessions(), *self.leases], owner, self.now, LEASE):
+            assert group.group_id not in self.leases
+            self.leases[group.group_id] = owner
 
 
 class ResumedMachine(LedgerMachine):
@@ -964,7 +1117,8 @@ class RolledBackMachine(LedgerMachine):
         lost = data.draw(st.sets(st.sampled_from(sorted(self.ready_groups)))) if self.ready_groups else set()
         for group_id in [*self.leases, *sorted(lost)]:
             if self.ledger.group(group_id):  # owners learn only later that a group was re-queued
-                self.ledger._emit(Requeued(group_id, "lost", failed=False))
+                gone = Discarded(group_id, "lost") if group_id.startswith("s") else Requeued(group_id, "lost", False)
+                self.ledger._emit(gone)
         self.leases.clear()
         self.ready_groups -= lost
 
@@ -979,6 +1133,8 @@ SEQUENCES = settings(
 
 TestAnySequence = LedgerMachine.TestCase
 TestAnySequence.settings = SEQUENCES
+TestAnySequenceWithSessions = SessionMachine.TestCase
+TestAnySequenceWithSessions.settings = SEQUENCES
 TestAnyResumedSequence = ResumedMachine.TestCase
 TestAnyResumedSequence.settings = SEQUENCES
 TestAnyRolledBackSequence = RolledBackMachine.TestCase
@@ -1072,6 +1228,30 @@ class BatchIsFormedAnew(Ledger):
         return answer
 
 
+class SessionsAreWaitedFor(Ledger):
+    """A session is a straggler like another."""
+
+    def _overdue(self) -> list[LedgerGroup]:
+        return []
+
+    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
+        return super()._stragglers(chosen) or self._head(GroupState.OPEN, self._in_excess(chosen)[1])
+
+
+class SessionsAreLeftBehind(Ledger):
+    """No session expires."""
+
+    def _overdue(self) -> list[LedgerGroup]:
+        return []
+
+
+class SessionsStarveRows(Ledger):
+    """No batch of rows has room beside the sessions."""
+
+    def _most_sessions(self) -> int:
+        return min(self.settings.max_sessions, self._most_alive())
+
+
 MUTANTS: list[type[Ledger]] = [
     NoGate,
     GateAStepLate,
@@ -1082,6 +1262,9 @@ MUTANTS: list[type[Ledger]] = [
     LatestStartCounts,
     ExpiredPromptsAreLost,
     BatchIsFormedAnew,
+    SessionsAreWaitedFor,
+    SessionsAreLeftBehind,
+    SessionsStarveRows,
 ]
 
 
@@ -1095,7 +1278,8 @@ SELDOM = (GateOnlyAtTheDeadline, ExpiredPromptsAreLost)
     ids=lambda mutant: mutant.__name__,
 )
 def test_a_mutant_of_the_rules_is_caught(mutant: type[Ledger]):
-    machine = type("MutantMachine", (LedgerMachine,), {"ledger_class": mutant})
+    base = SessionMachine if mutant.__name__.startswith("Sessions") else LedgerMachine
+    machine = type("MutantMachine", (base,), {"ledger_class": mutant})
     quickly = settings(SEQUENCES, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises((AssertionError, LedgerError)):
         run_state_machine_as_test(machine, settings=quickly)

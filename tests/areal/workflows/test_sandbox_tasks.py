@@ -15,6 +15,7 @@ from areal.config import DataConfig, SandboxConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.programs.outside import SandboxError
+from areal.programs.slots import Programs
 from areal.workflows import sandbox_tasks
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.sandbox_owner import Sandboxes
@@ -34,9 +35,11 @@ def bash(code: str) -> str:
 
 @pytest.fixture
 async def sandboxes() -> AsyncIterator[Sandboxes]:
-    owner = Sandboxes("test", SandboxConfig())
+    programs = Programs(SandboxConfig())
+    owner = Sandboxes("test", programs)
     yield owner
     await owner.close()
+    await programs.close()
 
 
 async def play(session: Session, fields: dict, environment: str = "bubble", **options) -> float:
@@ -167,10 +170,10 @@ async def test_a_policy_calls_a_shell_and_an_editor_and_the_tests_give_the_rewar
         "Done.",
     )
     session = Session(*turns, tokenizer=byte_tokenizer(), sandboxes=sandboxes)
-    options = {"sandbox": "bubble", "sandbox_options": {"folder": "/tmp/repo", "timeout_seconds": 5}}
+    options = {"environment": "bubble", "environment_options": {"folder": "/tmp/repo", "timeout_seconds": 5}}
     assert (await resolve_workflow("sandbox_tools", options)(session, row)).reward == 1.0
     assert session.prompts[0].startswith("tools shelledituser Mend it.")
     assert "wrong\nexit status: killed after 5 s" in session.prompts[1]
     assert "/tmp/repo/a is written" in session.prompts[2] and "is 0 times in /tmp/repo/a" in session.prompts[3]
-    with pytest.raises(UserError, match="an environment of another kind"):
-        await resolve_workflow("sandbox_tools", {"sandbox": "column_addition"})(session, row)
+    with pytest.raises(UserError, match="column_addition' of the workflow sandbox_tools is no sandbox"):
+        await resolve_workflow("sandbox_tools", {"environment": "column_addition"})(session, row)

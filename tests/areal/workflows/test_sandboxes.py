@@ -22,6 +22,7 @@ from imitated_docker import make_docker, make_image
 
 from areal.config import SandboxConfig
 from areal.programs.outside import SandboxError
+from areal.programs.slots import Programs
 from areal.workflows import sandbox_owner, sandbox_providers
 from areal.workflows.sandbox_owner import Sandboxes
 from areal.workflows.sandbox_tasks import RowError, Task
@@ -70,8 +71,15 @@ def docker(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-async def owner() -> AsyncIterator[Sandboxes]:
-    sandboxes = Sandboxes("run-1", SandboxConfig())
+async def programs() -> AsyncIterator[Programs]:
+    of_this_test = Programs(SandboxConfig())
+    yield of_this_test
+    await of_this_test.close()
+
+
+@pytest.fixture
+async def owner(programs) -> AsyncIterator[Sandboxes]:
+    sandboxes = Sandboxes("run-1", programs)
     yield sandboxes
     await sandboxes.close()
 
@@ -177,8 +185,8 @@ async def test_a_service_that_dies_fails_the_sample(tmp_path, monkeypatch, owner
     assert owner.running == 0
 
 
-async def test_what_a_killed_process_left_is_ended_by_its_label_when_the_next_one_starts(service):
-    killed, other, successor = (Sandboxes(name, SandboxConfig()) for name in ("run-1", "run-2", "run-1"))
+async def test_what_a_killed_process_left_is_ended_by_its_label_when_the_next_one_starts(service, programs):
+    killed, other, successor = (Sandboxes(name, programs) for name in ("run-1", "run-2", "run-1"))
     provider = SimpleNamespace(name=service, image=None, arguments=())
     lost, foreign = opened(killed, provider), opened(other, provider)
     leftover, kept = await lost.__aenter__(), await foreign.__aenter__()
@@ -234,6 +242,14 @@ async def test_an_image_is_built_of_its_folder_once(owner, docker, tmp_path):
     assert log_of(docker).count("build") == 1
 
 
+async def test_a_command_that_is_given_up_ends_in_its_container(owner, docker):
+    async with owner.opened("docker", Task(image="image"), Limits(), SECONDS) as sandbox:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await sandbox.exec("sleep", "3600", seconds=SECONDS)
+        assert "kill -9 -1" in (docker / "log").read_text()
+
+
 async def test_a_start_that_is_given_up_or_fails_leaves_nothing(owner, docker):
     for setup in "sleep 3600", "exit 4":
         with pytest.raises((TimeoutError, SandboxError), match="status 4|"):
@@ -262,10 +278,48 @@ async def test_a_policy_cannot_end_its_own_bubble_nor_take_its_time_for_later_co
         assert (await sandbox.exec("echo", "on", seconds=SECONDS)).text == "on"
 
 
+@pytest.fixture
+async def one_core(monkeypatch) -> AsyncIterator[tuple[Programs, Sandbox, Sandbox]]:
+    """The programs of a machine with one core, and two sandboxes."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    programs = Programs(SandboxConfig())
+    owner = Sandboxes("run-1", programs)
+    bubble = SimpleNamespace(name="bubble", image=None, arguments=())
+    async with opened(owner, bubble) as one, opened(owner, bubble) as two:
+        yield programs, one, two
+    await programs.close()
+
+
+async def test_a_command_waits_for_a_core_and_its_time_counts_from_then_on(one_core):
+    programs, one, two = one_core
+    async with programs.slot():
+        late = asyncio.create_task(one.exec("echo", "on", seconds=3))
+        given_up = asyncio.create_task(two.exec("echo", "no", seconds=3))
+        ended, _ = await asyncio.wait([late, given_up], timeout=3.1)
+        assert not ended
+        given_up.cancel()
+    assert (await late).text == "on"
+    assert (await two.exec("echo", "on", seconds=SECONDS)).text == "on"  # it had not begun, and has lost no slot
+
+
+async def test_a_command_that_only_waits_keeps_no_core_from_others_and_one_that_computes_does(one_core):
+    _, one, two = one_core
+    ended = []
+
+    async def run(sandbox: Sandbox, *command: str, seconds: float) -> None:
+        ended.append((await sandbox.exec(*command, seconds=seconds)).status)
+
+    await asyncio.gather(run(one, "python", "-c", "while True: pass", seconds=1.5), run(two, "true", seconds=SECONDS))
+    assert ended == [None, 0]
+    server = asyncio.create_task(one.exec("sleep", "3600", seconds=3600))
+    assert (await two.exec("echo", "on", seconds=SECONDS)).text == "on"
+    server.cancel()
+
+
 async def test_a_provider_of_ones_own_is_an_async_function(tmp_path, monkeypatch, owner):
     (tmp_path / "own_sandboxes.py").write_text(
-        "from areal.workflows.sandboxes import Ran, ShellSandbox\n\n\n"
-        "class Own(ShellSandbox):\n"
+        "from areal.workflows.sandboxes import Ran, Sandbox\n\n\n"
+        "class Own(Sandbox):\n"
         "    async def exec(self, *command, seconds, stdin=b'', most_bytes=0):\n"
         "        return Ran(0, ' '.join(command).encode())\n\n"
         "    async def close(self):\n        print('closed')\n\n\n"

@@ -1,0 +1,74 @@
+"""What gateways ask of the master and tell it, besides what rollout managers do."""
+
+from __future__ import annotations
+
+import structlog
+
+from actors.mastering.run_control import RunControl
+from actors.runtime.actor import HandlesRequests, handles
+from areal.staleness.ledger import GroupState, LedgerGroup
+from protocols.messages import (
+    AdoptSessions,
+    AskSession,
+    DiscardSession,
+    Done,
+    SessionAnswer,
+    SessionGroup,
+    Sessions,
+)
+from protocols.transport import Request
+
+log = structlog.get_logger()
+
+
+class SessionRequests(HandlesRequests):
+    """Answers gateways. A session has one holder at a time; whoever asks for one that was left gets it."""
+
+    def __init__(self, run: RunControl) -> None:
+        self._run = run
+
+    @handles(AskSession)
+    async def ask_session(self, request: Request[AskSession]) -> SessionAnswer:
+        owner, name, ledger = self._run.member(request, "gateway").identity, request.message.session, self._run.ledger
+        group, resumed = ledger.session(name), False
+        if group is not None and group.state is GroupState.OPEN and not group.owner:
+            (group,), resumed = self._adopt(owner, [group.group_id]), True
+        elif request.message.opens and (group is None or group.state is not GroupState.OPEN):
+            self._run.meter.begin()
+            seconds = self._run.config.master.lease_seconds
+            if self._run.free_sessions():
+                group = ledger.open_session(name, owner, self._run.now(), seconds) or group
+        if group is None:
+            return SessionAnswer()
+        mine = group.state is GroupState.OPEN and group.owner == owner
+        session = _described(group, resumed) if mine else None
+        return SessionAnswer(session=session, state=group.state.value, holder=group.owner)
+
+    def _adopt(self, owner: str, groups: list[str]) -> list[LedgerGroup]:
+        return self._run.ledger.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
+
+    @handles(AdoptSessions)
+    async def adopt_sessions(self, request: Request[AdoptSessions]) -> Sessions:
+        owner = self._run.member(request, "gateway").identity
+        orphans = self._run.ledger.left_sessions()[: request.message.count]
+        return Sessions(sessions=tuple(_described(group, resumed=True) for group in self._adopt(owner, orphans)))
+
+    @handles(DiscardSession)
+    async def discard_session(self, request: Request[DiscardSession]) -> Done:
+        self._run.member(request, "gateway")
+        discarded = request.message
+        if (group := self._run.ledger.group(discarded.group)) is not None and group.session:
+            self._run.ledger.discard(discarded.group, discarded.reason)
+            log.info("session discarded", group=discarded.group, reason=discarded.reason)
+            self._run.changed.notify()
+        return Done()
+
+
+def _described(group: LedgerGroup, resumed: bool) -> SessionGroup:
+    return SessionGroup(
+        session=group.session,
+        group=group.group_id,
+        prompt_index=group.prompt_index,
+        min_version=group.admission_version if group.start_version is None else group.start_version,
+        resumed=resumed,
+    )
