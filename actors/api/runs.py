@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from actors.api.function_pool import FunctionPool
 from actors.api.local_actors import LocalActors
+from actors.api.rows import FILE as ROWS
 from actors.api.settings import RewardLike, Settings, Workflow, name_of, settings_of
 from actors.evaluator import Evaluator
 from actors.reward import Reward
@@ -239,7 +240,7 @@ class LiveRun:
                 console.seek(self._shown)
                 lines = [line for line in console if line.endswith(b"\n")]
             told = b"".join(line for line in lines if not (self._view and line.startswith(b"step ")))
-            print(told.decode(errors="replace"), end="", flush=True)
+            print(self._of_caller(told.decode(errors="replace")), end="", flush=True)
             self._shown += sum(map(len, lines))
 
     def _show_live(self) -> None:
@@ -298,8 +299,12 @@ class LiveRun:
     def _reason(self) -> str:
         if (summary := self.summary) is not None:
             return str(summary["reason"])
-        lines = _text(self.folder / CONSOLE).splitlines()
+        lines = self._of_caller(_text(self.folder / CONSOLE)).splitlines()
         return lines[-1] if lines else f"it left no record in {self.folder}"
+
+    def _of_caller(self, text: str) -> str:
+        """What the run has printed, without the file of rows that its caller gave as objects."""
+        return text.replace(f"data.source {str((self.folder / ROWS).absolute())!r}", "data")
 
     # --- what this process does for it
 

@@ -8,10 +8,14 @@ Reinforcement learning finds this change from the outcome alone. It would learn 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -39,8 +43,9 @@ class Recipe:
     short_digits: int = 5
     short_batch: int = 24
     batch: int = 16
-    tokens: int = 1024
-    """Tokens of one forward pass. Examples are sorted by length, so that little of it is padding."""
+    tokens: int = 256
+    """Tokens of one forward pass, unless one example has more. Examples are sorted by length, so that little of it is
+    padding."""
     lr: float = 3e-3
     ramp_steps: int = 20
     slip: float = 0.1
@@ -53,21 +58,22 @@ def build(
     folder: Path,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
-    threads: int = 2,
+    threads: int | None = None,
     recipe: Recipe = RECIPE,
 ) -> None:
     """Write a Hugging Face folder (tokenizer, model, generation config).
 
-    The result depends only on the seed, the recipe, the number of `threads` and the machine.
+    The result depends only on the seed, the recipe and the machine. threads: by default one for each core.
     """
     tokenizer = make_tokenizer()
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    # The tensors are small: one thread for each part of a batch is faster than several threads for each operation.
+    torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
             torch.manual_seed(seed)
             model = make_model(tokenizer)
-            warm_up(model, tokenizer, seed, recipe, progress)
+            warm_up(model, tokenizer, seed, recipe, pool, progress)
     finally:
         torch.set_num_threads(threads_before)
     tokenizer.save_pretrained(folder)
@@ -123,10 +129,11 @@ def warm_up(
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
     recipe: Recipe,
+    pool: ThreadPoolExecutor,
     progress: Callable[[str], None] | None,
 ) -> None:
     """Train the model, supervised, on the demonstrations of the flawed teacher, short additions first."""
-    optimizers = _optimizers(model, recipe.lr)
+    optimizers = _optimizers(model, recipe.lr, pool)
     drawn = 0
     for step in range(recipe.steps):
         short = step < recipe.short_steps
@@ -134,7 +141,8 @@ def warm_up(
         max_digits = recipe.short_digits if short else addition.MAX_DIGITS
         examples = [_example(tokenizer, seed, drawn + i, max_digits, recipe.slip) for i in range(size)]
         drawn += size
-        loss = _accumulate(model, examples, recipe.tokens, tokenizer.pad_token_id)
+        parts = list(_parts(examples, recipe.tokens))
+        loss = _accumulate(model, parts, pool, tokenizer.pad_token_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = recipe.lr * _schedule(step, recipe)
@@ -151,18 +159,21 @@ class Muon(torch.optim.Optimizer):
     fp32; `torch.optim.Muon` computes in bf16, which not every CPU supports.
     """
 
-    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
+    def __init__(self, matrices: list[torch.nn.Parameter], lr: float, pool: ThreadPoolExecutor) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": 0.95})
+        self._pool = pool
 
-    @torch.no_grad()
     def step(self) -> None:
         """Update every matrix once, from its `grad`."""
         for group in self.param_groups:
-            for matrix in group["params"]:
-                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
-                average.lerp_(matrix.grad, 1 - group["momentum"])
-                direction = _orthogonalised(matrix.grad.lerp(average, group["momentum"]))
-                matrix.add_(direction, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
+            list(self._pool.map(partial(self._update, group), group["params"]))
+
+    @torch.no_grad()
+    def _update(self, group: dict[str, Any], matrix: torch.nn.Parameter) -> None:
+        average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
+        average.lerp_(matrix.grad, 1 - group["momentum"])
+        direction = _orthogonalised(matrix.grad.lerp(average, group["momentum"]))
+        matrix.add_(direction, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
 
 
 def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
@@ -175,12 +186,12 @@ def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if wide is not matrix else x
 
 
-def _optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Qwen3ForCausalLM, lr: float, pool: ThreadPoolExecutor) -> list[torch.optim.Optimizer]:
     matrices: list[torch.nn.Parameter] = []
     adam_parameters: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else adam_parameters).append(parameter)
-    return [Muon(matrices, lr), torch.optim.AdamW(adam_parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
+    return [Muon(matrices, lr, pool), torch.optim.AdamW(adam_parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 def _schedule(step: int, recipe: Recipe) -> float:
@@ -200,20 +211,27 @@ def _example(
     return prompt + completion, [_IGNORED] * len(prompt) + completion
 
 
-def _accumulate(model: Qwen3ForCausalLM, examples: list[tuple[list[int], list[int]]], cap: int, pad: int) -> float:
-    """Add the gradient of the mean loss over the completion tokens to the parameters, and return that loss."""
-    count = sum(label != _IGNORED for _, labels in examples for label in labels)
-    total = 0.0
-    for part in _parts(examples, cap):
+def _accumulate(
+    model: Qwen3ForCausalLM, parts: list[list[tuple[list[int], list[int]]]], pool: ThreadPoolExecutor, pad: int
+) -> float:
+    """Set the gradient of the mean loss over the completion tokens of all parts, and return that loss. Threads of
+    `pool` compute the parts, which are added in their order."""
+    count = sum(label != _IGNORED for part in parts for _, labels in part for label in labels)
+    parameters = list(model.parameters())
+
+    def gradient(part: list[tuple[list[int], list[int]]]) -> tuple[float, tuple[torch.Tensor, ...]]:
         # Padding is on the right, where causal attention never sees it, so no mask is needed.
         tokens = pad_sequence([torch.tensor(tokens[:-1]) for tokens, _ in part], True, pad)
         labels = pad_sequence([torch.tensor(labels[1:]) for _, labels in part], True, _IGNORED)
         judged = labels != _IGNORED
         hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[judged]
         loss = cross_entropy(model.lm_head(hidden), labels[judged], reduction="sum") / count
-        loss.backward()
-        total += loss.item()
-    return total
+        return loss.item(), torch.autograd.grad(loss, parameters)
+
+    losses, gradients = zip(*pool.map(gradient, parts), strict=True)
+    for parameter, summands in zip(parameters, zip(*gradients, strict=True), strict=True):
+        parameter.grad = sum(summands[1:], start=summands[0])
+    return math.fsum(losses)
 
 
 def _parts(examples: list[tuple[list[int], list[int]]], cap: int) -> Iterator[list[tuple[list[int], list[int]]]]:

@@ -316,7 +316,8 @@ def test_a_call_replaces_what_its_configuration_says_of_rewards_rows_and_workflo
 
 
 def test_a_run_that_prepares_itself_is_waited_for_and_one_that_is_gone_is_not(tmp_path):
-    (tmp_path / "console.log").write_text("Note: a long download\nThere is no model m.\n")
+    given_as_objects = f"data.source '{tmp_path}/rows.jsonl'"
+    (tmp_path / "console.log").write_text(f"Note: a long download\nA prompt in {given_as_objects} has 'W'.\n")
     config = areal.Config(
         model="m",
         steps=1,
@@ -328,7 +329,7 @@ def test_a_run_that_prepares_itself_is_waited_for_and_one_that_is_gone_is_not(tm
         trainer={"minibatches": 1},
     )
     process = subprocess.Popen(["sh", "-c", "sleep 0.5; exit 2"])
-    with pytest.raises(UserError, match=r"^There is no model m\.$"):
+    with pytest.raises(UserError, match=r"^A prompt in data has 'W'\.$"):
         areal.LiveRun(tmp_path, config, process).find_master(0.0)
 
 
