@@ -25,7 +25,7 @@ import structlog
 from actors.runtime.membership import Membership
 from actors.sampling.calls import SampleFailed
 from actors.sampling.gateway_endpoint import NO_SESSION, GatewayEndpoint
-from actors.sampling.gateway_keys import Keys
+from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import load_parsers
 from actors.sampling.user_sessions import UserSession
@@ -84,7 +84,7 @@ class Gateway(Sampler):
         self._opening: dict[str, asyncio.Lock] = {}
         self._counts = Counter[str]()
         self._first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
-        self._keys = Keys(self._settings.keys, asyncio.get_running_loop().time)
+        self._keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         port = self._settings.port and self._settings.port + (self.member.index or 0)
         self._endpoint = GatewayEndpoint(
             self.config.model, self._settings, port, self._keys, self, lambda refusal: self._count("refused")

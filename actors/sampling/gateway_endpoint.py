@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from actors.sampling.gateway_keys import Keys
+from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
 from actors.sampling.user_sessions import SessionCall, UserSession
 from areal.config import GatewayConfig
@@ -56,7 +56,7 @@ class SessionReward(BaseModel):
         return self.reward if isinstance(self.reward, dict) else {}
 
 
-class Sessions(Protocol):
+class ServesSessions(Protocol):
     """What the endpoint needs of a gateway. All raise ApiError."""
 
     async def open_session(self, name: str, train: bool) -> UserSession: ...
@@ -70,7 +70,7 @@ class GatewayEndpoint(OpenAIEndpoint):
     """See the module."""
 
     def __init__(
-        self, model: str, settings: GatewayConfig, port: int, keys: Keys, sessions: Sessions,
+        self, model: str, settings: GatewayConfig, port: int, keys: UserKeys, sessions: ServesSessions,
         on_refusal: Callable[[str], None],
     ) -> None:  # fmt: skip
         super().__init__(model, settings.host, on_refusal, port, _tls(settings))

@@ -16,7 +16,7 @@ Right = Literal["serve", "reward", "reward_all"]
 WINDOW_SECONDS = 60.0
 
 
-class Keys:
+class UserKeys:
     """`configured`: by name. A session may have a key of its own, which is valid at this gateway and for that session
     alone, and has the rights of the key that opened it. clock: in seconds."""
 

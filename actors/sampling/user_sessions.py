@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from actors.sampling.calls import SampleFailed
-from actors.sampling.gateway_keys import Keys
+from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.openai_endpoint import OpenSample
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
@@ -55,7 +55,7 @@ class UserSample(SampleSession):
 
 
 @dataclass
-class Turn:
+class AnsweredCall:
     """A finished call: its answer's id, its request, and the client's id for it, with its number among the answers."""
 
     name: str
@@ -88,7 +88,7 @@ class UserSession:
         self.begun = self.used = asyncio.get_running_loop().time()
         self.first_tokens: list[float] = []  # seconds from the call to its first text, since the last look
         self._save = save
-        self._turns: list[Turn] = []
+        self._turns: list[AnsweredCall] = []
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
         self._saving = asyncio.Lock()
 
@@ -118,7 +118,7 @@ class UserSession:
             self.sample.messages += request.messages
         try:
             answer = await self.chat.complete(request, name, on_text)
-            self._turns.append(Turn(name, request, mark))
+            self._turns.append(AnsweredCall(name, request, mark))
             await self.save()
         except SampleFailed as failure:
             raise ApiError(f"the call has failed: {failure}", "call_failed") from None
@@ -145,7 +145,7 @@ class UserSession:
         for name, body, mark in notes["turns"]:
             request = ChatRequest.model_validate_json(body)
             answer = await self.chat.complete(request, name)
-            self._turns.append(Turn(name, request, mark))
+            self._turns.append(AnsweredCall(name, request, mark))
             if mark:
                 self._calls[mark] = asyncio.create_task(_same(answer))
         if self._turns:
@@ -170,7 +170,7 @@ class SessionCall(OpenSample):
 
     session: UserSession
     mark: str
-    keys: Keys
+    keys: UserKeys
     number: int = 0
 
     async def complete(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None) -> Answer:
