@@ -87,7 +87,7 @@ class Gateway(Sampler):
         self._keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         port = self._settings.port and self._settings.port + (self.member.index or 0)
         self._endpoint = GatewayEndpoint(
-            self.config.model, self._settings, port, self._keys, self, lambda refusal: self._count("refused")
+            self.config.name, self._settings, port, self._keys, self, lambda refusal: self._count("refused")
         )
         self.member.used.push_async_callback(self._endpoint.close)
 
