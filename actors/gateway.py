@@ -71,6 +71,8 @@ class Gateway(Sampler):
     @classmethod
     async def start(cls, member: Membership, *parts: Any, **options: Any) -> Self:
         config = member.config
+        if not config.gateway.keys:
+            raise UserError("The run has no gateway.keys, so that nobody could make a call: add one (docs/gateway.md).")
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
         parsers = await load_parsers(config, tokenizer, Parsers)
         nothing = cast(Any, None)  # it has no rows, and users are the workflow

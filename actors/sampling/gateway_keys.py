@@ -14,6 +14,8 @@ from areal.workflows.openai_api import ApiError
 
 Right = Literal["serve", "reward", "reward_all"]
 WINDOW_SECONDS = 60.0
+# The oldest keys of sessions are forgotten beyond so many.
+MOST_SESSIONS = 10_000
 
 
 class UserKeys:
@@ -46,6 +48,8 @@ class UserKeys:
     def key_for(self, name: str, session: str) -> str:
         """A new key of a session's own."""
         key = f"session-{secrets.token_urlsafe(24)}"
+        while len(self._of_sessions) >= MOST_SESSIONS:
+            del self._of_sessions[next(iter(self._of_sessions))]
         self._of_sessions[sha256(key.encode()).hexdigest()] = name, session
         return key
 
@@ -55,14 +59,19 @@ class UserKeys:
 
     def use_call(self, name: str) -> None:
         """Count a call. Raises ApiError if the key has used up its calls or tokens of this minute."""
-        settings = self.configured[name]
-        for what, limit in (("calls", settings.calls_per_minute), ("tokens", settings.tokens_per_minute)):
+        for what in ("calls", "tokens"):
+            limit = self._limit(name, what)
             if limit is not None and self._used(name, what) >= limit:
                 raise ApiError(f"this key may use {limit} {what} a minute: try again later", "rate_limit_exceeded", 429)
         self.count(name, "calls", 1)
 
     def count(self, name: str, what: str, number: int) -> None:
-        self._uses.setdefault((name, what), deque()).append((self._clock(), number))
+        if self._limit(name, what) is not None:
+            self._uses.setdefault((name, what), deque()).append((self._clock(), number))
+
+    def _limit(self, name: str, what: str) -> int | None:
+        settings = self.configured[name]
+        return settings.calls_per_minute if what == "calls" else settings.tokens_per_minute
 
     def _used(self, name: str, what: str) -> int:
         uses = self._uses.setdefault((name, what), deque())
