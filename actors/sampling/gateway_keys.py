@@ -14,8 +14,8 @@ from areal.workflows.openai_api import ApiError
 
 Right = Literal["serve", "reward", "reward_all"]
 WINDOW_SECONDS = 60.0
-# The oldest keys of sessions are forgotten beyond so many.
-MOST_SESSIONS = 10_000
+# Keys of sessions that are known at a time: beyond it the oldest is forgotten.
+SESSION_KEYS = 100_000
 
 
 class UserKeys:
@@ -48,9 +48,9 @@ class UserKeys:
     def key_for(self, name: str, session: str) -> str:
         """A new key of a session's own."""
         key = f"session-{secrets.token_urlsafe(24)}"
-        while len(self._of_sessions) >= MOST_SESSIONS:
-            del self._of_sessions[next(iter(self._of_sessions))]
         self._of_sessions[sha256(key.encode()).hexdigest()] = name, session
+        if len(self._of_sessions) > SESSION_KEYS:
+            del self._of_sessions[next(iter(self._of_sessions))]
         return key
 
     def forget(self, session: str) -> None:
@@ -59,19 +59,18 @@ class UserKeys:
 
     def use_call(self, name: str) -> None:
         """Count a call. Raises ApiError if the key has used up its calls or tokens of this minute."""
-        for what in ("calls", "tokens"):
-            limit = self._limit(name, what)
+        for what, limit in self._limits(name).items():
             if limit is not None and self._used(name, what) >= limit:
                 raise ApiError(f"this key may use {limit} {what} a minute: try again later", "rate_limit_exceeded", 429)
         self.count(name, "calls", 1)
 
     def count(self, name: str, what: str, number: int) -> None:
-        if self._limit(name, what) is not None:
+        if self._limits(name)[what] is not None:
             self._uses.setdefault((name, what), deque()).append((self._clock(), number))
 
-    def _limit(self, name: str, what: str) -> int | None:
+    def _limits(self, name: str) -> dict[str, int | None]:
         settings = self.configured[name]
-        return settings.calls_per_minute if what == "calls" else settings.tokens_per_minute
+        return {"calls": settings.calls_per_minute, "tokens": settings.tokens_per_minute}
 
     def _used(self, name: str, what: str) -> int:
         uses = self._uses.setdefault((name, what), deque())
