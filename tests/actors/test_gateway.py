@@ -178,6 +178,20 @@ async def test_a_conversation_is_one_sample_with_the_reward_that_came_and_is_tra
     assert city.ledger.ready_count == 1
 
 
+async def test_a_session_of_the_same_name_after_the_reward_is_another_sample_with_a_reward_of_its_own(city):
+    city.says = ["hello", "fine", "bye"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        await user.reward(1)
+        await user.say("hi", "hello", "how are you?")
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        await user.say("hi", "hello", "how are you?", "fine", "bye")
+        await user.reward(-1)
+    first, second = city.trained.values()
+    assert (first.reward, second.reward) == (1, -1)
+    assert TOKENIZER.decode(second.tokens[second.sampled]) == f"fine{END}bye{END}", "no token is trained twice"
+
+
 async def test_who_may_do_what(city):
     city.says = ["hello"]
     async with city.gateway() as user:
