@@ -29,16 +29,8 @@ COMPUTED = {
     *("linear_attention", "mamba", "conv", "moe", "sparse", "dense"),
 }
 # Text models of wrappers that have no class of their own, and the types that compute the same.
-TEXT_TYPES = {
-    wrapper + suffix: text
-    for wrapper, text in {
-        "qwen2_vl": "qwen2",
-        "qwen2_5_vl": "qwen2",
-        "qwen3_vl": "qwen3",
-        "qwen3_vl_moe": "qwen3_moe",
-    }.items()
-    for suffix in ("", "_text")
-}
+_TEXT_OF = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+TEXT_TYPES = {wrapper + suffix: text for wrapper, text in _TEXT_OF.items() for suffix in ("", "_text")}
 # Types of models whose layers do not pass on what the trainer's attention needs of a row.
 SILENT = {"nemotron", "stablelm"}
 SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"

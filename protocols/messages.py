@@ -22,7 +22,8 @@
 | rollout_manager | scorer | ScoreTokens | Done |
 | rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
 | rollout_manager | trainer | AskSamples | StoredSamples |
-| rollout_manager, gateway | trainer | StoreSamples, StoreCalls | Done |
+| rollout_manager, gateway | trainer | StoreSamples | GroupAccepted |
+| rollout_manager, gateway | trainer | StoreCalls | Done |
 | rollout_manager, gateway | trainer | AskCalls | StoredCalls |
 | generator | trainer | TakeDevices | Done |
 | trainer | generator | YieldDevices | Done |
@@ -306,7 +307,7 @@ class Shutdown(Message):
 
 
 class HeartbeatAnswer(Message):
-    """`ended`: once the run is over. `loads`: only for a rollout manager."""
+    """`ended`: once the run is over. `loads`: only for rollout managers and gateways."""
 
     policy: Policy
     sequence: int
@@ -418,9 +419,11 @@ class Sessions(Message):
 
 
 class DiscardSession(Message):
-    """A session that is not trained, for this reason. Refused once its batch is fixed."""
+    """A session, or all groups of its name that are alive, are not trained, for this reason. Refused once a batch with
+    one is fixed."""
 
-    group: Name
+    session: Name
+    group: Name = ""
     reason: Literal["expired", "deleted", "opted out", "failed"]
 
 
@@ -674,7 +677,7 @@ class ScoredSample(Part):
 
 class StoreSamples(Message):
     """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
-    ready if it is complete. `row`: of areal.trajectory.row_text, or empty."""
+    ready if it is complete, or that it is not accepted. `row`: of areal.trajectory.row_text, or empty."""
 
     group: Name
     prompt_index: PromptIndex

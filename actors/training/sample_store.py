@@ -59,13 +59,12 @@ class SampleStore(HandlesRequests):
         self._reporting: set[str] = set()  # groups that are complete, while the master is told
 
     @handles(StoreSamples)
-    async def store_samples(self, request: Request[StoreSamples]) -> Done:
+    async def store_samples(self, request: Request[StoreSamples]) -> GroupAccepted:
         stored = request.message
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
         group = await self._use_spool(request, self._spool.put_all, parts, self._size(stored.prompt_index))
-        await self._report_ready(group)
-        return Done()
+        return GroupAccepted(accepted=await self._report_ready(group))
 
     def _size(self, prompt_index: int) -> int:
         return samples_of(prompt_index, self._config.group_size)
@@ -141,14 +140,15 @@ class SampleStore(HandlesRequests):
             async with parked(request):
                 return await self._on_disk("the spool", use, *arguments)
 
-    async def _report_ready(self, group: Group | None) -> None:
-        """Report a group that is complete to the master, and drop it if the master does not accept it."""
+    async def _report_ready(self, group: Group | None) -> bool:
+        """Report a group that is complete to the master, and drop it if the master does not accept it. Returns False
+        then."""
         if group is None or group.id in self._reporting:
-            return
+            return True
         self._reporting.add(group.id)
         try:
             self._keep_in_memory(group)
-            accepted = (await self._ask_master(_ready_report(group), GroupAccepted)).accepted
+            accepted: bool = (await self._ask_master(_ready_report(group), GroupAccepted)).accepted
         except FencedError:
             raise
         except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
@@ -159,6 +159,7 @@ class SampleStore(HandlesRequests):
         if not accepted:
             self._add_untrained(group)
             await self._forget(group)
+        return accepted
 
     def _add_untrained(self, group: Group) -> None:
         if self._config.filter_zero_signal and not group.has_signal:

@@ -23,7 +23,8 @@ from areal.config import TrainerConfig
 from areal.training.packed import attention_kwargs, choose_attention, empty_row
 from areal.weights.lora import add_adapters
 
-TOKENS = 1024
+TOKENS = 1021
+"""A prime number, so that only gradients of parameters have the shapes of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,6 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
             part.rope_type = "default"  # others choose frequencies by the positions, which have no data here
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_forget)
         row = empty_row(torch.device("cpu"), TOKENS)
         embeddings = torch.zeros(1, TOKENS, sizes.hidden_size, dtype=dtype, requires_grad=True)
         with _Count(model) as count:
@@ -98,22 +96,20 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
     return Activations(saved / TOKENS, count.peak / TOKENS)
 
 
-def _forget(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
 class _Count(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make: those that exist `now`, and their `peak`."""
+    """Counts the bytes of the tensors that operations make: those that exist `now`, and their `peak`. Gradients of
+    parameters do not count: those of a layer's experts may be larger than all else, whatever the number of tokens."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._storages = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self._shapes = {tuple(sorted(parameter.shape)) for parameter in model.parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for tensor in tree_iter(output):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tuple(sorted(tensor.shape)) not in self._shapes:
                 self._add(tensor.untyped_storage())
         return output
 

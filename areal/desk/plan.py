@@ -176,6 +176,7 @@ def read_model(config: Config) -> ModelSizes:
         largest=max(numbers.values()),
         part=max(map(sum, of_parts), default=0),
         part_tensor=max((max(part, default=0) for part in of_parts), default=0),
+        merged=0 if lora else sum(n for name, n in numbers.items() if name.endswith("experts.gate_up_proj")),
     )
 
 

@@ -46,7 +46,8 @@ class ModelSizes:
     `checkpointed`: of its layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all
     experts of a token. `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters
     in pinned host memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor.
-    `part`, `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there."""
+    `part`, `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there. `merged`:
+    those of trained experts that are two matrices in one, which are stored apart, as copies."""
 
     parameters: int
     trained: int
@@ -63,6 +64,7 @@ class ModelSizes:
     largest: int = 0
     part: int = 0
     part_tensor: int = 0
+    merged: int = 0
 
     @property
     def kv_values(self) -> int:
@@ -209,7 +211,8 @@ def training_memory(
       takes nothing and the gradients are those of the weights' type, and with `all` two layers' weights are fetched at
       a time (assumed). The reference model has weights alone.
     * Host memory: the copies of the weights that are published, and those of a checkpoint that is written meanwhile,
-      both divided among the ranks of a host; a checkpoint's fp32 weights and moments, and what is offloaded.
+      both divided among the ranks of a host, with `merged` once more; a checkpoint's fp32 weights and moments, and
+      what is offloaded.
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
@@ -218,7 +221,7 @@ def training_memory(
     offload = trainer.offload != "none"
     elsewhere = trainer.reference_scorer or (trainer.lora and trainer.reference is None)
     writers = 1 if trainer.lora else min(ranks, DEVICES_OF_A_HOST)
-    host = HOST_OTHER + 2 * model.pinned / writers + 12 * model.trained / ranks
+    host = HOST_OTHER + 2 * (model.pinned + size * model.merged) / writers + 12 * model.trained / ranks
     if offload:
         host += (12 + 4) * model.trained / of_optimizer
     if trainer.offload == "all":
@@ -236,19 +239,19 @@ def training_memory(
 
 def _buckets(config: Config, model: ModelSizes, ranks: int, stage: int) -> float:
     """DeepSpeed copies gradients into a bucket before it sends them: in fp32, at stage 2 in the weights' type, with a
-    copy in fp32; a tensor of a layer that is larger than the bucket is sent alone. At stage 3 it also keeps up to
-    LIVE_PARAMETERS gathered, but never less than a module: the experts of a layer are one, and so are their gradients,
-    in the weights' type, when the first of them is sent. Weights that are sent straight into engines take what
-    `sending_bytes` says."""
+    copy in fp32; a tensor of a layer that is larger than the bucket is sent alone. The gradient that is copied exists
+    besides, in the weights' type. At stage 3 DeepSpeed also keeps up to LIVE_PARAMETERS gathered, but never less than a
+    module: the experts of a layer are one, and so are their gradients where one is sent alone. Weights that are sent
+    straight into engines take what `sending_bytes` says."""
     size = BYTES[config.trainer.dtype]
     buckets: float = sending_bytes(config.weights.backend, size * model.largest)
     if stage or ranks > 1:
         elements = min(max(model.bucket, model.part_tensor) if stage else LARGEST_BUCKET, model.trained)
         buckets += elements * (size + 4 if stage == 2 and size < 4 else 4)
-    if stage < 3:
-        return buckets
-    gradients = model.part if model.bucket < model.part_tensor <= model.trained else 0
-    return buckets + size * (max(model.part, min(model.parameters, LIVE_PARAMETERS)) + gradients)
+    if stage > 1 and model.part_tensor <= model.trained:
+        alone = model.part if stage == 3 else 0
+        buckets += size * (alone if model.bucket < model.part_tensor else model.part_tensor)
+    return buckets + (size * max(model.part, min(model.parameters, LIVE_PARAMETERS)) if stage == 3 else 0)
 
 
 def _activations(config: Config, model: ModelSizes, ranks: int, checkpointing: bool, longest: int) -> float:

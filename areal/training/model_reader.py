@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from areal.config import TrainerConfig, UserError, explain
@@ -64,12 +65,20 @@ class ModelReader:
         Under ZeRO 3 it is partitioned at once, so that no rank holds it whole.
         """
         with importing():
+            from transformers import modeling_utils
             from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
         with ExitStack() as stack:
             if self.stage == 3:
                 known_while_it_lives = HfDeepSpeedConfig(deepspeed_config(self.config))  # noqa: F841
                 stack.callback(unset_hf_deepspeed_config)
+                if dist.get_rank():  # transformers takes the weights of rank 0, but copies those of experts everywhere
+                    read = modeling_utils.load_state_dict
+                    stack.callback(setattr, modeling_utils, "load_state_dict", read)
+                    modeling_utils.load_state_dict = lambda *file, **how: {
+                        name: tensor.to("meta") if tensor.ndim > 1 else tensor  # all ranks keep buffers, which are 1-D
+                        for name, tensor in read(*file, **how).items()
+                    }
             return self._read(folder)
 
     def _read(self, folder: Path) -> torch.nn.Module:

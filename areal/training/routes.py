@@ -25,8 +25,7 @@ class RouteReplay:
                 part.register_forward_hook(partial(self._replace, int(layer[1])))
 
     def follow(self, routes: Tensor | None) -> None:
-        """Set the routes for the next forward pass, and for what its backward pass computes again: uint8 [T, width];
-        None: routers choose."""
+        """Set the routes of the next forward pass, and of its recomputation: uint8 [T, width]; None: routers choose."""
         self._routes = routes
         if routes is not None:
             numbers = routes.view(torch.uint8 if self._routing.dtype == "u1" else torch.uint16)

@@ -206,6 +206,10 @@ class ChatSession:
         finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish or "length"
         return Answer(message, finish, sampled, len(prompt))
 
+    def name_answer(self, name: str, answer: Answer) -> None:
+        """Give an answer a further id, under which it may be rewarded."""
+        self._answers[name] = answer.sampled
+
     def give_reward(self, value: float, answer: str | None) -> None:
         """Set the reward of the sample or, with the id of an answer, of that call. Raises ApiError."""
         if answer is not None:

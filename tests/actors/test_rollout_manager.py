@@ -282,7 +282,7 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
     manager = alone(RolloutManager, workflow=counted)
     manager._source = SimpleNamespace(row=lambda index: Row(index, "", "", None, {}))
     manager._router = SimpleNamespace(choose=choose, slot_at=lambda home: None, room=Notifier())
-    manager._unfinished, manager._sessions, manager._stores, manager._ask_trainer = {}, {}, {}, refuse
+    manager._unfinished, manager._sessions, manager._stores, manager.ask_trainer = {}, {}, {}, refuse
     manager._samples_finished = 0
     reports = []
 

@@ -62,6 +62,7 @@ from protocols.errors import RefusedError
 from protocols.messages import (
     AskRecovery,
     Done,
+    GroupAccepted,
     GroupStarted,
     JobFailed,
     KeepAlive,
@@ -705,7 +706,7 @@ def shortages_are_failures() -> AbstractContextManager[None]:
     """The trainer refuses a sample for good if its disk has no room for it."""
     store_samples = SampleStore.store_samples
 
-    async def store_at_once(store: Any, request: Any) -> Done:
+    async def store_at_once(store: Any, request: Any) -> GroupAccepted:
         if store._on_disk.__self__.disk.shortage:
             raise RefusedError("the disk is full")
         return await store_samples(store, request)

@@ -198,10 +198,10 @@ class WatchedManager(_Watched, RolloutManager):
         self._places[session] = permit, place
         return await super()._run_sample(permit, place, session, *more)
 
-    async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
+    async def ask_trainer(self, request: Message, answer: type[M]) -> M:
         if isinstance(request, StoreCalls):
             self.oracle.saves(request.prompt_index, request.place, unpacked(request.frame.data))
-        return await super()._ask_trainer(request, answer)
+        return await super().ask_trainer(request, answer)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         permit, place = self._places.pop(session)

@@ -19,7 +19,7 @@ from actors.sampling.jobs import RoutedGenerators, RoutedRewards
 from actors.sampling.router import Router
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import Endpoint, Services
-from actors.sampling.sessions import SampleSession
+from actors.sampling.sessions import SampleSession, contained_task
 from areal.config import Config, UserError
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad
@@ -673,6 +673,22 @@ async def test_a_workflow_that_ends_the_program_fails_its_sample_and_the_process
     with pytest.raises(SampleFailed, match=f"the workflow raised {type(raised).__name__}"):
         await Sampler.run_workflow(sampler, session, "a")
     assert [cause for cause, _ in sampler.failures] == ["workflow"]
+
+
+async def test_nor_does_it_end_the_process_from_a_task_of_its_own():
+    async def ends() -> None:
+        raise KeyboardInterrupt("no")
+
+    async def of_the_user(session, row):
+        asyncio.create_task(ends()).cancel()  # one that never begins
+        await asyncio.create_task(ends())
+
+    sampler = Cluster()
+    sampler._workflow = of_the_user
+    _, session = session_at(sampler, generator(0))
+    asyncio.get_running_loop().set_task_factory(contained_task)
+    with pytest.raises(SampleFailed, match="the workflow raised RuntimeError: KeyboardInterrupt: no"):
+        await asyncio.create_task(Sampler.run_workflow(sampler, session, "a"))
 
 
 def test_a_row_of_which_no_prompt_can_be_made_is_left_to_the_workflow(monkeypatch):

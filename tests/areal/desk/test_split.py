@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from areal.__main__ import main
 from areal.config import Config, TrainerConfig, UserError, WeightsConfig, dump_config, load_config
+from areal.desk import activations
 from areal.desk import plan as command
 from areal.desk.activations import Activations, measure_activations
 from areal.desk.split import (
@@ -249,6 +251,81 @@ def test_the_experts_of_a_layer_are_gathered_and_their_gradients_sent_whole():
     assert buckets(stacked, 2) == (2 + 4) * 2 * one
     frozen = replace(stacked, trained=10**7)
     assert buckets(frozen, 3) == 4 * 10**7 + 2 * 3 * one
+    small = replace(stacked, part=3 * 10**8, part_tensor=2 * 10**8)
+    assert buckets(small, 3) == 4 * 500_000_000 + 2 * 2 * 10**8 + 2 * 10**9
+
+
+def test_the_gradients_of_experts_do_not_grow_with_the_number_of_tokens(monkeypatch):
+    sizes = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+    )
+    peaks = []
+    for tokens in (1021, 8167):
+        monkeypatch.setattr(activations, "TOKENS", tokens)
+        peaks.append(measure_activations(sizes, TrainerConfig(dtype="bfloat16"), checkpointing=True).peak)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+
+
+# Qwen3-30B-A3B and Qwen3-235B-A22B, from their config.json, as `areal plan` reads them.
+EXPERTS_30B = {"bucket": 402_653_184, "part": 603_979_776, "part_tensor": 402_653_184, "largest": 402_653_184}
+QWEN_30B = ModelSizes(
+    *(30_532_122_624, 30_532_122_624, 48, 2048, 151_936, 4, 128),
+    *(Activations(10_440_780, 10_534_988), Activations(209_424, 520_796)),
+    **{"intermediate": 6144, "pinned": 81_294_422_016, "merged": 48 * 402_653_184, **EXPERTS_30B},
+)
+ADAPTED_30B = replace(QWEN_30B, trained=26_738_688, pinned=0, merged=0)
+EXPERTS_235B = {"bucket": 500_000_000, "part": 2_415_919_104, "part_tensor": 1_610_612_736, "largest": 1_610_612_736}
+QWEN_235B = ModelSizes(
+    *(235_093_634_560, 235_093_634_560, 94, 4096, 151_936, 4, 128),
+    *(Activations(40_492_020, 40_680_440), Activations(795_152, 1_413_984)),
+    **{"intermediate": 12_288, "pinned": 623_390_514_176, "merged": 94 * 1_610_612_736, **EXPERTS_235B},
+)
+OFFLOADED, LORA = {"offload": "optimizer"}, {"lora": {"rank": 32, "target_modules": ["q_proj"]}}
+REFERENCE = {"kl_coef": 0.001, "reference": "other"}
+PUBLISHED = {
+    "verl 30B, 8 of 96 GiB": (QWEN_30B, 8, 8, 4, 96, 2048, 8192, 10_240, OFFLOADED, 2),
+    "verl 30B, 32": (QWEN_30B, 32, 32, 4, 80, 1024, 2048, 12_288, REFERENCE, 3),
+    "verl 235B, 32 of 96 GiB": (QWEN_235B, 32, 32, 8, 96, 2048, 9632, 11_680, OFFLOADED | REFERENCE, 3),
+    "verl 235B, 256 of 96 GiB": (QWEN_235B, 256, 256, 8, 96, 2048, 4096, 6144, {}, 3),
+    "slime 30B, 8": (QWEN_30B, 8, 8, 8, 80, 2048, 8192, 20_480, OFFLOADED, 3),
+    "slime 30B by FSDP, 8": (QWEN_30B, 8, 8, 8, 80, 2048, 8192, 20_480, {}, None),
+    "slime 235B, 64 and 64": (QWEN_235B, 64, 64, 8, 80, 2048, 8192, 16_384, OFFLOADED, 3),
+    "prime-rl 30B, 16 and 16": (QWEN_30B, 16, 16, 8, 80, 1024, 130_048, 131_072, {"sequence_parallel": 2}, 3),
+    # Which has 8 and 8: those that train would need 78 GiB of 72.
+    "prime-rl 30B, 16": (QWEN_30B, 12, 4, 4, 80, 1024, 31_744, 32_768, {"sequence_parallel": 2}, 3),
+    "NeMo-RL 30B, 16 and 16": (QWEN_30B, 16, 16, 4, 80, 1024, 3072, 4096, {}, 3),
+    "NeMo-RL 235B, 128 and 128": (QWEN_235B, 128, 128, 8, 80, 1024, 7168, 8192, {"sequence_parallel": 2}, 3),
+    "AReaL 30B, 6 and 2": (ADAPTED_30B, 6, 2, 2, 80, 1024, 1024, 10_240, LORA, 1),
+}
+"""Settings of other systems, most by tensor and expert parallelism: the model, the devices that train and that generate
+(where they take turns, as many each), the size of an engine, the memory of a device in GiB, the tokens of a prompt, of
+a completion and of a micro-batch, and the stage of ZeRO at which training fits here; None: it does not."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_plan_of_what_others_run(name):
+    model, training, generating, engine, memory, prompt, longest, tokens, changes, stage = PUBLISHED[name]
+    lengths, rates = TokenLengths(prompt, longest / 4, longest), Rates(1 / generating, 1 / training)
+
+    def planned(**trainer) -> Plan:
+        trainer |= {"max_tokens_per_microbatch": tokens, **changes}
+        wanted = config(trainer=trainer, generator={"tensor_parallel": engine}, sampling={"max_new_tokens": longest})
+        return plan(wanted, model, rates, lengths, training + generating, memory * GIB)
+
+    if stage is None:
+        with pytest.raises(UserError, match="Training does not fit"):
+            planned()
+        assert planned(**OFFLOADED).training.total < 0.6 * memory * GIB
+    else:
+        found = planned()
+        assert (found.ranks, found.generating_devices, found.zero_stage) == (training, generating, stage)
 
 
 def test_weights_that_are_sent_directly_take_what_the_packs_of_two_transfers_take():
@@ -272,6 +349,8 @@ def test_host_memory_has_the_copies_of_weights_and_of_a_checkpoint_and_what_is_o
     of_checkpoint = 12 * model.trained
     assert host(1) == 2 * 20 * GIB + of_checkpoint
     assert host(16) == 2 * 20 * GIB / 8 + of_checkpoint / 16  # the first host's eight ranks write weights
+    model = replace(model, merged=6 * 10**9)
+    assert host(8) == 2 * (20 * GIB + 2 * 6 * 10**9) / 8 + of_checkpoint / 8
     assert host(8, offload="optimizer") == host(8) + 16 * model.trained / 8
     assert host(8, offload="all", zero_stage=3) == host(8) + (16 + 2) * model.trained / 8
 

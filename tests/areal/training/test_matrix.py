@@ -130,6 +130,14 @@ MODELS = {
         "mamba_d_state": 4,
         "mamba_dt_rank": 4,
     },
+    "KimiLinear": {
+        **LATENT,
+        "q_lora_rank": None,
+        "num_experts": 4,
+        "layer_types": MIXED,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
     "Lfm2": KINDS["Lfm2"],
     "Lfm2Moe": {**FEW, "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
     "Llama": {},
@@ -173,8 +181,8 @@ MODELS = {
 }
 """The models' classes in transformers, and what their tiny configurations have beside SIZES."""
 MIX = {
-    *("Bamba", "FalconH1", "GraniteMoeHybrid", "Jamba", "Lfm2", "Lfm2Moe", "Mamba", "NemotronH", "OlmoHybrid"),
-    *("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
+    *("Bamba", "FalconH1", "GraniteMoeHybrid", "Jamba", "KimiLinear", "Lfm2", "Lfm2Moe", "Mamba", "NemotronH"),
+    *("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
 }
 """Those whose layers mix the sequences of a row."""
 

@@ -28,6 +28,7 @@ from tiny_training import (
     step_and_gradients,
 )
 from torch.nn.functional import pad
+from transformers import modeling_utils
 
 from areal.config import UserError
 from areal.selftest import references
@@ -158,9 +159,22 @@ def test_an_adapter_of_the_head_is_refused(tmp_path):
         TrainingEngine(folder, settings(lora={"rank": 2, "target_modules": ["lm_head"]}), seed=0)
 
 
+def note_values(matrices):
+    """Have transformers' loader for ZeRO 3 note whether the matrices that it gets have values."""
+    load = modeling_utils._load_state_dict_into_zero3_model
+
+    def noting(model, weights, *arguments):
+        matrices.extend(not t.is_meta for t in weights.values() if t.ndim > 1)
+        return load(model, weights, *arguments)
+
+    modeling_utils._load_state_dict_into_zero3_model = noting
+
+
 def work(folder, out):
+    note_values(matrices := [])
     engine = TrainingEngine(folder, settings(zero_stage=3, max_tokens_per_microbatch=40), seed=0)
     _, gradients = step_and_gradients(engine, make_batch() if engine.rank == 0 else None)
+    assert matrices and set(matrices) == {engine.rank == 0}, "no other rank holds the whole model"
     if engine.rank == 0:
         save_file(gradients, out / "gradients")
     engine.close()

@@ -1,14 +1,20 @@
-"""Experts of sampling in training, against transformers' own routers in float64 whose `topk` is given the experts."""
+"""Experts of sampling in training, against transformers' own routers in float64 whose `topk` is given the experts.
+
+Run by ranks.py, this file is also the worker of the test of two ranks.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_training import (
     EXPERTS,
     LINEAR,
@@ -21,6 +27,7 @@ from tiny_training import (
     make_forest,
     make_kind,
     reference_gradients,
+    run_worker,
     settings,
     step_and_gradients,
 )
@@ -124,6 +131,16 @@ def test_gradients_are_those_of_each_branch_alone_with_the_experts_of_sampling(t
     assert_same_gradients(gradients, expected)
     routers = [name for name in gradients if name.endswith(("gate.weight", "router.weight"))]
     assert all(gradients[name].abs().max() > 1e-3 for name in routers), "the router has its gradient"
+
+
+@pytest.mark.slow
+def test_two_ranks_that_compute_rows_together_have_the_gradients_of_one(tmp_path):
+    folder = make_kind("Qwen3Moe", tmp_path / "model", **MIXTURES["Qwen3Moe"])
+    run_worker(__file__, folder, tmp_path, ranks=2)
+    batch = with_routes(make_forest(), routing_of(folder), [0, 1])
+    for stage in (0, 3):
+        expected = exact_gradients(folder, batch, routing_of(folder), [0, 1], prefix_tree=True)
+        assert_same_gradients(load_file(tmp_path / f"zero{stage}"), expected)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -240,3 +257,18 @@ def test_a_model_whose_experts_cannot_be_given_is_refused_by_its_kind(tmp_path, 
     getattr(transformers, f"{kind}Config")(**SIZES | changes).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"of the kind {kind.lower()} is no mixture of experts for which"):
         routing_of(tmp_path)
+
+
+def work(folder, out):
+    batch = with_routes(make_forest(), routing_of(folder), [0, 1])
+    for stage in (0, 3):
+        changes = {"sequence_parallel": 2, "zero_stage": stage, "gradient_checkpointing": stage == 3}
+        engine = TrainingEngine(folder, settings(routing="replay", **changes), seed=0)
+        _, gradients = step_and_gradients(engine, batch if engine.rank == 0 else None)
+        if engine.rank == 0:
+            save_file(gradients, out / f"zero{stage}")
+        engine.close()
+
+
+if __name__ == "__main__":
+    work(*map(Path, sys.argv[1:]))
