@@ -71,6 +71,8 @@ class Gateway(Sampler):
     @classmethod
     async def start(cls, member: Membership, *parts: Any, **options: Any) -> Self:
         config = member.config
+        if not config.gateway.keys:
+            raise UserError("The run has no gateway.keys, so that nobody could make a call: add one (docs/gateway.md).")
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
         parsers = await load_parsers(config, tokenizer, Parsers)
         nothing = cast(Any, None)  # it has no rows, and users are the workflow
@@ -87,7 +89,7 @@ class Gateway(Sampler):
         self._keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         port = self._settings.port and self._settings.port + (self.member.index or 0)
         self._endpoint = GatewayEndpoint(
-            self.config.model, self._settings, port, self._keys, self, lambda refusal: self._count("refused")
+            self.config.name, self._settings, port, self._keys, self, lambda refusal: self._count("refused")
         )
         self.member.used.push_async_callback(self._endpoint.close)
 

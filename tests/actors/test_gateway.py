@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import ssl
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from types import SimpleNamespace
@@ -176,6 +178,20 @@ async def test_a_conversation_is_one_sample_with_the_reward_that_came_and_is_tra
     assert city.ledger.ready_count == 1
 
 
+async def test_a_session_of_the_same_name_after_the_reward_is_another_sample_with_a_reward_of_its_own(city):
+    city.says = ["hello", "fine", "bye"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        await user.reward(1)
+        await user.say("hi", "hello", "how are you?")
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        await user.say("hi", "hello", "how are you?", "fine", "bye")
+        await user.reward(-1)
+    first, second = city.trained.values()
+    assert (first.reward, second.reward) == (1, -1)
+    assert TOKENIZER.decode(second.tokens[second.sampled]) == f"fine{END}bye{END}", "no token is trained twice"
+
+
 async def test_who_may_do_what(city):
     city.says = ["hello"]
     async with city.gateway() as user:
@@ -306,3 +322,47 @@ async def test_a_call_that_the_trainer_does_not_store_is_an_error_and_not_an_ans
         user.gateway.ask_trainer = refuse
         status, body, _ = await user.say("hi")
         assert status == 507 and "its disk is full" in body["error"]["message"]
+
+
+async def test_the_other_protocols_and_a_session_that_user_names(city):
+    city.says = ["one", "two", "three"]
+    async with city.gateway() as user:
+        hi = {"role": "user", "content": "hi"}
+        message = {"model": "m", "max_tokens": 9, "messages": [hi], "metadata": {"session_id": "one"}}
+        status, body, headers = await user.ask("messages", message)
+        assert (status, body["content"][0]["text"], headers["X-Session-Id"]) == (200, "one", "anna:one")
+        status, body, headers = await user.ask("responses", {"model": "m", "input": "hi", "user": "zwei ü"})
+        assert (status, body["output"][0]["content"][0]["text"]) == (200, "two") and len(headers["X-Session-Id"]) == 37
+        status, _, headers = await user.ask("chat/completions", {"model": "m", "messages": [hi]})
+        assert (status, headers["X-Session-Id"]) == (200, user.gateway._unnamed["anna"])
+
+
+async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_and_else_waits_until_it_expires():
+    city = City(make_config(idle_seconds=0.5, session_seconds=1.5))
+    city.says = ["hello", "hello"]
+    async with city.gateway() as user:
+        answer = await user.say("hi", session="a")
+        await user.reward(0.5, session="a", call=answer[1]["id"])
+        await user.say("hi", session="b")
+        while city.ledger.open_sessions:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+    assert [sample.reward for sample in city.trained.values()] == [0.5]
+    assert city.ledger.counters.discarded == {EXPIRED: 1}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+async def test_with_a_certificate_the_gateway_speaks_tls_alone(tmp_path):
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+    process = await asyncio.create_subprocess_exec(*command.split(), cwd=tmp_path, stderr=asyncio.subprocess.DEVNULL)
+    assert await process.wait() == 0
+    city = City(make_config(certificate=str(tmp_path / "cert.pem"), private_key=str(tmp_path / "key.pem")))
+    trust = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    trust.check_hostname = False
+    async with city.gateway() as user:
+        url = f"://127.0.0.1:{await user.gateway._endpoint.listen()}/v1/models"
+        headers = {"Authorization": f"Bearer {USER}"}
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"https{url}", headers=headers, ssl=trust) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(f"http{url}", headers=headers)
