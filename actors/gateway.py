@@ -191,9 +191,9 @@ class Gateway(Sampler):
 
     async def _adopt(self, group: SessionGroup) -> UserSession:
         """Go on with a session whose gateway was lost, with what the trainer has of it."""
-        known = self._sessions.get(group.session)
-        if known is not None and known.group is not None and known.group.group == group.group:
-            return known
+        here = self._sessions.get(group.session)
+        if here is not None and here.group is not None and here.group.group == group.group:
+            return here
         session = self._add(group.session, group)
         stored = await self.ask_trainer(AskCalls(group=group.group, place=0), StoredCalls)
         self._count("adopted")

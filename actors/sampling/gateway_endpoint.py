@@ -124,8 +124,8 @@ class GatewayEndpoint(OpenAIEndpoint):
         owner, _, number = request.match_info["id"].rpartition(":")
         session = f"{owner or name}:{_checked(number)}"
         of_all = own_session is None and "reward_all" in rights and "reward_all" in self._keys.configured[name].rights
-        known = not owner or owner in self._keys.configured
-        if not known or not of_all and (session.partition(":")[0] != name or own_session not in (None, session)):
+        is_key = not owner or owner in self._keys.configured
+        if not is_key or not of_all and (session.partition(":")[0] != name or own_session not in (None, session)):
             raise ApiError("this key has no such session", "not_found", 404)
         self._keys.check(name, *rights)
         return session
