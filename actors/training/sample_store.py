@@ -160,8 +160,12 @@ class SampleStore(HandlesRequests):
 
     async def _report_ready(self, group: Group | None) -> bool:
         """Report a group that is complete to the master, and drop it if the master does not accept it. Returns False
-        then."""
-        if group is None or group.id in self._reporting:
+        then. Raises BusyError for a session of which the master is told already: its answer is not known."""
+        if group is None:
+            return True
+        if group.id in self._reporting:
+            if group.prompt_index < 0:  # a user is told at once what this says
+                raise BusyError(f"the master is being told of {group.id}")
             return True
         self._reporting.add(group.id)
         try:

@@ -25,9 +25,9 @@ from areal.result import Result
 from areal.sampled import Generation
 from areal.staleness.ledger import EXPIRED, Batch, Ledger, LedgerSettings
 from areal.storage.saved_calls import notes_of, unpacked
-from areal.trajectory import Trajectory
+from areal.trajectory import Group, Note, Trajectory
 from areal.workflows.parsers import Parsers
-from protocols.errors import FencedError, RefusedError
+from protocols.errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskCalls,
     AskSession,
@@ -498,3 +498,19 @@ async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
         "areal_sessions_open": "gauge",
         **{f"areal_sessions_{name}": "counter" for name in COUNTS},
     }
+
+
+async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an_earlier_attempt():
+    config = SimpleNamespace(model="m", trainer=SimpleNamespace(routing="none"), max_staleness=1, batch_size=1)
+    store = SampleStore(config, 100, None, None, None, lambda *_: asyncio.Event().wait())
+    columns = {
+        "tokens": np.array([1, 2], np.int32),
+        "logprobs": np.zeros(2, np.float32),
+        "versions": np.array([-1, 0], np.int32),
+    }
+    group = Group("s0.0", -1, (Trajectory(**columns, reward=1.0, finish="stop"),), "", (Note(),))
+    first = asyncio.create_task(store._report_ready(group))
+    await asyncio.sleep(0)
+    with pytest.raises(BusyError):
+        await store._report_ready(group)
+    first.cancel()
