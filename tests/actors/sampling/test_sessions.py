@@ -263,7 +263,9 @@ class Characters:
 def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, SampleSession]:
     router = cluster.router
     sampling = cluster.config.sampling.model_copy(update=settings)
-    return router, SampleSession(cluster.services, None, sampling, 3, home=home, slot=router.slot_at(home))
+    return router, SampleSession(
+        cluster.services, Row(0, "", None, None, {}), sampling, 3, home=home, slot=router.slot_at(home)
+    )
 
 
 def moved(session: SampleSession, target: Member, then: Generation):
