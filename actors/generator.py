@@ -278,14 +278,14 @@ class Generator(Actor):
             raise BusyError("this generator accepts no sequences: it is draining")
         message, owner = request.message, request.owner
         prompts = [prompt.tolist() for prompt in message.prompts]
-        looked = [await asyncio.to_thread(self._look, content.tobytes()) for content in message.pictures]
+        pictures = [await asyncio.to_thread(self._look, content.tobytes()) for content in message.pictures]
         sequences = {
             new.job: functools.partial(
                 self._sample,
                 _name(owner, new.job),
                 request.sender,
                 new,
-                _Prompt(prompts[new.prompt], [looked[number] for number in new.pictures]),
+                _Prompt(prompts[new.prompt], [pictures[number] for number in new.pictures]),
             )
             for new in message.sequences
         }

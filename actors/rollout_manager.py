@@ -413,8 +413,8 @@ class RolloutManager(Sampler):
     async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
-        needed = {name: row.fields[name] for name in row.fields.keys() & {DIGESTS}} if row.pictures else {}
-        fields = row.fields if self._keeps_rollouts else needed
+        digests = {name: row.fields[name] for name in row.fields.keys() & {DIGESTS}} if row.pictures else {}
+        fields = row.fields if self._keeps_rollouts else digests
         request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,

@@ -71,7 +71,7 @@ def _open(content: bytes) -> Image:
 
 def _orientation(picture: Image) -> int:
     try:
-        found = picture.getexif().get(_ORIENTATION, 1)
+        orientation = picture.getexif().get(_ORIENTATION, 1)
     except Exception:  # EXIF that is damaged raises anything, and the picture can be read without it
         return 1
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1

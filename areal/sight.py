@@ -74,10 +74,10 @@ class Sight:
 
     def look(self, content: bytes) -> Picture:
         """What the model's own processor makes of a picture. Raises ValueError."""
-        made = self._processor(images=[decode(content)], return_tensors="np")
-        time, height, width = (int(count) for count in made["image_grid_thw"][0])
+        features = self._processor(images=[decode(content)], return_tensors="np")
+        time, height, width = (int(count) for count in features["image_grid_thw"][0])
         merge = self.sizes["merge_size"]
-        patches: np.ndarray = made["pixel_values"]
+        patches: np.ndarray = features["pixel_values"]
         return Picture(digest_of(content), patches, (time, height, width), (time, height // merge, width // merge))
 
     @cached_property
@@ -90,10 +90,10 @@ class Sight:
         """Where the placeholders of each picture begin among the tokens of a sequence, int [n]; none if it has no
         placeholder. Those after the last picture's are tokens like any other. Raises ValueError if the first
         placeholders do not stand for these pictures."""
-        found, ends = np.flatnonzero(np.asarray(tokens) == self.token), 0
+        places, ends = np.flatnonzero(np.asarray(tokens) == self.token), 0
         starts = []
-        for picture in pictures if len(found) else ():
-            run, ends = found[ends : ends + picture.tokens], ends + picture.tokens
+        for picture in pictures if len(places) else ():
+            run, ends = places[ends : ends + picture.tokens], ends + picture.tokens
             if len(run) < picture.tokens or run[-1] - run[0] != picture.tokens - 1:
                 raise ValueError(f"the placeholders of a prompt are not those of its {len(pictures)} pictures")
             starts.append(int(run[0]))
@@ -146,11 +146,11 @@ def sight_of(folder: str) -> Sight:
     config = _read(Path(folder) / "config.json")
     if not sees(folder):
         raise UserError(f"the model {folder} does not see pictures here, which {SEEING} alone does: leave them out")
-    said = _read(Path(folder) / "preprocessor_config.json")
-    said |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
-    of_size = said.get("size") or {}
-    said = {"min_pixels": of_size.get("shortest_edge"), "max_pixels": of_size.get("longest_edge")} | said
-    sizes = {name: int(said.get(name) or default) for name, default in SIZES.items()}
+    settings = _read(Path(folder) / "preprocessor_config.json")
+    settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
+    of_size = settings.get("size") or {}
+    settings = {"min_pixels": of_size.get("shortest_edge"), "max_pixels": of_size.get("longest_edge")} | settings
+    sizes = {name: int(settings.get(name) or default) for name, default in SIZES.items()}
     return Sight(folder, int(config["image_token_id"]), sizes)
 
 

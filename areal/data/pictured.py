@@ -52,13 +52,13 @@ def has_parts(prompt: Prompt | None) -> bool:
 def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tuple[list[Part], tuple[bytes, ...]]:
     """The prompt as messages in which each picture is a part with its `digest`, `width` and `height`, and the files.
     values: of `in_fields`. folder: for paths. Raises UserError."""
-    rest, pictures = iter(values), []
+    unplaced, pictures = iter(values), []
     messages = _marked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, bool(values))
 
     def put(part: Part) -> Part:
         if part["type"] == "text":
             return {"type": "text", "text": part["text"]}
-        if (value := next(_own(part), None)) is None and (value := next(rest, None)) is None:
+        if (value := next(_own(part), None)) is None and (value := next(unplaced, None)) is None:
             raise UserError(f"{where} has more places for pictures than pictures: correct it")
         with explain((OSError, ValueError), f"{where} has a picture that cannot be read ({{why}}): correct it"):
             content = _read(value, folder)
@@ -72,7 +72,7 @@ def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tu
         else message | {"content": [put(part) for part in message["content"]]}
         for message in messages
     ]
-    if next(rest, None) is not None:
+    if next(unplaced, None) is not None:
         raise UserError(f"{where} has more pictures than places for them in its prompt: correct it")
     return placed, tuple(pictures)
 

@@ -227,8 +227,8 @@ class GenerationEngine:
             min_p=sampling.min_p,
             routed_experts_prompt_start=len(tokens) - 1 if self._core.vllm_config.aux_output_config.enabled else 0,
         )
-        seen = _features(self._model.folder, tokens, pictures) if pictures else None
-        async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version, seen)) as sequences:
+        features = _features(self._model.folder, tokens, pictures) if pictures else None
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version, features)) as sequences:
             async for sequence in sequences:
                 yield sequence.take()
 
@@ -269,9 +269,9 @@ class GenerationEngine:
         tokens: Sequence[int],
         params: SamplingParams | PoolingParams,
         first_version: int | None,
-        seen: list[MultiModalFeatureSpec] | None = None,
+        features: list[MultiModalFeatureSpec] | None = None,
     ) -> AsyncGenerator[_Sequence, None]:
-        """The sequence, each time that it has something new for its reader, who takes it. seen: of `_features`."""
+        """The sequence, each time that it has something new for its reader, who takes it. features: of `_features`."""
         self._check_tokens(tokens)
         self._raise_if_failed()
         if self._handed_over:
@@ -280,7 +280,7 @@ class GenerationEngine:
         key = f"{request_id}#{next(self._serial)}"
         sequence = self._sequences[key] = _Sequence(len(tokens), self._config.stream_interval)
         try:
-            await self._send(key, tokens, params, first_version, seen)
+            await self._send(key, tokens, params, first_version, features)
             while not sequence.exhausted:
                 await sequence.grow()
                 yield sequence
@@ -453,7 +453,7 @@ class GenerationEngine:
         tokens: Sequence[int],
         params: SamplingParams | PoolingParams,
         first_version: int | None,
-        seen: list[MultiModalFeatureSpec] | None,
+        features: list[MultiModalFeatureSpec] | None,
     ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -465,7 +465,7 @@ class GenerationEngine:
         request = EngineCoreRequest(
             request_id=key,
             prompt_token_ids=[int(token) for token in tokens],
-            mm_features=seen,
+            mm_features=features,
             sampling_params=params if isinstance(params, SamplingParams) else None,
             pooling_params=None if isinstance(params, SamplingParams) else params,
             arrival_time=time.time(),
@@ -698,9 +698,9 @@ def _features(model: Path, tokens: Sequence[int], pictures: Sequence[Picture]) -
     starts = sight_of(str(model)).starts(np.asarray(tokens), pictures)
     for start, picture in zip(starts, pictures, strict=False):
         patches, grid = torch.from_numpy(picture.patches), torch.tensor(picture.grid)
-        whole = MultiModalFlatField(slices=[[slice(0, len(patches))]], dim=0)
+        flat = MultiModalFlatField(slices=[[slice(0, len(patches))]], dim=0)
         fields = {
-            "pixel_values": MultiModalFieldElem(patches, whole),
+            "pixel_values": MultiModalFieldElem(patches, flat),
             "image_grid_thw": MultiModalFieldElem(grid, MultiModalBatchedField(keep_on_cpu=True)),
         }
         place = PlaceholderRange(start, picture.tokens)

@@ -347,8 +347,8 @@ class TrainingEngine:
         """Rank 0's groups as a `FlatBatch` on all ranks."""
         arrays: dict[str, np.ndarray] = {}
         if batch is not None:
-            looked = self._look_at(batch)
-            flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree, **looked)
+            views = self._look_at(batch)
+            flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree, **views)
             arrays = flat.arrays()
         kinds = {name: [array.shape, array.dtype.str] for name, array in arrays.items()}
         header = self.messages.broadcast(kinds if self.rank == 0 else None)
@@ -367,9 +367,9 @@ class TrainingEngine:
         """The pictures of the groups, as `FlatBatch.of` takes them; nothing if none has any."""
         if not any(map(pictures_of, batch)):
             return {}
-        sight, seen = sight_of(str(self.source)), {name: None for group in batch for name in pictures_of(group)}
-        looked = {name: sight.look(self._pictures.get(name)) for name in seen}
-        return {"sight": sight, "pictures": [[looked[name] for name in pictures_of(group)] for group in batch]}
+        sight, names = sight_of(str(self.source)), {name for group in batch for name in pictures_of(group)}
+        views = {name: sight.look(self._pictures.get(name)) for name in names}
+        return {"sight": sight, "pictures": [[views[name] for name in pictures_of(group)] for group in batch]}
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
         """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""
