@@ -19,7 +19,7 @@ from areal.storage.pictures import PictureStore
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group, Trajectory
 
-SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=24, min_new_tokens=24)
+SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=24)
 CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=8, kv_cache_gib=0.1, max_model_len=192)
 WIDTH = {"hidden_size": 64, "intermediate_size": 96}
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
