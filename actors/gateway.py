@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter, deque
-from typing import Any, Self, cast
+from collections.abc import Coroutine
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import structlog
@@ -28,7 +29,7 @@ from actors.sampling.gateway_endpoint import NO_SESSION, GatewayEndpoint
 from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import load_parsers
-from actors.sampling.user_sessions import UserSession
+from actors.sampling.user_sessions import UserSession, note_error
 from areal.config import UserError
 from areal.tokens import load_tokenizer
 from areal.trajectory import row_text
@@ -62,6 +63,7 @@ FIRST_TOKENS = 256
 # Time for the calls in progress when the gateway leaves.
 LEAVE_SECONDS = 20.0
 
+T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -71,6 +73,8 @@ class Gateway(Sampler):
     @classmethod
     async def start(cls, member: Membership, *parts: Any, **options: Any) -> Self:
         config = member.config
+        if not config.gateway.keys:
+            raise UserError("The run has no gateway.keys, so that nobody could make a call: add one (docs/gateway.md).")
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
         parsers = await load_parsers(config, tokenizer, Parsers)
         nothing = cast(Any, None)  # it has no rows, and users are the workflow
@@ -81,14 +85,16 @@ class Gateway(Sampler):
         self._settings = self.config.gateway
         self._sessions: dict[str, UserSession] = {}
         self._unnamed: dict[str, str] = {}  # the session of calls that name none, by key
+        self._works: set[asyncio.Task[Any]] = set()
         self._opening: dict[str, asyncio.Lock] = {}
         self._counts = Counter[str]()
         self._first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
         self._keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         port = self._settings.port and self._settings.port + (self.member.index or 0)
         self._endpoint = GatewayEndpoint(
-            self.config.model, self._settings, port, self._keys, self, lambda refusal: self._count("refused")
+            self.config.name, self._settings, port, self._keys, self, lambda refusal: self._count("refused")
         )
+        self.member.used.push_async_callback(self._close_sessions)
         self.member.used.push_async_callback(self._endpoint.close)
 
     async def main(self) -> None:
@@ -109,6 +115,20 @@ class Gateway(Sampler):
             if not any(session.running for session in self._sessions.values()):
                 break
             await asyncio.sleep(WATCH_SECONDS)
+
+    async def _close_sessions(self) -> None:
+        for work in self._works:
+            work.cancel()
+        await asyncio.gather(*self._works, return_exceptions=True)
+        await asyncio.gather(*(session.leave() for session in self._sessions.values()))
+
+    async def _see_through(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. It goes on if the client does not wait for it any more."""
+        task = asyncio.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._works.discard)
+        task.add_done_callback(note_error)
+        return await asyncio.shield(task)
 
     def stats(self) -> dict[str, float]:
         names = ("opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted")
@@ -171,6 +191,9 @@ class Gateway(Sampler):
 
     async def _adopt(self, group: SessionGroup) -> UserSession:
         """Go on with a session whose gateway was lost, with what the trainer has of it."""
+        here = self._sessions.get(group.session)
+        if here is not None and here.group is not None and here.group.group == group.group:
+            return here
         session = self._add(group.session, group)
         stored = await self.ask_trainer(AskCalls(group=group.group, place=0), StoredCalls)
         self._count("adopted")
@@ -199,6 +222,12 @@ class Gateway(Sampler):
         session = await self._find(name)
         if session is None:
             return await self.state(name) | {"changed": False}
+        return await self._see_through(self._reward(session, value, parts, call))
+
+    async def _reward(
+        self, session: UserSession, value: float, parts: dict[str, float], call: str | None
+    ) -> dict[str, Any]:
+        name = session.name
         async with session.rewarding:
             if session.group is None or session.rewarded:
                 return await self.state(name) | {"changed": False}
@@ -211,7 +240,7 @@ class Gateway(Sampler):
 
     async def end(self, name: str) -> dict[str, Any]:
         if session := await self._find(name):
-            await self._end(session)
+            await self._see_through(self._end(session))
         return await self.state(name)
 
     async def delete(self, name: str) -> None:
@@ -239,21 +268,29 @@ class Gateway(Sampler):
 
     async def _end(self, session: UserSession) -> None:
         """The session takes no calls any more. It is ready if it has rewards, or the run's functions give one."""
-        session.ended = True
-        if session.group is None:
-            self._drop(session)
-        elif session.chat.rewards:
-            await self._finish(session, None, {})
-        elif self.config.reward.functions and session.sample.calls:
-            try:
-                score = await session.sample.score(session.chat.last_text)
-            except SampleFailed as failure:
-                self.report_failure(failure.cause, f"{failure}")
-                await self._discard(session, "failed")
+        async with session.rewarding:
+            session.ended = True
+            if session.rewarded:
+                return
+            if session.group is None:
+                self._drop(session)
+            elif session.chat.rewards:
+                await self._finish(session, None, {})
+            elif self.config.reward.functions and session.sample.calls:
+                await self._score(session)
             else:
-                await self._finish(session, score, session.sample.reward_parts)
+                await session.save()
+
+    async def _score(self, session: UserSession) -> None:
+        try:
+            score = await session.sample.score(session.chat.last_text)
+        except SampleFailed as failure:
+            self.report_failure(failure.cause, f"{failure}")
+            await self._discard(session, "failed")
         else:
-            await session.save()
+            if session.group is None:  # it has expired meanwhile
+                return self._drop(session)
+            await self._finish(session, score, session.sample.reward_parts)
 
     async def _finish(self, session: UserSession, reward: float | None, parts: dict[str, float]) -> bool:
         """Have the trainer store the sample. Returns False if it is not trained: it was deleted, or has expired."""
@@ -360,7 +397,7 @@ class Gateway(Sampler):
 
     async def _look_at(self, session: UserSession, now: float) -> None:
         """End or expire a session that is due."""
-        if session.running:
+        if session.running or session.rewarding.locked():
             return
         if not session.ended and now - session.used >= self._settings.idle_seconds:
             await self._end(session)

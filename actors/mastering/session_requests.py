@@ -31,10 +31,11 @@ class SessionRequests(HandlesRequests):
     @handles(AskSession)
     async def ask_session(self, request: Request[AskSession]) -> SessionAnswer:
         owner, name, ledger = self._run.member(request, "gateway").identity, request.message.session, self._run.ledger
-        group, resumed = next(reversed(ledger.session_groups(name)), None), False
-        if group is not None and group.state is GroupState.OPEN and not group.owner:
-            (group,), resumed = self._adopt(owner, [group.group_id]), True
-        elif request.message.opens and (group is None or group.state is not GroupState.OPEN):
+        group = next(reversed(ledger.session_groups(name)), None)
+        resumed = group is not None and group.state is GroupState.OPEN  # also if its holder asks again
+        if group is not None and resumed and not group.owner:
+            (group,) = self._adopt(owner, [group.group_id])
+        elif request.message.opens and not resumed:
             self._run.meter.begin()
             seconds = self._run.config.master.lease_seconds
             if self._run.free_sessions():

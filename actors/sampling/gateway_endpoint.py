@@ -123,8 +123,9 @@ class GatewayEndpoint(OpenAIEndpoint):
         name, own_session = self._keys.identify(key_of(request))
         owner, _, number = request.match_info["id"].rpartition(":")
         session = f"{owner or name}:{_checked(number)}"
-        of_all = "reward_all" in rights and "reward_all" in self._keys.configured[name].rights
-        if not of_all and (session.partition(":")[0] != name or own_session not in (None, session)):
+        of_all = own_session is None and "reward_all" in rights and "reward_all" in self._keys.configured[name].rights
+        is_key = not owner or owner in self._keys.configured
+        if not is_key or not of_all and (session.partition(":")[0] != name or own_session not in (None, session)):
             raise ApiError("this key has no such session", "not_found", 404)
         self._keys.check(name, *rights)
         return session

@@ -23,7 +23,7 @@ from areal.data.rows import Row
 from areal.sampled import Generation, Tokens
 from areal.storage.saved_calls import notes_of, packed, unpacked
 from areal.workflows.conversation import Keep
-from areal.workflows.openai_api import Answer, ApiError, ChatRequest, ChatSession
+from areal.workflows.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
 from protocols.messages import SessionGroup
 
 
@@ -105,6 +105,7 @@ class UserSession:
         call = self._calls.get(mark)
         if call is None or (call.done() and (call.cancelled() or call.exception())):
             call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
+            call.add_done_callback(note_error)
         answer = await asyncio.shield(call)
         self.chat.name_answer(name, answer)
         return answer
@@ -114,9 +115,9 @@ class UserSession:
         self.running += 1
         began = loop.time()
         self.sample.on_first = lambda: self.first_tokens.append(loop.time() - began)
-        if not self._turns and not self.sample.messages:
-            self.sample.messages += request.messages
         try:
+            if not self.sample.messages:
+                self.sample.messages += map(message_of, request.messages)
             answer = await self.chat.complete(request, name, on_text)
             self._turns.append(AnsweredCall(name, request, mark))
             await self.save()
@@ -129,9 +130,9 @@ class UserSession:
 
     async def save(self) -> None:
         """Have the trainer store the calls so far, and what is needed to go on with them."""
-        if self.group is None:
-            return
         async with self._saving:
+            if self.group is None:
+                return
             turns = [[turn.name, turn.request.model_dump_json(exclude_none=True), turn.mark] for turn in self._turns]
             rewards = [[answer, value] for answer, value in self.chat.rewards.items()]
             notes = json.dumps({"turns": turns, "rewards": rewards, "ended": self.ended})
@@ -149,7 +150,7 @@ class UserSession:
             if mark:
                 self._calls[mark] = asyncio.create_task(_same(answer))
         if self._turns:
-            self.sample.messages += self._turns[0].request.messages
+            self.sample.messages += map(message_of, self._turns[0].request.messages)
         for name, value in notes["rewards"]:
             self.chat.give_reward(value, name)
         self.ended = notes["ended"]
@@ -158,6 +159,17 @@ class UserSession:
         for call in self._calls.values():
             call.cancel()
         self.sample.close()
+
+    async def leave(self) -> None:
+        """Close it, and wait until its calls have ended."""
+        self.close()
+        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+
+
+def note_error(task: asyncio.Task[Any]) -> None:
+    """Whoever waits for the task hears of its error. If nobody does any more, asyncio is not to report it."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _same(answer: Answer) -> Answer:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import ssl
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from types import SimpleNamespace
@@ -16,14 +18,27 @@ from scripted_policy import END, byte_tokenizer
 from actors.gateway import Gateway
 from actors.mastering.session_requests import SessionRequests
 from actors.runtime.directory import Directory
+from actors.training.sample_store import SampleStore
 from areal.config import Config
+from areal.result import Result
 from areal.sampled import Generation
 from areal.staleness.ledger import EXPIRED, Batch, Ledger, LedgerSettings
 from areal.storage.saved_calls import notes_of, unpacked
 from areal.trajectory import Trajectory
 from areal.workflows.parsers import Parsers
-from protocols.errors import RefusedError
-from protocols.messages import GroupAccepted, GroupStarted, LostLeases, Policy, RenewLeases, StoreCalls, StoredCalls
+from protocols.errors import FencedError, RefusedError
+from protocols.messages import (
+    AskCalls,
+    AskSession,
+    GroupAccepted,
+    GroupStarted,
+    LostLeases,
+    Policy,
+    RenewLeases,
+    SessionAnswer,
+    StoreCalls,
+    StoredCalls,
+)
 
 USER, JUDGE = "user's key", "judge's key"
 TOKENIZER = byte_tokenizer()
@@ -176,6 +191,20 @@ async def test_a_conversation_is_one_sample_with_the_reward_that_came_and_is_tra
     assert city.ledger.ready_count == 1
 
 
+async def test_a_session_of_the_same_name_after_the_reward_is_another_sample_with_a_reward_of_its_own(city):
+    city.says = ["hello", "fine", "bye"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        await user.reward(1)
+        await user.say("hi", "hello", "how are you?")
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        await user.say("hi", "hello", "how are you?", "fine", "bye")
+        await user.reward(-1)
+    first, second = city.trained.values()
+    assert (first.reward, second.reward) == (1, -1)
+    assert TOKENIZER.decode(second.tokens[second.sampled]) == f"fine{END}bye{END}", "no token is trained twice"
+
+
 async def test_who_may_do_what(city):
     city.says = ["hello"]
     async with city.gateway() as user:
@@ -306,3 +335,154 @@ async def test_a_call_that_the_trainer_does_not_store_is_an_error_and_not_an_ans
         user.gateway.ask_trainer = refuse
         status, body, _ = await user.say("hi")
         assert status == 507 and "its disk is full" in body["error"]["message"]
+
+
+async def test_the_other_protocols_and_a_session_that_user_names(city):
+    city.says = ["one", "two", "three"]
+    async with city.gateway() as user:
+        hi = {"role": "user", "content": "hi"}
+        message = {"model": "m", "max_tokens": 9, "messages": [hi], "metadata": {"session_id": "one"}}
+        status, body, headers = await user.ask("messages", message)
+        assert (status, body["content"][0]["text"], headers["X-Session-Id"]) == (200, "one", "anna:one")
+        status, body, headers = await user.ask("responses", {"model": "m", "input": "hi", "user": "zwei ü"})
+        assert (status, body["output"][0]["content"][0]["text"]) == (200, "two") and len(headers["X-Session-Id"]) == 37
+        status, _, headers = await user.ask("chat/completions", {"model": "m", "messages": [hi]})
+        assert (status, headers["X-Session-Id"]) == (200, user.gateway._unnamed["anna"])
+
+
+async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_and_else_waits_until_it_expires():
+    city = City(make_config(idle_seconds=0.5, session_seconds=1.5))
+    city.says = ["hello", "hello"]
+    async with city.gateway() as user:
+        answer = await user.say("hi", session="a")
+        await user.reward(0.5, session="a", call=answer[1]["id"])
+        await user.say("hi", session="b")
+        while city.ledger.open_sessions:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+    assert [sample.reward for sample in city.trained.values()] == [0.5]
+    assert city.ledger.counters.discarded == {EXPIRED: 1}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+async def test_with_a_certificate_the_gateway_speaks_tls_alone(tmp_path):
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+    process = await asyncio.create_subprocess_exec(*command.split(), cwd=tmp_path, stderr=asyncio.subprocess.DEVNULL)
+    assert await process.wait() == 0
+    city = City(make_config(certificate=str(tmp_path / "cert.pem"), private_key=str(tmp_path / "key.pem")))
+    trust = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    trust.check_hostname = False
+    async with city.gateway() as user:
+        url = f"://127.0.0.1:{await user.gateway._endpoint.listen()}/v1/models"
+        headers = {"Authorization": f"Bearer {USER}"}
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"https{url}", headers=headers, ssl=trust) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(f"http{url}", headers=headers)
+
+
+async def test_the_key_of_one_session_rewards_no_other_also_if_it_is_of_a_key_that_rewards_all():
+    keys = {
+        "anna": {"sha256": sha256(USER.encode()).hexdigest()},
+        "boss": {"sha256": sha256(JUDGE.encode()).hexdigest(), "rights": ["serve", "reward_all"]},
+    }
+    city = City(make_config(keys=keys))
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        access = (await user.ask("sessions", {"id": "mine"}, JUDGE))[1]
+        status, _, _ = await user.ask("sessions/anna:s/reward", {"reward": 1}, access["api_key"])
+        assert status == 404 and city.trained == {}
+        assert (await user.reward(1))[1]["state"] == "ready", "the key itself may"
+
+
+@pytest.mark.parametrize(
+    "name", ["anna:x:s", "judge:s", "anna:", ":", "%00", "anna:%0a", "a" * 300, "anna:%F0%9F%98%80"]
+)
+async def test_strange_names_of_sessions_are_refused_in_words(name):
+    city = City(make_config())
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        for path, method in (
+            (f"sessions/{name}", "GET"),
+            (f"sessions/{name}", "DELETE"),
+            (f"sessions/{name}/end", "POST"),
+        ):
+            status, body, _ = await user.ask(path, {}, method=method)
+            assert 400 <= status < 500 and body["error"]["message"], (path, method)
+    assert city.ledger.open_sessions == 1
+
+
+async def test_a_reward_whose_client_goes_away_is_taken():
+    city = City(make_config())
+    city.says = ["hello"]
+    ask_trainer, waiting, go_on = city.ask_trainer, asyncio.Event(), asyncio.Event()
+
+    async def slow(message, answer):
+        if message.kind == "store_samples":
+            waiting.set()
+            await go_on.wait()
+        return await ask_trainer(message, answer)
+
+    async with city.gateway() as user:
+        user.gateway.ask_trainer = slow
+        await user.say("hi")
+        reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None))  # as its handler does
+        await waiting.wait()
+        reward.cancel()
+        await asyncio.gather(reward, return_exceptions=True)
+        later = asyncio.create_task(user.reward(-1))
+        go_on.set()
+        assert (await later)[1] == {"id": "anna:s", "state": "ready", "changed": False}
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
+    city = City(make_config())
+    city.config.reward.functions["addition"] = 1.0
+    city.says = ["2"]
+    asked = []
+
+    async def score(name, prompt, completions, row, tokens):
+        asked.append((prompt, completions))
+        return [Result(0.5, {})]
+
+    async with city.gateway() as user:
+        user.gateway.services.rewards = SimpleNamespace(score=score)
+        parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
+        body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+        await user.ask("chat/completions", body, X_Session_Id="s")
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready"
+    assert asked == [("1 + 1", ["2"])] and [sample.reward for sample in city.trained.values()] == [0.5]
+
+
+async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun():
+    city = City(make_config())
+    first, again = [
+        await city.ask_master("gateway/0#1", AskSession(session="a:s", opens=True), SessionAnswer) for _ in "12"
+    ]
+    assert (first.session.resumed, again.session.resumed) == (False, True)
+    assert first.session.group == again.session.group
+
+
+async def test_the_trainer_takes_the_calls_of_a_session_from_the_gateway_alone_that_goes_on_with_it():
+    stored = []
+
+    async def on_disk(what, use, *arguments):
+        return use(*arguments) or b""
+
+    spool = SimpleNamespace(put_calls=lambda group, *_: stored.append(group), calls=lambda group, place: b"")
+    config = SimpleNamespace(model="m", trainer=SimpleNamespace(routing="none"))
+    store = SampleStore(config, 100, spool, None, on_disk, None)
+
+    async def ask(sender, message):
+        return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
+
+    of_user = StoreCalls(group="s0.0", prompt_index=-1, place=0, frame=np.zeros(1, np.uint8))
+    await ask("gateway/0#1", of_user)
+    await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
+    with pytest.raises(FencedError, match="gateway/0#2 goes on with s0.0"):
+        await ask("gateway/0#1", of_user)
+    await ask("gateway/0#2", of_user)
+    assert stored == ["s0.0", "s0.0"]
