@@ -53,12 +53,12 @@ class Sight:
         if max(width, height) > 200 * min(width, height):
             raise ValueError(f"a picture of {width} x {height} pixels is too narrow for the model")
         rows, columns = (round(side / unit) * unit for side in (height, width))
-        least, most = self.sizes["min_pixels"], self.sizes["max_pixels"]
-        if rows * columns > most:
-            shrunk = math.sqrt(height * width / most)
+        lower, upper = self.sizes["min_pixels"], self.sizes["max_pixels"]
+        if rows * columns > upper:
+            shrunk = math.sqrt(height * width / upper)
             rows, columns = (max(unit, math.floor(side / shrunk / unit) * unit) for side in (height, width))
-        elif rows * columns < least:
-            grown = math.sqrt(least / (height * width))
+        elif rows * columns < lower:
+            grown = math.sqrt(lower / (height * width))
             rows, columns = (math.ceil(side * grown / unit) * unit for side in (height, width))
         return rows // unit * (columns // unit)
 

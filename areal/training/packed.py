@@ -199,13 +199,13 @@ def _pictures(
             column[start : start + picture.tokens, 1] = np.arange(picture.tokens)
         column[:, 2:] = positions_of(length, starts, of_group).T
         columns.append(column)
-    whole = np.concatenate(columns)
+    table = np.concatenate(columns)
     return {
         "patches": np.concatenate([picture.patches for picture in distinct] or [np.zeros((0, 0), np.float32)]),
         "grids": np.array([picture.grid for picture in distinct], np.int32).reshape(-1, 3),
-        "pictures": whole[:, 0].copy(),
-        "parts": whole[:, 1].copy(),
-        "places": whole[:, 2:].copy(),
+        "pictures": table[:, 0].copy(),
+        "parts": table[:, 1].copy(),
+        "places": table[:, 2:].copy(),
     }
 
 

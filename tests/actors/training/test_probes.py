@@ -11,7 +11,7 @@ from areal.trajectory import random_groups
 
 
 def test_engines_are_not_asked_for_the_logprobs_of_prompts_with_pictures_since_they_get_tokens_alone():
-    values = {"model": "m", "steps": 1, "batch_size": 1, "group_size": 2, "data": {"source": "addition"}}
+    values = {"model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
     config = Config(**values, sampling={"max_new_tokens": 4}, reward={"functions": ["addition"]})
     generator, begun = SimpleNamespace(identity="generator/0#a"), []
 
