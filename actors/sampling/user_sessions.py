@@ -112,7 +112,7 @@ class UserSession:
 
     def forget_call(self, mark: str) -> None:
         """The next call with this mark is another one."""
-        self._calls = {known: call for known, call in self._calls.items() if known.rpartition("/")[0] != mark}
+        self._calls = {key: call for key, call in self._calls.items() if key.rpartition("/")[0] != mark}
 
     async def _turn(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
         loop = asyncio.get_running_loop()
