@@ -19,6 +19,7 @@ from actors.gateway import Gateway
 from actors.mastering.session_requests import SessionRequests
 from actors.runtime.directory import Directory
 from actors.training.sample_store import SampleStore
+from actors.watching.prometheus import Numbers
 from areal.config import Config
 from areal.result import Result
 from areal.sampled import Generation
@@ -40,6 +41,7 @@ from protocols.messages import (
     StoredCalls,
 )
 
+COUNTS = "opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted"
 USER, JUDGE = "user's key", "judge's key"
 TOKENIZER = byte_tokenizer()
 
@@ -493,3 +495,13 @@ async def test_the_trainer_takes_the_calls_of_a_session_from_the_gateway_alone_t
         await ask("gateway/0#1", of_user)
     await ask("gateway/0#2", of_user)
     assert stored == ["s0.0", "s0.0"]
+
+
+async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
+    async with city.gateway() as user:
+        numbers = user.gateway.stats()
+    families = {family.name: family.type for family in Numbers("gateway", 0, lambda: numbers).collect()}
+    assert {name: kind for name, kind in families.items() if "sessions" in name} == {
+        "areal_sessions_open": "gauge",
+        **{f"areal_sessions_{name}": "counter" for name in COUNTS},
+    }

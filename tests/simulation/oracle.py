@@ -325,8 +325,8 @@ class Oracle:
         complete = {group for group, samples in found.items() if samples == self.memory.size(group, size)}
         if lost := self.memory.payloads - complete:
             raise Violation(f"the payloads of {sorted(lost)} are needed, but not in the spool", *lost)
-        # The calls of a session may be stored once more after its end; they are dropped at a checkpoint.
-        dropped = complete | {group for group in self._found_at_start if group not in self.memory.session_of}
+        # A session may be deleted once it is ready, or be stored once more after its end: a checkpoint drops it.
+        dropped = {group for group in complete | self._found_at_start if group not in self.memory.session_of}
         if left := self._needless_of(found).intersection(dropped).difference(asked):
             raise Violation(f"the spool keeps {sorted(left)}, which nobody needs any more", *left)
 
