@@ -102,7 +102,11 @@ class GatewayEndpoint(OpenAIEndpoint):
         session_name = own_session or f"{name}:{_session_id(request, data)}"
         train = self._keys.configured[name].train and request.headers.get("X-Areal-Train", "yes") != "no"
         session = await self._sessions.open_session(session_name, train)
-        mark = request.headers.get("Idempotency-Key", "")[:200]
+        mark, retries = request.headers.get("Idempotency-Key", "")[:200], request.headers.get("X-Stainless-Retry-Count")
+        if not mark and retries is not None:  # OpenAI's and Anthropic's clients send it, and repeat the body
+            mark = sha256(data).hexdigest()
+            if retries == "0":  # no retry: the same may be asked twice
+                session.forget_call(mark)
         call = SessionCall(**vars(session.open), session=session, mark=mark, keys=self._keys)
         return call, body
 

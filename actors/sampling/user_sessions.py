@@ -110,6 +110,10 @@ class UserSession:
         self.chat.name_answer(name, answer)
         return answer
 
+    def forget_call(self, mark: str) -> None:
+        """The next call with this mark is another one."""
+        self._calls = {key: call for key, call in self._calls.items() if key.rpartition("/")[0] != mark}
+
     async def _turn(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
         loop = asyncio.get_running_loop()
         self.running += 1

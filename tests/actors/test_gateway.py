@@ -249,6 +249,13 @@ async def test_a_call_with_the_same_id_is_answered_once_and_again_by_another_gat
     assert city.ledger.counters.admitted == 1
 
 
+async def test_a_retry_of_an_official_client_gets_the_same_answer_and_a_question_asked_twice_another(city):
+    city.says = ["hello", "hi there"]
+    async with city.gateway() as user:
+        answers = [await user.say("hi", X_Stainless_Retry_Count=count) for count in ("0", "1", "0", "2")]
+    assert [text_of(answer) for answer in answers] == ["hello", "hello", "hi there", "hi there"]
+
+
 async def test_a_call_whose_client_is_gone_goes_on_for_its_retry(city):
     city.says = [None, "hello"]
     async with city.gateway() as user:
