@@ -482,8 +482,7 @@ async def test_the_trainer_takes_the_calls_of_a_session_from_the_gateway_alone_t
         return use(*arguments) or b""
 
     spool = SimpleNamespace(put_calls=lambda group, *_: stored.append(group), calls=lambda group, place: b"")
-    config = SimpleNamespace(model="m", trainer=SimpleNamespace(routing="none"))
-    store = SampleStore(config, 100, spool, None, on_disk, None)
+    store = SampleStore(make_config(), 100, spool, None, on_disk, None)
 
     async def ask(sender, message):
         return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
@@ -508,8 +507,7 @@ async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
 
 
 async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an_earlier_attempt():
-    config = SimpleNamespace(model="m", trainer=SimpleNamespace(routing="none"), max_staleness=1, batch_size=1)
-    store = SampleStore(config, 100, None, None, None, lambda *_: asyncio.Event().wait())
+    store = SampleStore(make_config(), 100, None, None, None, lambda *_: asyncio.Event().wait())
     columns = {
         "tokens": np.array([1, 2], np.int32),
         "logprobs": np.zeros(2, np.float32),
