@@ -394,7 +394,7 @@ class Master(HandlesRequests):
             policy=self.state.policy,
             sequence=self._events.sequence,
             ended=self._shutdown(self._run.end.result()) if self._run.end.done() else None,
-            loads=self.members.loads_for(member.identity) if member.role == "rollout_manager" else None,
+            loads=self.members.loads_for(member.identity) if member.role in ("rollout_manager", "gateway") else None,
         )
 
     @handles(Leave)

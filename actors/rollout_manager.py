@@ -30,24 +30,26 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
+from areal.config import UserError
 from areal.data.rows import Row
-from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
+from areal.generation.routing import groups_that_fit, plan_moves
+from areal.pictures import DIGESTS
 from areal.programs.outside import SandboxError
+from areal.sight import check_pictures
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import Note, Trajectory, row_text
 from areal.workflows.sandbox_tasks import task_of
-from protocols.errors import BusError, FencedError, MalformedError, RefusedError, text_of
+from protocols.errors import RefusedError, text_of
 from protocols.messages import (
     AskCalls,
     AskPermits,
     AskSamples,
     Done,
+    GroupAccepted,
     GroupFailed,
     GroupStarted,
-    LoadColumns,
     LostLeases,
     Member,
-    Message,
     Permit,
     Permits,
     RenewLeases,
@@ -57,13 +59,10 @@ from protocols.messages import (
     StoredSamples,
     StoreSamples,
 )
-from protocols.transport import ask_until
 
-M = TypeVar("M", bound=Message)
 S = TypeVar("S")
 
 ASK_PERMITS_SECONDS = 20.0
-STORE_SECONDS = 60.0
 # How long a scored sample waits for others of its group, to be stored with them: with a request for each sample, the
 # threads beside the trainer's own took 0.18 s of CPU a step of the quickstart, now 0.07. A kill loses this time.
 STORE_AFTER_SECONDS = 2.0
@@ -130,12 +129,6 @@ class RolloutManager(Sampler):
             "samples_finished": self._samples_finished,
             "moved": self._moved,
         }
-
-    def note_loads(self, loads: LoadColumns) -> None:
-        columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
-        rows = map(GeneratorLoad, *(column.tolist() for column in columns))
-        self._router.loads = dict(zip(loads.names, rows, strict=True))
-        self._router.room.notify()
 
     def _free_groups(self) -> int:
         """Number of groups to start now. It is at least 1 if no group is in progress."""
@@ -282,6 +275,11 @@ class RolloutManager(Sampler):
         except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
             log.error("row failed", row=index, exc_info=error)
             raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
+        if row.pictures:
+            try:
+                check_pictures(self.config)
+            except UserError as error:
+                raise SampleFailed("row", str(error)) from None
         if too_long := self.services.too_long(row):
             raise SampleFailed("long", too_long)
         return row
@@ -380,14 +378,14 @@ class RolloutManager(Sampler):
             return StoredSamples(places=(), start_version=None)
         request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, all_or_none=all_or_none)
         try:
-            return await self._ask_trainer(request, StoredSamples)
+            return await self.ask_trainer(request, StoredSamples)
         except RefusedError as error:
             raise SampleFailed("trainer", f"the trainer refused the group: {error}") from None
 
     async def _calls(self, permit: Permit, place: int) -> list[SavedCall]:
         """The calls that the trainer has of a sample. Without them it is sampled anew."""
         try:
-            stored = await self._ask_trainer(AskCalls(group=permit.group, place=place), StoredCalls)
+            stored = await self.ask_trainer(AskCalls(group=permit.group, place=place), StoredCalls)
         except RefusedError as error:
             log.warning("the trainer gives no calls of a sample", group=permit.group, error=str(error))
             return []
@@ -406,7 +404,7 @@ class RolloutManager(Sampler):
             frame = np.frombuffer(packed(calls), np.uint8)
             request = StoreCalls(group=permit.group, prompt_index=permit.prompt_index, place=place, frame=frame)
             try:
-                await self._ask_trainer(request, Done)
+                await self.ask_trainer(request, Done)
                 session.unsaved -= tokens
             except RefusedError as error:
                 session.save_every = math.inf
@@ -415,10 +413,13 @@ class RolloutManager(Sampler):
     async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
+        digests = {name: row.fields[name] for name in row.fields.keys() & {DIGESTS}} if row.pictures else {}
+        fields = row.fields if self._keeps_rollouts else digests
         request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,
-            row=row_text(row.fields) if self._keeps_rollouts else "",
+            row=row_text(fields) if fields else "",
+            pictures=tuple(np.frombuffer(content, np.uint8) for content in row.pictures),
             samples=tuple(
                 ScoredSample(
                     place=sample.place, frame=np.frombuffer(sample.sample.frame(), np.uint8), **sample.note._asdict()
@@ -427,27 +428,10 @@ class RolloutManager(Sampler):
             ),
         )
         try:
-            await self._ask_trainer(request, Done)
+            await self.ask_trainer(request, GroupAccepted)
         except RefusedError as error:
             return error
         return None
-
-    async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
-        """Ask the trainer, again until it answers. Raises RefusedError."""
-
-        async def ask() -> M:
-            trainer = (await self.directory.until(lambda: self.directory.with_role("trainer")))[0]
-            return await self.member.ask(trainer.address, request, answer, STORE_SECONDS)
-
-        def again(error: BusError) -> bool:
-            if isinstance(error, RefusedError) and not isinstance(error, FencedError):  # then its successor will answer
-                return False
-            if isinstance(error, MalformedError):  # a group is too large for one message
-                raise RefusedError(str(error)) from None
-            log.warning("the trainer did not take a request", request=request.kind, error=str(error))
-            return True
-
-        return await ask_until(ask, again)
 
     @property
     def _keeps_rollouts(self) -> bool:

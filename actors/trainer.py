@@ -592,11 +592,12 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:
     samples = [t for group in groups for t in group.trajectories]
+    of_rows = [group for group in groups if group.prompt_index >= 0]  # a session has nothing to differ from
     sampled = [int(t.sampled.sum()) for t in samples]
     return {
         "completion_tokens_mean": sum(sampled) / len(sampled),
         "completion_tokens_max": max(sampled),
         "cut_share": sum(t.finish == "length" for t in samples) / len(samples),
         "branches_mean": sum(max(1, len(t.branches)) for t in samples) / len(samples),
-        "mixed_groups": sum(group.has_signal for group in groups) / len(groups),
+        "mixed_groups": sum(group.has_signal for group in of_rows) / len(of_rows) if of_rows else None,
     }

@@ -1083,6 +1083,7 @@ class KeyConfig(Section):
     rights: list[Literal["serve", "reward", "reward_all"]] = Field(
         ["serve"], description="serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"
     )
+    train: bool = Field(True, description="whether its sessions may be trained")
     calls_per_minute: int | None = Field(
         None, ge=1, description="most calls a minute at each gateway; null: any number"
     )
@@ -1448,6 +1449,11 @@ class Config(ScoringConfig, metaclass=_Checked):
     def _conflicts_of_sessions(self) -> Iterator[str]:
         if not self.gateway.share:
             return
+        if self.gateway.max_session_tokens < self.sampling.max_new_tokens:
+            yield (
+                f"gateway.max_session_tokens is {self.gateway.max_session_tokens}, but one answer may have "
+                f"sampling.max_new_tokens, {self.sampling.max_new_tokens}: raise it"
+            )
         if not self.max_sessions:
             yield (
                 f"gateway.share is {self.gateway.share:g}, but beside a batch of rows no session has room: raise "
@@ -1571,6 +1577,11 @@ class Config(ScoringConfig, metaclass=_Checked):
         """Holds one folder per published version. If weights are streamed, it also holds one folder per generator with
         the versions of that generator."""
         return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
+
+    @property
+    def pictures_folder(self) -> Path:
+        """Holds each picture of the run's prompts once, by its digest."""
+        return self.folder / "pictures"
 
 
 def from_message(values: Any) -> Config:

@@ -100,6 +100,7 @@ ROLES = {
             joins=lambda config: config.rollout_manager.external,
             works_for=frozenset({"batch"}),
         ),
+        Role("gateway", processes=lambda config: config.gateway.count, works_for=frozenset()),
         Role(
             "evaluator",
             processes=lambda config: int(config.evaluates),

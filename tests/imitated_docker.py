@@ -15,7 +15,7 @@ import os, pathlib, re, shutil, signal, subprocess, sys
 at, command, words = pathlib.Path({at!r}), sys.argv[1], sys.argv[2:]
 value = lambda option: next(word for word in words if word.startswith(option)).removeprefix(option)
 with open(at / "log", "a") as log:
-    log.write(command + chr(10))
+    log.write(" ".join([command, *words[-1:]]) + chr(10))
 def end(place):
     os.kill(int((place / "process").read_text()), signal.SIGKILL)
     shutil.rmtree(place)

@@ -26,7 +26,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before tests/, which has folders of the packages' names
 
 from areal.config import UserError
-from simulation.faults import HANDLERS, POINTS
+from simulation.faults import HANDLERS, POINTS, SESSION_HANDLERS
 from simulation.mutants import MUTANTS
 from simulation.world import Result, simulate
 
@@ -162,7 +162,7 @@ def _without_noise() -> Iterator[None]:
 def _handlers_interrupted(counters: Counter[str]) -> Table:
     """A table of how often the process died at each point of each handler."""
     table = Table("a handler's process died", *POINTS, box=None)
-    for kinds in HANDLERS.values():
+    for kinds in (*HANDLERS.values(), SESSION_HANDLERS):
         for kind in kinds:
             table.add_row(kind, *(str(counters[f"{point} {kind}"] or "-") for point in POINTS))
     return table

@@ -7,10 +7,12 @@ answers from a list.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -22,9 +24,11 @@ import pytest
 import torch
 from aiohttp import web
 from conftest import ROOT
+from helpers import descendants
 from scripted_policy import CHATML, Session, byte_tokenizer
 
 from actors.checks.start_checks import on_this_machine, rehearse_start
+from areal.__main__ import main
 from areal.config import Config, SandboxConfig, UserError, from_message, load_config
 from areal.data.rows import Row
 from areal.programs.slots import Programs
@@ -104,8 +108,8 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
     return configure
 
 
-def test_there_are_thirteen_examples():
-    assert len(EXAMPLES) == 13 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
+def test_there_are_fourteen_examples():
+    assert len(EXAMPLES) == 14 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -156,6 +160,33 @@ def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
     assert [step["step"] for step in metrics] == [1, 2]
     if example == "distillation":
         assert all(step["reward_mean"] == 0 and step["kl_teacher"] is not None for step in metrics)
+
+
+@pytest.mark.slow  # a run with a user's HTTP beside it
+def test_sessions_of_users_are_trained_though_their_gateway_is_killed(tiny_model, free_port, tmp_path):
+    overrides = [f"model={tiny_model}", f"run_dir={tmp_path}", f"gateway.port={free_port}", "steps=6", "batch_size=8"]
+    overrides += ["data.eval_size=4", "generator.kv_cache_gib=0.25", "sampling.max_new_tokens=16"]
+    users = [sys.executable, str(ROOT / "configs/examples/gateway/users.py"), *overrides]
+    metrics, killed = tmp_path / "gateway" / "metrics.jsonl", []
+    with subprocess.Popen(users, env=os.environ | {"PYTHONPATH": str(ROOT)}) as started:
+        try:
+            for _ in range(480):
+                if started.poll() is not None:
+                    break
+                if not killed and metrics.exists() and metrics.read_text().count("\n") >= 2:
+                    killed = [p.pid for p in descendants(started.pid) if "--role gateway" in p.command]
+                    for pid in killed:
+                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.wait(0.5)
+            assert started.poll() == 0 and killed
+        finally:
+            started.kill()
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [step["sessions_trained"] for step in steps] == [8] * 6
+    assert all(prompt < 0 for step in steps for prompt in step["prompts"])
+    assert len({prompt for step in steps for prompt in step["prompts"]}) == 48, "each session is trained once"
+    assert main(["audit", str(metrics.parent)]) == 0
 
 
 def repository_rows() -> list[Row]:

@@ -37,6 +37,7 @@ from areal.models import (
 from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.programs.outside import open_sandbox
+from areal.programs.slots import NO_NAMESPACES
 from areal.rewards import functions as rewards
 from areal.storage.claim import can_be_made
 from areal.tokens import load_tokenizer, missing_character, read_template
@@ -144,7 +145,10 @@ def check_code(config: Config) -> None:
     if not config.rollout_manager.external:
         resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
         rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
-    if "code" in config.own_rewards or config.rollout_manager.workflow == "python_tool":
+    bubble = config.rollout_manager.workflow_options.get("environment") == "bubble"
+    if bubble and (config.sandbox.url or config.sandbox.mode != "namespaces"):
+        raise UserError(NO_NAMESPACES)
+    if "code" in config.own_rewards or config.rollout_manager.workflow == "python_tool" or bubble:
         open_sandbox(config.sandbox).close()
     if ":" in config.trainer.objective:
         from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs

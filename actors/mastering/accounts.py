@@ -71,7 +71,7 @@ class StepMeter:
         rewards = [state.rewards[group] for group in groups]
         seconds = now - self._begun if self._begun is not None else 0.0
         trained = commit.metrics.get("tokens_trained")
-        mixed = len(groups) * (commit.metrics.get("mixed_groups") or 0.0)
+        mixed = sum(prompt >= 0 for prompt in record.prompts) * (commit.metrics.get("mixed_groups") or 0.0)
         metrics: dict[str, Any] = {
             **commit.metrics,
             "step": commit.version,

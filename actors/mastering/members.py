@@ -14,6 +14,7 @@ import numpy as np
 
 from actors.mastering.changes import Joined, Left, MemberChanged
 from actors.mastering.run_state import RunState
+from actors.runtime.membership import HEARTBEAT_SECONDS
 from areal.roles import ROLES
 from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError, RefusedError
@@ -26,6 +27,9 @@ MAX_DIRECTORY_BYTES = MAX_BODY_BYTES * 3 // 4
 REMOVED_KEPT = 64
 # So much of the members' numbers is in a status, which is one message too.
 MAX_STATUS_BYTES = MAX_BODY_BYTES // 2
+# An asker gets the loads of n generators at most once in n times this, after 500 of them no longer with each heartbeat:
+# askers and loads both grow with a cluster, and their product would take the master's core at 8,000 devices.
+LOAD_SECONDS = 0.002
 
 NO_BEAT = Heartbeat(state="starting", serves=(), activity="starting", stats={})
 
@@ -53,6 +57,7 @@ class Members:
         self.starts = Counter[str]()  # of actors since the master started, by role/index
         self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
         self._sizes = Counter({identity: _bytes_of(member) for identity, member in state.members.items()})
+        self._loads_due: dict[str, float] = {}  # when an asker gets loads again
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         return [m for m in self._state.members.values() if m.role == role and (m.state == "healthy" or not healthy)]
@@ -103,6 +108,7 @@ class Members:
         while len(self.removed) > REMOVED_KEPT:
             del self.removed[next(iter(self.removed))]
         del self.last_heartbeats[identity], self._sizes[identity]
+        self._loads_due.pop(identity, None)
         self._publish(MembersChanged(gone=(identity,)))
 
     def _enter(self, change: Joined | MemberChanged) -> None:
@@ -132,9 +138,13 @@ class Members:
             (self.last_heartbeats[m.identity].beat.activity for m in self.with_role(role, healthy=False)), "gone"
         )
 
-    def loads_for(self, asker: str) -> LoadColumns:
-        """The load of each generator, and how much of it is the asker's."""
+    def loads_for(self, asker: str) -> LoadColumns | None:
+        """The load of each generator, and how much of it is the asker's; None: it has had them not long ago."""
+        now = self.clock()
+        if now < self._loads_due.get(asker, now):
+            return None
         loads = {name: p.beat.engagement for name, p in self.last_heartbeats.items() if p.beat.engagement is not None}
+        self._loads_due[asker] = now + len(loads) * LOAD_SECONDS - HEARTBEAT_SECONDS
         return LoadColumns(
             names=tuple(loads),
             sequences=np.array([self.last_heartbeats[name].sequences for name in loads], np.int64),

@@ -7,6 +7,7 @@ import structlog
 from actors.mastering.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
 from areal.staleness.ledger import GroupState, LedgerGroup
+from protocols.errors import RefusedError
 from protocols.messages import (
     AdoptSessions,
     AskSession,
@@ -30,10 +31,11 @@ class SessionRequests(HandlesRequests):
     @handles(AskSession)
     async def ask_session(self, request: Request[AskSession]) -> SessionAnswer:
         owner, name, ledger = self._run.member(request, "gateway").identity, request.message.session, self._run.ledger
-        group, resumed = ledger.session(name), False
-        if group is not None and group.state is GroupState.OPEN and not group.owner:
-            (group,), resumed = self._adopt(owner, [group.group_id]), True
-        elif request.message.opens and (group is None or group.state is not GroupState.OPEN):
+        group = next(reversed(ledger.session_groups(name)), None)
+        resumed = group is not None and group.state is GroupState.OPEN  # also if its holder asks again
+        if group is not None and resumed and not group.owner:
+            (group,) = self._adopt(owner, [group.group_id])
+        elif request.message.opens and not resumed:
             self._run.meter.begin()
             seconds = self._run.config.master.lease_seconds
             if self._run.free_sessions():
@@ -56,11 +58,14 @@ class SessionRequests(HandlesRequests):
     @handles(DiscardSession)
     async def discard_session(self, request: Request[DiscardSession]) -> Done:
         self._run.member(request, "gateway")
-        discarded = request.message
-        if (group := self._run.ledger.group(discarded.group)) is not None and group.session:
-            self._run.ledger.discard(discarded.group, discarded.reason)
-            log.info("session discarded", group=discarded.group, reason=discarded.reason)
-            self._run.changed.notify()
+        name, reason = request.message.session, request.message.reason
+        groups = [g for g in self._run.ledger.session_groups(name) if request.message.group in ("", g.group_id)]
+        if any(group.state is GroupState.BATCHED for group in groups):
+            raise RefusedError(f"session {name} is in the batch that is trained now")
+        for group in groups:
+            self._run.ledger.discard(group.group_id, reason)
+            log.info("session discarded", session=name, group=group.group_id, reason=reason)
+        self._run.changed.notify()
         return Done()
 
 

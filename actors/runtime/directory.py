@@ -18,9 +18,14 @@ class Directory:
         self.policy = policy
         self.members = {member.identity: member for member in members}
         self.changed = Notifier()
+        self._with_role: dict[tuple[str, bool], list[Member]] = {}  # until the next change: a call asks each time
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
-        return [m for m in self.members.values() if m.role == role and (m.state == "healthy" or not healthy)]
+        key = (role, healthy)
+        if key not in self._with_role:
+            members = [m for m in self.members.values() if m.role == role and (m.state == "healthy" or not healthy)]
+            self._with_role[key] = members
+        return self._with_role[key]
 
     async def until(self, condition: Callable[[], T]) -> T:
         """The first true value of `condition`, which depends on the members or the policy."""
@@ -33,5 +38,6 @@ class Directory:
 
     def update(self, changed: Mapping[str, Member], gone: Iterable[str]) -> list[Member]:
         """Returns those that are gone now."""
+        self._with_role.clear()
         self.members |= changed
         return [self.members.pop(identity) for identity in gone if identity in self.members]

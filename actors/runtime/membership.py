@@ -70,7 +70,7 @@ from protocols.network import Network
 from protocols.transport import Bus, Request, Subscriber, ask_until
 
 # The roles that compute with the run's model, or make and read its tokens.
-USES_MODEL = ("trainer", "generator", "rollout_manager", "evaluator")
+USES_MODEL = ("trainer", "generator", "rollout_manager", "evaluator", "gateway")
 JOIN_SECONDS = 10.0
 # After this time without an answer to the first request, the actor logs that it is waiting for the master.
 SILENCE_SECONDS = 3.0

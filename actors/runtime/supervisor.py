@@ -294,7 +294,7 @@ class Supervisor:
         last = ""
         while True:
             await asyncio.sleep(0.2)
-            if child.tail and child.tail[-1] != last:
+            if child.tail and child.tail[-1] != last and "[info " not in child.tail[-1]:  # what the log has
                 last = child.tail[-1]
                 self._say(last)
 

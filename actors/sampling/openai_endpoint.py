@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import secrets
+import ssl
 import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from areal.workflows.session import Session
 MAX_BODY_BYTES = 32 * 2**20
 # Time for unfinished responses when the endpoint closes. Calls that still generate are cancelled before.
 CLOSE_SECONDS = 1.0
+# Whoever is refused for now, with this status, is told to come again after so many seconds.
+TOO_MANY, RETRY_AFTER = 429, "5"
 NO_REWARD = (
     "a reward needs the sample's reward key as `key`, which an agent gets where "
     "rollout_manager.workflow_options.agent_reward is true: the run's reward functions score all other samples "
@@ -48,8 +51,8 @@ class RewardRequest(BaseModel):
     call: str | None = None
 
 
-@dataclass(slots=True)
-class _Open:
+@dataclass
+class OpenSample:
     """A sample that an agent works on, and its calls in progress."""
 
     chat: ChatSession
@@ -58,28 +61,43 @@ class _Open:
     threads: Threads = field(default_factory=dict)
     calls: set[asyncio.Task[Answer]] = field(default_factory=set)
 
+    async def complete(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None) -> Answer:
+        """See ChatSession.complete."""
+        return await self.chat.complete(request, name, on_text)
+
+    def headers(self) -> dict[str, str]:
+        """Those of its answers, as far as is known when they begin."""
+        return {}
+
 
 class OpenAIEndpoint:
     """Serves calls for open samples. It starts to listen when the first sample is opened.
 
     model: the name that /v1/models returns; requests may use any name. host: the interface to listen on. on_refusal is
-    told about each request that is answered with an error, except for errors within a stream.
+    told about each request that is answered with an error, except for errors within a stream. port: 0: any free one.
     """
 
-    def __init__(self, model: str, host: str, on_refusal: Callable[[str], None] = lambda refusal: None) -> None:
+    def __init__(
+        self,
+        model: str,
+        host: str,
+        on_refusal: Callable[[str], None] = lambda refusal: None,
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._model = model
-        self._host = host
+        self._host, self._listen_at, self._tls = host, port, tls
         self._on_refusal = on_refusal
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenSample] = {}
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
     @contextlib.asynccontextmanager
     async def serve(self, session: Session) -> AsyncIterator[Access]:
         """Answer calls for this sample until the end of the block. Calls still in progress are then cancelled."""
-        port = await self._port()
+        port = await self.listen()
         key = f"sample-{secrets.token_urlsafe(24)}"
-        self._open[key] = sample = _Open(ChatSession(session))
+        self._open[key] = sample = OpenSample(ChatSession(session))
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             yield Access(f"http://{host}:{port}/v1", key, sample.reward_key, sample.chat)
@@ -93,7 +111,8 @@ class OpenAIEndpoint:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _port(self) -> int:
+    async def listen(self) -> int:
+        """Listen, unless it does already. Returns the port. Raises OSError if that cannot be used."""
         async with self._starting:
             if self._runner is None:
                 runner = web.AppRunner(
@@ -105,7 +124,7 @@ class OpenAIEndpoint:
                     auto_decompress=False,
                 )
                 await runner.setup()
-                await web.TCPSite(runner, self._host, 0).start()
+                await web.TCPSite(runner, self._host, self._listen_at, ssl_context=self._tls).start()
                 self._runner = runner
         port: int = self._runner.addresses[0][1]
         return port
@@ -130,12 +149,11 @@ class OpenAIEndpoint:
         except web.HTTPException as refused:  # for example an unknown path, or a body that is too large
             error = ApiError(refused.text or refused.reason, status=refused.status)
         self._on_refusal(f"{request.method} {request.path}: {error.status}, {error}")
-        return _error(request, error.status, str(error), error.code)
+        return _error(request, error)
 
-    def _sample(self, request: web.Request) -> _Open:
+    def _sample(self, request: web.Request) -> OpenSample:
         """The open sample that the request's API key belongs to. Raises ApiError."""
-        key = request.headers.get("X-Api-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        sample = self._open.get(key)
+        sample = self._open.get(key_of(request))
         if sample is None:
             raise ApiError(
                 "no sample with this API key is open: the sample has ended, or this is not the key that the agent got",
@@ -144,9 +162,9 @@ class OpenAIEndpoint:
             )
         return sample
 
-    async def _read(self, request: web.Request, kind: type[BaseModel]) -> tuple[_Open, Any]:
+    async def _read(self, request: web.Request, kind: type[BaseModel]) -> tuple[OpenSample, Any]:
         """The open sample of a request, and the request's body as a `kind`. Raises ApiError."""
-        return self._sample(request), _parse(kind, await _body(request))
+        return self._sample(request), parse(kind, await body_of(request))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         sample, body = await self._read(request, ChatRequest)
@@ -186,13 +204,21 @@ _log = logging.getLogger(__name__)
 _log.addFilter(_is_ours)
 
 
-def _error(request: web.Request, status: int, message: str, code: str | None) -> web.Response:
+def key_of(request: web.Request) -> str:
+    """The API key of a request; empty if there is none."""
+    return request.headers.get("X-Api-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _error(request: web.Request, error: ApiError) -> web.Response:
+    message, headers = str(error), {"Retry-After": RETRY_AFTER} if error.status == TOO_MANY else {}
     if request.path.startswith("/v1/messages"):
-        return web.json_response(anthropic_api.error_body(status, message, code), status=status)
-    return web.json_response(openai_api.error_body(message, code), status=status)
+        body = anthropic_api.error_body(error.status, message, error.code)
+    else:
+        body = openai_api.error_body(message, error.code)
+    return web.json_response(body, status=error.status, headers=headers)
 
 
-async def _body(request: web.Request) -> bytes:
+async def body_of(request: web.Request) -> bytes:
     """The unpacked body of the request. Raises ApiError if it does not match its declared encoding."""
     with explain(web.RequestPayloadError, "the body cannot be read: {why}", ApiError):
         body = await request.read()
@@ -214,7 +240,7 @@ def _unpacked(body: bytes, encoding: str) -> bytes:
     return unpacked
 
 
-def _parse(kind: type[BaseModel], body: bytes) -> Any:
+def parse(kind: type[BaseModel], body: bytes) -> Any:
     """The body as a `kind`. Raises ApiError, which names the first wrong field."""
     try:
         return kind.model_validate_json(body)
@@ -224,19 +250,20 @@ def _parse(kind: type[BaseModel], body: bytes) -> Any:
         raise ApiError(f"{where}: {first['msg']}") from None
 
 
-async def _answer(request: web.Request, sample: _Open, reply: Reply) -> web.StreamResponse:
+async def _answer(request: web.Request, sample: OpenSample, reply: Reply) -> web.StreamResponse:
     """Have the policy answer the call of `reply`. Raises ApiError."""
     pieces: asyncio.Queue[str | None] = asyncio.Queue()
     on_text = pieces.put_nowait if reply.request.stream else None
     # Separate tasks, so that the end of the sample cancels them without closing the connection.
-    calls = [asyncio.create_task(sample.chat.complete(reply.request, name, on_text)) for name in reply.names]
+    calls = [asyncio.create_task(sample.complete(reply.request, name, on_text)) for name in reply.names]
     calls[0].add_done_callback(lambda _: pieces.put_nowait(None))
     sample.calls.update(calls)
     try:
         if reply.request.stream:
-            return await _stream(request, reply, pieces, calls[0])
+            return await _stream(request, sample, reply, pieces, calls[0])
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        return web.json_response(reply.body(*(_result(call) for call in calls if call.done())))
+        body = reply.body(*(_result(call) for call in calls if call.done()))
+        return web.json_response(body, headers=sample.headers())
     finally:
         for call in calls:
             call.cancel()
@@ -253,14 +280,19 @@ def _result(call: asyncio.Task[Answer]) -> Answer:
 
 
 async def _stream(
-    request: web.Request, reply: Reply, pieces: asyncio.Queue[str | None], call: asyncio.Task[Answer]
+    request: web.Request,
+    sample: OpenSample,
+    reply: Reply,
+    pieces: asyncio.Queue[str | None],
+    call: asyncio.Task[Answer],
 ) -> web.StreamResponse:
     """Send the answer as a stream, which begins with its first piece of text or, without any, at its end. None ends the
     pieces. Raises ApiError for an error before the stream has begun; a later one is an event."""
     piece = await pieces.get()
     if piece is None:
         _result(call)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | sample.headers()
+    response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     await _send(response, reply.start())
     while piece is not None:

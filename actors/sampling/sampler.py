@@ -1,10 +1,10 @@
-"""The base class of the roles that sample: rollout manager and evaluator."""
+"""The base class of the roles that sample: rollout manager, evaluator and gateway."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import structlog
 
@@ -19,6 +19,7 @@ from actors.sampling.sessions import SampleSession
 from areal.config import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.generation.routing import GeneratorLoad
 from areal.programs.outside import SandboxError
 from areal.programs.slots import Programs
 from areal.text import error_text
@@ -27,8 +28,13 @@ from areal.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
 from areal.workflows.parsers import Parsers
 from areal.workflows.sandbox_tasks import RowError
-from protocols.errors import text_of
-from protocols.messages import Cause, ConnectionLost, Done, Member, ScoringFailed, Work
+from protocols.errors import BusError, FencedError, MalformedError, RefusedError, text_of
+from protocols.messages import Cause, ConnectionLost, Done, LoadColumns, Member, Message, ScoringFailed, Work
+from protocols.transport import ask_until
+
+M = TypeVar("M", bound=Message)
+
+STORE_SECONDS = 60.0
 
 log = structlog.get_logger()
 
@@ -105,6 +111,29 @@ class Sampler(Actor):
             return ()
         seconds = asyncio.get_running_loop().time() - since
         return (Work(what=f"the workflow's own code, in {len(own_code)} samples", seconds=seconds),)
+
+    def note_loads(self, loads: LoadColumns) -> None:
+        columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
+        rows = map(GeneratorLoad, *(column.tolist() for column in columns))
+        self._router.loads = dict(zip(loads.names, rows, strict=True))
+        self._router.room.notify()
+
+    async def ask_trainer(self, request: Message, answer: type[M]) -> M:
+        """Ask the trainer, again until it answers. Raises RefusedError."""
+
+        async def ask() -> M:
+            trainer = (await self.directory.until(lambda: self.directory.with_role("trainer")))[0]
+            return await self.member.ask(trainer.address, request, answer, STORE_SECONDS)
+
+        def again(error: BusError) -> bool:
+            if isinstance(error, RefusedError) and not isinstance(error, FencedError):  # then its successor will answer
+                return False
+            if isinstance(error, MalformedError):  # a group is too large for one message
+                raise RefusedError(str(error)) from None
+            log.warning("the trainer did not take a request", request=request.kind, error=str(error))
+            return True
+
+        return await ask_until(ask, again)
 
     def report_failure(self, cause: Cause, reason: str) -> None:
         """Report to the master that a sample failed, or that a reward refused it: the first of each cause, which the

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from areal.programs.slots import waiting
 from areal.result import all_scored, combined
 from areal.sampled import Generation, Tokens
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
+from areal.text import error_text
 from areal.trajectory import Trajectory
 from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
@@ -67,6 +68,7 @@ class SampleSession(SampleState):
         self._services = services
         self._generators = generators or services.generators
         self._row = row
+        self.pictures = row.pictures
         self.reward_parts: dict[str, float] = {}
         self.running: dict[Call, _CallKey] = {}
         self.saved_calls: list[SavedCall] = []
@@ -254,6 +256,23 @@ class SampleSession(SampleState):
         score, parts = combined(weights, of_sample)
         self.reward_parts |= parts | ({reward: score} if reward else {})
         return score
+
+
+def contained_task(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) -> asyncio.Task[Any]:
+    """A task, by asyncio's protocol of task factories. In one that a workflow has begun, sys.exit and KeyboardInterrupt
+    are errors like others: asyncio would end this process."""
+    if waiting.get() is contextlib.nullcontext:
+        return asyncio.Task(work, loop=loop, **settings)
+
+    async def contained() -> Any:
+        try:
+            return await work
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(error_text(error)) from error
+
+    task = asyncio.Task(contained(), loop=loop, **settings)
+    task.add_done_callback(lambda _: work.close())  # it may not have begun
+    return task
 
 
 def _row(tokens: Tokens) -> np.ndarray:

@@ -503,6 +503,10 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
 
     async def run() -> Ending:
         delays.watch()
+        if role in ("rollout_manager", "evaluator"):
+            from actors.sampling.sessions import contained_task
+
+            asyncio.get_running_loop().set_task_factory(contained_task)
         return await build(role, arguments).run()
 
     try:

@@ -15,6 +15,7 @@ from actors.runtime.membership import Ask
 from areal.config import Config, explain
 from areal.models import routing_of
 from areal.result import mean_parts
+from areal.storage.pictures import PictureStore
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Group, Note, Trajectory, samples_of
@@ -35,6 +36,9 @@ from protocols.messages import (
 )
 from protocols.transport import Request
 
+# Groups of which it is known who has last asked for their calls.
+ASKERS_KEPT = 4096
+
 
 class SampleStore(HandlesRequests):
     """Reports each group that is complete to the master. on_disk: does a write once the disk has room for it."""
@@ -52,20 +56,25 @@ class SampleStore(HandlesRequests):
         self._vocab_size = vocab_size
         self._routing = routing_of(Path(config.model)) if config.trainer.routing == "replay" else None
         self._spool = spool
+        self._pictures = PictureStore(config.pictures_folder)
         self._rollouts = rollouts
         self._on_disk = on_disk
         self._ask_master = ask_master
         self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._reporting: set[str] = set()  # groups that are complete, while the master is told
+        self._askers: dict[str, str] = {}  # who has last asked for the calls of a group, and so goes on with it
 
     @handles(StoreSamples)
-    async def store_samples(self, request: Request[StoreSamples]) -> Done:
+    async def store_samples(self, request: Request[StoreSamples]) -> GroupAccepted:
         stored = request.message
+        self._check_asker(request)
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
+        if stored.pictures:
+            files = [content.tobytes() for content in stored.pictures]
+            await self._use_spool(request, self._pictures.put_all, files)
         group = await self._use_spool(request, self._spool.put_all, parts, self._size(stored.prompt_index))
-        await self._report_ready(group)
-        return Done()
+        return GroupAccepted(accepted=await self._report_ready(group))
 
     def _size(self, prompt_index: int) -> int:
         return samples_of(prompt_index, self._config.group_size)
@@ -125,15 +134,28 @@ class SampleStore(HandlesRequests):
     async def store_calls(self, request: Request[StoreCalls]) -> Done:
         stored = request.message
         key = stored.group, stored.place
+        self._check_asker(request)
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
+        self._check_asker(request)  # another one may have read the calls before these
         return Done()
 
     @handles(AskCalls)
     async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
         key = request.message.group, request.message.place
+        self._askers.pop(key[0], None)
+        self._askers[key[0]] = request.sender
+        while len(self._askers) > ASKERS_KEPT:
+            del self._askers[next(iter(self._askers))]
         frame = await self._use_spool(request, self._spool.calls, *key)
         return StoredCalls(frame=np.frombuffer(frame, np.uint8))
+
+    def _check_asker(self, request: Request[StoreSamples] | Request[StoreCalls]) -> None:
+        """Raises FencedError if another gateway has asked for the calls of a session since: it lacks these."""
+        group = request.message.group
+        asker = self._askers.get(group, request.sender)
+        if request.message.prompt_index < 0 and asker != request.sender:
+            raise FencedError(f"{asker} goes on with {group}")
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., Any], *arguments: Any) -> Any:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
@@ -141,14 +163,15 @@ class SampleStore(HandlesRequests):
             async with parked(request):
                 return await self._on_disk("the spool", use, *arguments)
 
-    async def _report_ready(self, group: Group | None) -> None:
-        """Report a group that is complete to the master, and drop it if the master does not accept it."""
+    async def _report_ready(self, group: Group | None) -> bool:
+        """Report a group that is complete to the master, and drop it if the master does not accept it. Returns False
+        then."""
         if group is None or group.id in self._reporting:
-            return
+            return True
         self._reporting.add(group.id)
         try:
             self._keep_in_memory(group)
-            accepted = (await self._ask_master(_ready_report(group), GroupAccepted)).accepted
+            accepted: bool = (await self._ask_master(_ready_report(group), GroupAccepted)).accepted
         except FencedError:
             raise
         except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
@@ -159,6 +182,7 @@ class SampleStore(HandlesRequests):
         if not accepted:
             self._add_untrained(group)
             await self._forget(group)
+        return accepted
 
     def _add_untrained(self, group: Group) -> None:
         if self._config.filter_zero_signal and not group.has_signal:

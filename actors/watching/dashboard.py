@@ -24,6 +24,7 @@ from aiohttp.typedefs import Handler
 
 from actors.watching.answers import answer, finite, page
 from actors.watching.rollouts import RolloutPages
+from actors.watching.sessions import SessionPages
 from areal.config import explain
 from areal.desk import timeline
 from areal.desk.comparison import differing_settings, end_figures, value_of
@@ -172,7 +173,7 @@ HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]{1,5})?")
 
 def application(view: RunView | RunsView, token: str | None) -> web.Application:
     """The web application: the page at /, its data at /data?since=STEP, with a since for
-    each run, and of one run the page of rollouts.
+    each run, and of one run the pages of rollouts and sessions.
 
     token: the required value of ?token=; None: no token is required, but the address in the request has to be one of
     this machine: any web page could otherwise have its own name point to this machine, and read the answers.
@@ -199,7 +200,7 @@ def application(view: RunView | RunsView, token: str | None) -> web.Application:
     app = web.Application(middlewares=[guarded])
     app.add_routes([web.get("/", page(view.page)), web.get("/data", data)])
     if isinstance(view, RunView):
-        app.add_routes(RolloutPages(view.record).routes())
+        app.add_routes(RolloutPages(view.record).routes() + SessionPages(view.record).routes())
     return app
 
 

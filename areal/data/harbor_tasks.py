@@ -6,6 +6,7 @@ reward into /logs/verifier/reward.txt. Its `solution` is not read.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import tomllib
@@ -36,6 +37,10 @@ def _row(task: Path) -> dict[str, Any]:
         settings = tomllib.loads((task / "task.toml").read_text(encoding="utf-8"))
         prompt = (task / "instruction.md").read_text(encoding="utf-8")
         docker = file.read_text(encoding="utf-8") if (file := task / "environment/Dockerfile").is_file() else ""
+        # Tasks of one name, or of a changed folder, do not share an image.
+        content = hashlib.blake2b(digest_size=6)
+        for file in sorted((task / "environment").rglob("*")):
+            content.update(f"{file.relative_to(task)}\n".encode() + (file.read_bytes() if file.is_file() else b""))
     if not (task / "tests/test.sh").is_file() or (task / "environment/docker-compose.yaml").is_file():
         raise UserError(f"The task {task} has no tests/test.sh, or needs several containers: remove it")
     environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
@@ -47,7 +52,7 @@ def _row(task: Path) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "name": task.name,
-        "image": image or f"areal-harbor-{task.name.lower()}",
+        "image": image or f"areal-harbor-{task.name.lower()}:{content.hexdigest()}",
         "build": None if image else str((task / "environment").absolute()),
         "folder": environment.get("workdir") or next(reversed(_WORKDIR.findall(docker)), None),
         "limits": {"memory": memory, "cpus": environment.get("cpus")},

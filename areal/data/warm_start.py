@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from areal.data import addition
 
@@ -76,6 +78,7 @@ def build(
             warm_up(model, tokenizer, seed, recipe, pool, progress)
     finally:
         torch.set_num_threads(threads_before)
+    disable_progress_bar()  # of the files
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
@@ -134,6 +137,7 @@ def warm_up(
 ) -> None:
     """Train the model, supervised, on the demonstrations of the flawed teacher, short additions first."""
     optimizers = _optimizers(model, recipe.lr, pool)
+    began = time.monotonic()
     drawn = 0
     for step in range(recipe.steps):
         short = step < recipe.short_steps
@@ -148,8 +152,12 @@ def warm_up(
             optimizer.param_groups[0]["lr"] = recipe.lr * _schedule(step, recipe)
             optimizer.step()
             optimizer.zero_grad()
-        if progress and (step + 1) % 20 == 0:
-            progress(f"warm start: step {step + 1} of {recipe.steps}, loss {loss:.3f}")
+        number = step + 1
+        if progress and (number % 40 == 0 or number == recipe.steps):
+            left = (time.monotonic() - began) / number * (recipe.steps - number)
+            progress(
+                f"the quickstart's model: step {number} of {recipe.steps}, loss {loss:.3f}, about {left:.0f} s left"
+            )
 
 
 class Muon(torch.optim.Optimizer):

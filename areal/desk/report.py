@@ -145,15 +145,17 @@ def account(run: Record) -> str:
         return ""
     few = max(1, min(10, len(rewards) // 3))
     first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
+    early, late = ("first step", "last") if few == 1 else (f"first {few} of them", f"last {few}")
     model = Path(run.settings.get("model", "The model")).name
     says = [f"{model} was trained for {_shown(summary, 'steps', ',.0f')} steps in "
-            f"{_shown(summary, 'seconds', ',.0f')} s. Its mean reward was {first:.3f} in the first {few} of them and "
-            f"{last:.3f} in the last {few}."]  # fmt: skip
+            f"{_shown(summary, 'seconds', ',.0f')} s. Its mean reward was {first:.3f} in the {early} and "
+            f"{last:.3f} in the {late}."]  # fmt: skip
     if summary.get("accuracy_before") is not None and summary.get("accuracy_after") is not None:
         accuracy = [_shown(summary, f"accuracy_{when}", ".1%") for when in ("before", "after")]
         says.append(f"On rows that it never trained on, its accuracy went from {' to '.join(accuracy)}.")
     oldest, bound = (_shown(summary, key, "g") for key in ("staleness_max", "max_staleness"))
-    says.append(f"No group was more than {oldest} versions behind the weights that it trained; {bound} were allowed.")
+    versions = "version" if oldest == "1" else "versions"
+    says.append(f"No group was more than {oldest} {versions} behind the weights that it trained; {bound} were allowed.")
     if (lost := summary.get("tokens_untrained_share")) is not None:
         says.append(f"{lost:.1%} of the generated tokens were not trained on.")
     return " ".join(says)

@@ -37,6 +37,8 @@ REMAINS = 0.25
 """Lengths: below this share of the early level an alert needs no look at the reward: little of an answer is left."""
 CUT = 0.1
 """The rise of the share of cut samples. Each of them teaches that an answer without its end is wrong."""
+EXPIRED = 0.5
+"""Sessions of users: above this share that expires, most of what users say is lost."""
 PART = 0.1
 """Parts of the reward: change as a share of the larger level. Smaller ones are common between parts that conflict."""
 TOKEN = 0.25
@@ -134,6 +136,7 @@ def alerts(
         *_lengths(Curve.of(records, "completion_tokens_mean"), reward),
         *_cut(Curve.of(records, "cut_share")),
         *_parts(records, reward),
+        *_expired(records),
         *_nothing_trained(Curve.of(records, "optimizer_steps")),
         *_evaluations(evaluations, reward),
         *_token(digests, named),
@@ -241,6 +244,19 @@ def _cut(cut: Curve) -> Iterator[Alert]:
             f"{cut.level:.0%}: raise sampling.max_new_tokens, or set reward.overlong_tokens."
         )
         yield _alert("cut completions", cut, first, sentence, finish="length")
+
+
+def _expired(records: Sequence[Mapping[str, Any]]) -> Iterator[Alert]:
+    """Sessions of users whose reward has not come in time."""
+    sessions = [(r["step"], r.get("sessions_expired") or 0, r.get("sessions_trained") or 0) for r in records]
+    points = [(step, expired / (expired + trained)) for step, expired, trained in sessions if expired + trained]
+    share = Curve([step for step, _ in points], [value for _, value in points])
+    if first := share.since(share.means > EXPIRED):
+        sentence = (
+            f"{share.last:.0%} of the sessions of users have expired since step {first}, before their reward came: ask "
+            f"for feedback earlier, or raise max_staleness or batch_size."
+        )
+        yield _alert("sessions expire", share, first, sentence)
 
 
 def _parts(records: Sequence[Mapping[str, Any]], reward: Curve) -> Iterator[Alert]:

@@ -571,7 +571,7 @@ def watch(program, ended, run, usage, job):
             return "timeout", None
         if now > look:  # a machine with other work may give it no CPU time: hence its state, too
             used_before, used, look = used, usage.cpu_seconds(), now + IDLE_SECONDS
-            runs = any(fields[0] == b"R" for fields in descendants().values())
+            runs = any(fields[0] in (b"R", b"D") for fields in descendants().values())
             if not runs and used - used_before < IDLE_SHARE * IDLE_SECONDS:
                 with contextlib.suppress(OSError):  # the caller is gone
                     run.sendall(b'{"idle": true}\n')

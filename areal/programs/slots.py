@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from areal.config import SandboxConfig, UserError
 from areal.programs.outside import LocalSandbox, ProgramSandbox, SandboxError, open_sandbox
 
+NO_NAMESPACES = "The sandbox `bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode."
 # Makes a block in which a sample waits for others.
 waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("waiting", default=contextlib.nullcontext)
 
@@ -55,7 +56,7 @@ class Programs:
         """The sandbox, for commands. Raises SandboxError."""
         sandbox = await self.opened()
         if self._config.mode != "namespaces" or not isinstance(sandbox, LocalSandbox):
-            raise SandboxError("`bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode")
+            raise SandboxError(NO_NAMESPACES)
         return sandbox
 
     async def close(self) -> None:

@@ -83,7 +83,7 @@ def _judged(score: Callable[[], Any], results: Callable[[Any], list[Result]]) ->
         value = score()
     except RewardError as error:
         return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
-    except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything
+    except BaseException as error:  # the user's function runs here and may raise anything
         _print_first(error)
         kind = "memory" if isinstance(error, MemoryError) else "raised"
         return [kind, error_text(error)[:MAX_REASON_CHARACTERS]]

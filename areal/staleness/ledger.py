@@ -754,9 +754,9 @@ class Ledger(LedgerState):
         """The ids of the groups that `owner` holds leases of, in order of admission."""
         return [group.group_id for group in self._leased() if group.owner == owner]
 
-    def session(self, name: str) -> LedgerGroup | None:
-        """The last session of this name, if it is alive."""
-        return next((group for group in reversed(self._groups.values()) if group.session == name), None)
+    def session_groups(self, name: str) -> list[LedgerGroup]:
+        """The sessions of this name that are alive, the last one last: it alone may be open."""
+        return [group for group in self._groups.values() if group.session == name]
 
     def left_sessions(self) -> list[str]:
         """The ids of the open sessions that have no owner."""

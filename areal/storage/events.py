@@ -42,7 +42,8 @@ COUNTERS = (
 # The numbers in heartbeats that never decrease while an actor runs.
 TOTALS = frozenset(COUNTERS) | {
     "preemptions", "fetch_seconds", "weight_bytes_received", "weight_bytes_sent", "work_done", "scored", "failed",
-    "samples_scored", "samples_finished", "moved",
+    "samples_scored", "samples_finished", "moved", "sessions_opened", "sessions_rewarded", "sessions_expired",
+    "sessions_deleted", "sessions_refused", "sessions_untrained", "sessions_adopted",
 }  # fmt: skip
 
 

@@ -35,8 +35,8 @@ def digest_of(prompt: np.ndarray) -> bytes:
     return blake2b(np.ascontiguousarray(prompt, np.int32).data, digest_size=DIGEST_BYTES).digest()
 
 
-def packed(calls: Sequence[SavedCall]) -> bytes:
-    """At least one call as a frame: 12 bytes a token, and 25 a call."""
+def packed(calls: Sequence[SavedCall], notes: str = "") -> bytes:
+    """At least one call as a frame: 12 bytes a token, and 25 a call. notes: what else its owner needs to go on."""
     values = (
         np.frombuffer(b"".join(call.prompt for call in calls), np.uint8),
         [call.limit for call in calls],
@@ -44,12 +44,20 @@ def packed(calls: Sequence[SavedCall]) -> bytes:
         [_FINISHES.index(call.sampled.finish) for call in calls],
     )
     of_calls = {name: np.asarray(value, _OF_CALLS[name]) for name, value in zip(_OF_CALLS, values, strict=True)}
-    return pack(joined(call.sampled for call in calls) | of_calls)
+    columns = joined(call.sampled for call in calls) | of_calls
+    return pack(columns | ({"notes": np.frombuffer(notes.encode(), np.uint8)} if notes else {}))
+
+
+def notes_of(frame: bytes | memoryview) -> str:
+    """The notes of a frame of calls; empty if it has none."""
+    notes = unpack(frame).get("notes")
+    return "" if notes is None else notes.tobytes().decode()
 
 
 def unpacked(frame: bytes | memoryview) -> list[SavedCall]:
     """The inverse of `packed`. Raises ValueError if this cannot be of calls."""
     arrays = unpack(frame)
+    arrays.pop("notes", None)
     if missing := _OF_CALLS.keys() - arrays.keys():
         raise ValueError(f"saved calls lack {', '.join(sorted(missing))}")
     of_calls = {name: arrays.pop(name) for name in _OF_CALLS}

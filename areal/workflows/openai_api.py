@@ -188,7 +188,7 @@ class ChatSession:
         complete to be parsed. Raises ApiError, or what the session raised: the sample has then failed."""
         request.check_sampling(self._session.sampling)
         await self._check(request.offered)
-        messages = [_message(raw) for raw in request.messages]
+        messages = [message_of(raw) for raw in request.messages]
         digests = list(accumulate(messages, _digest, initial=json.dumps(request.offered).encode()))
         talk, prompt = self._prompt(messages, request.offered, digests)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -200,11 +200,15 @@ class ChatSession:
             return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
         read = await self._read(sampled, request, stops)
         message = _shown(read)
-        self._conversations[_digest(digests[-1], talk.add(sampled, _message(message)))] = talk
+        self._conversations[_digest(digests[-1], talk.add(sampled, message_of(message)))] = talk
         self._answers[name] = sampled
         self.last_text = message["content"] or ""
         finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish or "length"
         return Answer(message, finish, sampled, len(prompt))
+
+    def name_answer(self, name: str, answer: Answer) -> None:
+        """Give an answer a further id, under which it may be rewarded."""
+        self._answers[name] = answer.sampled
 
     def give_reward(self, value: float, answer: str | None) -> None:
         """Set the reward of the sample or, with the id of an answer, of that call. Raises ApiError."""
@@ -381,7 +385,7 @@ def error_body(message: str, code: str | None) -> Json:
 
 def prompt_tokens(request: ChatRequest, tokenizer: Any) -> int:
     """How many tokens the chat template makes of the messages and tools. Raises ApiError."""
-    messages = [_message(raw) for raw in request.messages]
+    messages = [message_of(raw) for raw in request.messages]
     return len(_rendered(Conversation(tokenizer, request.offered), messages))
 
 
@@ -410,7 +414,7 @@ def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json
     return {"content": content, "refusal": None}
 
 
-def _message(raw: Json) -> Json:
+def message_of(raw: Json) -> Json:
     """A chat message in the form that templates take, without fields that clients add to the messages they received.
     Raises ApiError."""
     role = "system" if raw.get("role") == "developer" else raw.get("role")

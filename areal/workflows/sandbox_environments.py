@@ -32,10 +32,8 @@ class SandboxEnvironment:
     """One episode. Each turn's first ```bash block is run, and its output is what the policy sees next. A turn without
     a block is the last: then the tests say what the reward is.
 
-    command, folder, image: of rows that have none of their own (`areal.workflows.sandbox_tasks`); `folder` None: tests
-    run in the policy's own sandbox. network, memory, cpus, processes, disk: what a sandbox may use. arguments: more for
-    `docker run`. max_output: the most bytes of an output. timeout_seconds: the most that the start, and each command,
-    may take.
+    command, folder, image: of rows that have none of their own; `folder` None: tests run in the policy's own sandbox.
+    The other options are those of docs/sandboxes.md.
     """
 
     def __init__(
@@ -73,10 +71,8 @@ class SandboxEnvironment:
         ):
             looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
         if looked.returncode:
-            reason = looked.stderr.strip().rpartition("\n")[2]
-            raise UserError(
-                f"{named} cannot be started ({reason}): pull the image, or start {self.provider}'s service."
-            )
+            why = looked.stderr.strip().rpartition("\n")[2]
+            raise UserError(f"{named} cannot be started ({why}): pull the image, or start {self.provider}'s service.")
 
     async def reset(self, row: Row) -> Prompt:
         """Start the sandbox. Returns the row's prompt. Raises SandboxError, and RowError if nothing can judge."""

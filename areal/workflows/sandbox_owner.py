@@ -82,16 +82,29 @@ class Sandboxes:
         label, the limits and the seconds, which returns a sandbox that has started. seconds: for the start, for
         each file and for the setup. arguments: more for `docker run`. Raises SandboxError.
         """
-        await self._sweep_once(provider)
+        if provider not in self._swept:
+            self._swept[provider] = asyncio.create_task(self._sweep(provider))
+        await asyncio.shield(self._swept[provider])
+        label, image, limits = self._label, task.image, limits.changed(task.limits)
+        sandbox: Sandbox
         if provider in CONTAINERS:
-            if not task.image:
+            if not image:
                 raise RowError(f"the row names no image, and neither does the sandbox {provider!r}")
             await asyncio.shield(self._pull(provider, task))
-        sandbox = await self._made(provider, task, limits.changed(task.limits), seconds, arguments)
+            sandbox = ContainerSandbox(provider, image, label, limits, arguments, self._programs)
+        elif provider == "bubble":
+            sandbox = BubbleSandbox(self._programs, limits)
+        elif is_url(provider):
+            sandbox = HttpSandbox(self._service(provider), image, label, limits)
+        else:
+            sandbox = await plugins.load(provider, PROVIDER)(image, label, limits, seconds)
         self.running += 1
         try:
             await sandbox.start(seconds)
-            await prepare(sandbox, task, seconds)
+            if not await written(sandbox, task.files, seconds):
+                raise SandboxError("the row's files cannot be written")
+            if task.setup:
+                await run_own(sandbox, task, task.setup, seconds)
             yield sandbox
         finally:
             self.running -= 1
@@ -107,19 +120,6 @@ class Sandboxes:
             await self._sweep(provider)
             if is_url(provider):
                 await self._service(provider).close()
-
-    async def _made(
-        self, provider: str, task: Task, limits: Limits, seconds: float, arguments: Sequence[str]
-    ) -> Sandbox:
-        """A sandbox, which is not started yet unless it is the user's."""
-        if provider in CONTAINERS:
-            return ContainerSandbox(provider, str(task.image), self._label, limits, arguments, self._programs)
-        if provider == "bubble":
-            return BubbleSandbox(self._programs, limits)
-        if is_url(provider):
-            return HttpSandbox(self._service(provider), task.image, self._label, limits)
-        sandbox: Sandbox = await plugins.load(provider, PROVIDER)(task.image, self._label, limits, seconds)
-        return sandbox
 
     def _pull(self, provider: str, task: Task) -> asyncio.Task[None]:
         """The pull of the task's image, which has begun or is here. Raises RowError if it has failed too often."""
@@ -141,11 +141,6 @@ class Sandboxes:
             self._pulls[provider, image].add_done_callback(lambda pull: pull.cancelled() or pull.exception())
         return self._pulls[provider, image]
 
-    async def _sweep_once(self, provider: str) -> None:
-        if provider not in self._swept:
-            self._swept[provider] = asyncio.create_task(self._sweep(provider))
-        await asyncio.shield(self._swept[provider])
-
     async def _sweep(self, provider: str) -> None:
         """End what has this label: of this process and those before it."""
         try:
@@ -155,14 +150,6 @@ class Sandboxes:
                 await self._service(provider).end_all(self._label)
         except SandboxError as error:
             log.warning("sandboxes that were left cannot be ended", provider=provider, why=str(error))
-
-
-async def prepare(sandbox: Sandbox, task: Task, seconds: float) -> None:
-    """Write a task's files and run its setup. Raises SandboxError if one fails: the policy has not run yet."""
-    if not await written(sandbox, task.files, seconds):
-        raise SandboxError("the row's files cannot be written")
-    if task.setup:
-        await run_own(sandbox, task, task.setup, seconds)
 
 
 async def written(sandbox: Sandbox, files: Mapping[str, str], seconds: float) -> bool:

@@ -102,16 +102,18 @@ class ContainerSandbox(Sandbox):
                 started = await self._container.stdout.readline()
                 reason = b"" if started else await self._container.stderr.read()
         if not started:
-            raise SandboxError(
-                f"{self._program} does not start {self._image}: {reason.decode(errors='replace').strip()}"
-            )
+            why = reason.decode(errors="replace").strip()
+            raise SandboxError(f"{self._program} does not start {self._image}: {why}")
 
     async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
         inside = self._program, "exec", "--interactive", self._name, *command
+        status = None
         async with self._programs.slot():
-            status, printed = await finish(*inside, stdin=stdin, seconds=seconds, most_bytes=most_bytes)
-        if status is None:  # end all but the container's first process, which the kernel spares
-            await self._end("exec", self._name, "sh", "-c", "kill -9 -1")
+            try:
+                status, printed = await finish(*inside, stdin=stdin, seconds=seconds, most_bytes=most_bytes)
+            finally:
+                if status is None:  # end all but the container's first process, which the kernel spares
+                    await self._end("exec", self._name, "sh", "-c", "kill -9 -1")
         if self._container is None or self._container.returncode is not None:
             raise SandboxError(f"the container of {self._image} has ended")
         return Ran(status, printed)

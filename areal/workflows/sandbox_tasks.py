@@ -56,16 +56,9 @@ class RowError(SandboxError):
 
 @dataclass(frozen=True)
 class Task:
-    """image: of a container; build: a folder with a Dockerfile, of which it is built if it is not there. files (texts
-    by path), then setup (a shell command): before the policy's first turn. limits: keys of `Limits`. path: folders of
-    programs, before those of the image.
-
-    folder: what of the policy's sandbox is copied into the new one in which the tests run; None: they run in the
-    policy's own. tests (texts by path) and tests_folder (of this machine, to /tests) are written there. ready: a
-    command that is run with them before the copy, after which they are written again. command: judges. reward_file: has
-    the reward then, as text, or next to it as JSON; None: the exit status of the command says it. seconds: the most
-    that the command may take; None: as all commands.
-    """
+    """The fields as docs/sandboxes.md has them. folder None: tests run in the policy's own sandbox. tests are written
+    before `ready`, and again after the copy. reward_file None: the exit status of `command` is the reward. seconds
+    None: as of all commands."""
 
     image: str | None = None
     build: str | None = None

@@ -11,7 +11,6 @@ from typing import Any
 from areal.workflows.sandbox_tasks import Task
 from areal.workflows.sandboxes import OUTPUT_BYTES, Sandbox
 
-TIMEOUT_SECONDS, MAX_OUTPUT = 60.0, 4000
 NO_TASK = Task()
 
 
@@ -41,11 +40,7 @@ class SandboxTools:
     )
 
     def __init__(
-        self,
-        sandbox: Sandbox,
-        task: Task = NO_TASK,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-        max_output: int = MAX_OUTPUT,
+        self, sandbox: Sandbox, task: Task = NO_TASK, timeout_seconds: float = 60.0, max_output: int = 4000
     ) -> None:
         self._sandbox, self._task = sandbox, task
         self._seconds, self._max_output = timeout_seconds, max_output

@@ -489,6 +489,7 @@ def test_distillation_needs_no_reward_and_then_no_reward_actor_but_a_scorer():
         "scorer": 1,
         "reward": 0,
         "rollout_manager": 1,
+        "gateway": 0,
         "evaluator": 0,
     }
     evaluation = RUN | LIKED | {"steps": 0, "reward": {"functions": {"liked": 1}}}

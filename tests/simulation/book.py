@@ -8,8 +8,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal.staleness.ledger import ZERO_SIGNAL
+from areal.staleness.ledger import EXPIRED, LOST_WITH_THE_SPOOL, ROLLED_BACK, START_VERSION_FELL, ZERO_SIGNAL
 
+# Why a session may be discarded that its gateway, or the run, gives up.
+GIVEN_UP = (EXPIRED, "deleted", "opted out", "failed", START_VERSION_FELL, ROLLED_BACK, LOST_WITH_THE_SPOOL)
 # Why a group may fail, by its rollout manager: what may be tried again, as `on_failed_sample` says, and what may not.
 RETRIED = ("prompt", "reward", "scorer", "sandbox", "workflow", "trainer")
 HOPELESS = ("row", "long")
@@ -28,10 +30,12 @@ class Violation(Exception):
 class Row:
     """An alive group. `started_at`: its start version; None until the master is told. `admitted`: the virtual time, and
     `leased`: the time by the master's clock when its lease was last renewed, as far as the oracle saw. `granted`: its
-    owner may have its permit."""
+    owner may have its permit. `session`: the name of the session that it is, whose `owner` is empty once it is left."""
 
     prompt: int
     owner: str
+    version: int
+    session: str = ""
     started_at: int | None = None
     ready: bool = False
     admitted: float = 0.0
@@ -53,6 +57,8 @@ GOES_BACK = (
     "discarded",
     "batches",
     "prompts",
+    "sessions",
+    "session_of",
 )
 
 
@@ -93,6 +99,11 @@ class Book:
     covered: int = 0
     """The version of the checkpoint before: the steps from there on may be redone."""
     prompts: int = 0
+    sessions: int = 0
+    """The number of sessions that were opened; the n-th has the prompt -1 - n."""
+    max_sessions: int = 0
+    session_of: dict[str, str] = field(default_factory=dict)
+    """The name of the session that a group is, of each that was ever opened."""
     members: set[str] = field(default_factory=set)
     holds: dict[str, int] = field(default_factory=dict)
     held_lineages: dict[str, int] = field(default_factory=dict)
@@ -110,6 +121,15 @@ class Book:
     def policy(self) -> tuple[int, int]:
         return max(self.policies, default=(0, 0))
 
+    def size(self, group_id: str, group_size: int) -> int:
+        """The number of samples of a group, in a run with so many for each row."""
+        return 1 if group_id in self.session_of else group_size
+
+    def is_taken(self, group_id: str) -> bool:
+        """Whether the group is ready, in a batch or trained."""
+        row = self.rows.get(group_id)
+        return self.prompt_of[group_id] in self.trained or bool(row and row.ready)
+
     @property
     def payloads(self) -> set[str]:
         """The groups whose payloads the trainer needs: those that are ready, and those of the steps that may be
@@ -124,21 +144,48 @@ class Book:
 
     def check_members(self) -> None:
         """Check what depends on who is a member of the run, and on who trains it."""
-        left = [group for group, row in self.rows.items() if not row.ready and row.owner not in self.members]
+        owned = {group: row for group, row in self.rows.items() if not row.ready and (row.owner or not row.session)}
+        left = [group for group, row in owned.items() if row.owner not in self.members]
         self._hold(not left, f"{left} are leased by members that have left", *left)
         for identity, version in self.holds.items():
             dead = version and self.held_lineages[identity] < self.lineage
             self._hold(not dead, f"{identity} holds version {version} of a dead lineage", identity)
 
     def deadline(self, group_id: str) -> int:
-        """The last version that may train a group that has started."""
-        return (self.rows[group_id].started_at or 0) + self.bounds[group_id]
+        """The last version that may train a group."""
+        row = self.rows[group_id]
+        return (row.version if row.started_at is None else row.started_at) + self.bounds[group_id]
+
+    @property
+    def sessions_alone(self) -> bool:
+        return self.max_sessions >= (self.max_staleness + 1) * self.batch_size
+
+    @property
+    def rooms(self) -> tuple[int, int]:
+        """How many groups of rows, and how many sessions, may be admitted now."""
+        most = min(self.max_staleness + 1, self.steps - self.version) * self.batch_size
+        most_sessions = most if self.sessions_alone else max(0, min(self.max_sessions, most - self.batch_size))
+        alive, sessions = len(self.rows), sum(bool(row.session) for row in self.rows.values())
+        rows = min(most - alive, most - most_sessions - (alive - sessions))
+        return max(0, rows), max(0, min(most - alive, most_sessions - sessions))
+
+    def is_due(self, group_id: str) -> bool:
+        """Whether no batch could be formed now if this open session stayed, although it could be otherwise."""
+        ready = sorted((group for group, row in self.rows.items() if row.ready), key=self.deadline)
+        if len(ready) < self.batch_size:
+            working = sum(not row.ready and not row.session for row in self.rows.values())
+            return not self.sessions_alone and len(ready) + working + self.rooms[0] < self.batch_size
+        if not self.bounds_groups:
+            return self.deadline(group_id) <= self.version
+        left = [self.deadline(group) for group in self.rows if group not in ready[: self.batch_size]]
+        ends = [end for end in left if end >= self.deadline(group_id)]
+        return any(sum(other <= end for other in left) > max(0, self.batch_size * (end - self.version)) for end in ends)
 
     def _master_started(self) -> None:
         self.failed_in_a_row = False
 
     def _ledger_settings(
-        self, steps: int, max_staleness: int, max_attempts: int, on_failed_sample: str, **_: Any
+        self, steps: int, max_staleness: int, max_attempts: int, on_failed_sample: str, max_sessions: int, **_: Any
     ) -> None:
         self._hold(steps >= self.version, f"the run is to end at step {steps}, but is at version {self.version}")
         if self.steps not in (0, steps):
@@ -148,6 +195,7 @@ class Book:
             }
         self.steps, self.max_staleness = steps, max_staleness
         self.max_attempts, self.on_failed_sample = max_attempts, on_failed_sample
+        self.max_sessions = max_sessions
 
     def _admitted(self, group_id: str, prompt_index: int, owner: str, version: int, row: int, **_: Any) -> None:
         self._hold(group_id not in self.prompt_of, f"{group_id} is admitted a second time", group_id)
@@ -161,6 +209,7 @@ class Book:
         self._hold(prompt_index not in alive, f"prompt {prompt_index} is alive twice", group_id)
         most = min(self.max_staleness + 1, self.steps - self.version) * self.batch_size
         self._hold(len(alive) < most, f"{len(alive) + 1} groups are alive, but at most {most} may be", group_id)
+        self._hold(self.rooms[0] > 0, f"{group_id} is admitted where sessions have their place", group_id)
         self._hold(
             version == self.version, f"{group_id} is admitted at version {version}, not {self.version}", group_id
         )
@@ -175,7 +224,27 @@ class Book:
         self.waiting.discard(prompt_index)
         self.prompt_of[group_id] = prompt_index
         self.bounds[group_id] = self.max_staleness
-        self.rows[group_id] = Row(prompt_index, owner)
+        self.rows[group_id] = Row(prompt_index, owner, version)
+
+    def _opened(self, group_id: str, session: str, owner: str, version: int, **_: Any) -> None:
+        self._hold(group_id not in self.prompt_of, f"{group_id} is opened a second time", group_id)
+        self._hold(self.rooms[1] > 0, f"{group_id} is opened, but {self.max_sessions} sessions may be alive", group_id)
+        self._hold(version == self.version, f"{group_id} is opened at version {version}, not {self.version}", group_id)
+        again = [name for name, row in self.rows.items() if row.session == session and not row.ready]
+        self._hold(not again, f"{group_id} is opened for {session}, which is open as {again}", group_id)
+        number = -1 - self.sessions
+        self.sessions += 1
+        self.prompt_of[group_id], self.bounds[group_id] = number, self.max_staleness
+        self.rows[group_id], self.session_of[group_id] = Row(number, owner, version, session), session
+
+    def _owner_changed(self, group_ids: Sequence[str], owner: str, lease_expires: float | None) -> None:
+        for group_id in group_ids:
+            row = self._row(group_id)
+            taken = bool(owner and row.owner)
+            self._hold(bool(row.session) and not row.ready, f"{group_id} gets another owner, but is not open", group_id)
+            self._hold(not taken, f"{group_id} is given to {owner}, but is held by {row.owner}", group_id)
+            self._hold(bool(owner) == (lease_expires is not None), f"{group_id} has a lease without an owner", group_id)
+            row.owner = owner
 
     def _started(self, group_id: str, version: int) -> None:
         row = self._row(group_id)
@@ -194,6 +263,7 @@ class Book:
         row = self._row(group_id)
         self._hold(bool(reason), f"{group_id} is re-queued without a reason", group_id)
         self._hold(not row.ready, f"{group_id} is re-queued, although it is ready", group_id)
+        self._hold(not row.session, f"{group_id} is re-queued, although it is a session", group_id)
         if reason in RETRIED:
             counts = not self.failed_in_a_row
             self._hold(failed == counts, f"{group_id} failed ({reason}): counted {failed}, not {counts}", group_id)
@@ -206,8 +276,16 @@ class Book:
         self.waiting.add(self.rows.pop(group_id).prompt)
 
     def _discarded(self, group_id: str, reason: str) -> None:
-        prompt = self._row(group_id).prompt
+        row = self._row(group_id)
+        prompt = row.prompt
         self._hold(bool(reason), f"{group_id} is discarded without a reason", group_id)
+        if row.session:
+            self._hold(reason in GIVEN_UP, f"the session {group_id} is discarded for {reason}", group_id)
+            lost = row.ready and reason not in ("deleted", LOST_WITH_THE_SPOOL)
+            self._hold(not lost, f"the session {group_id} is discarded ({reason}), although it is ready", group_id)
+            self.discarded[prompt] = reason
+            del self.rows[group_id]
+            return
         if reason not in (ZERO_SIGNAL, *HOPELESS):
             at_once = reason in RETRIED and self.on_failed_sample == "discard"
             tried, most = self.failures[prompt] + 1, self.max_attempts
@@ -268,7 +346,11 @@ class Book:
             setattr(self, name, getattr(past, name))
         for group, row in list(self.rows.items()):
             if not row.ready or group not in spooled:
-                self.waiting.add(self.rows.pop(group).prompt)
+                del self.rows[group]
+                if row.session:
+                    self.discarded[row.prompt] = LOST_WITH_THE_SPOOL if row.ready else ROLLED_BACK
+                else:
+                    self.waiting.add(row.prompt)
         self.checkpoint = self.covered = version
         self.policies = {identity: folder for identity, folder in self.policies.items() if identity[1] <= version}
         self.evaluated = {

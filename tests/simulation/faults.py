@@ -28,6 +28,9 @@ HANDLERS: dict[str, tuple[str, ...]] = {
     "scorer": ("open_flow", "score_tokens", "score", "end_jobs"),
 }  # fmt: skip
 
+# What gateways alone ask of the master.
+SESSION_HANDLERS = ("ask_session", "adopt_sessions", "discard_session")
+
 Point = Literal["before", "working", "worked", "handled", "answered"]
 POINTS: tuple[Point, ...] = ("before", "working", "worked", "handled", "answered")
 # The share of the runs that are resumed with other settings.
@@ -292,6 +295,35 @@ def add_scorer_faults(random: Random, plan: Plan, count: int) -> None:
         plan.faults.append(Arrive(_when(random, plan), f"scorer-{count + random.randrange(count)}"))
     if random.random() < 0.4:
         plan.mishaps.wrong_columns = random.choice((0.05, 0.3))
+
+
+def add_gateway_faults(random: Random, plan: Plan, count: int) -> None:
+    """Add to a plan what happens to the gateways: some die, leave, are replaced, slow or not heard, and more join; and
+    that others die while they answer them."""
+    names = [f"gateway-{index}" for index in range(count)]
+    draws = (_draw_kills, _draw_replacements, _draw_pauses, _draw_clock_jumps, _draw_leaves, _draw_session_points)
+    for draw_faults in random.sample(draws, random.choice((1, 2, 3))):
+        draw_faults(random, plan, names)
+    if random.random() < 0.4:
+        plan.faults.append(Arrive(_when(random, plan), f"gateway-{count}"))
+    if random.random() < 0.3:
+        other = random.choice(("master-0", "trainer-0", "generator-0"))
+        plan.faults.append(Partition(_when(random, plan), (random.choice(names),), (other,), random.choice((3.0, 8.0))))
+
+
+def rename(plan: Plan, role: str, process: str) -> None:
+    """What happens to processes of the role, of which there are none, happens to this process."""
+    for number, fault in enumerate(plan.faults):
+        if isinstance(fault, Kill | Leave | Pause | Replace | ClockJump | Hang) and fault.process.startswith(role):
+            plan.faults[number] = replace(fault, process=process)
+
+
+def _draw_session_points(random: Random, plan: Plan, processes: list[str]) -> None:
+    for _ in range(random.choice((1, 2))):
+        kind = random.choice((*SESSION_HANDLERS, *SESSION_HANDLERS, "store_calls", "store_samples", "ask_calls"))
+        role = "master" if kind in SESSION_HANDLERS else "trainer"
+        nth = 1 + int(random.expovariate(0.5))
+        plan.points.append(FailPoint(role, kind, random.choice(POINTS), nth, _restart(random)))
 
 
 def _draw_scorer_points(random: Random, plan: Plan, processes: list[str]) -> None:

@@ -48,6 +48,13 @@ class Model:
     rewards: int = 1
     scorers: tuple[str, ...] = ()
     """The names of the scorers, one for each process."""
+    gateways: int = 0
+    users: int = 3
+    share: float = 0.0
+    """Of all groups alive, how many may be sessions; 1: there are no rows."""
+    without_permit: str = "serve"
+    session_seconds: float = 6.0
+    idle_seconds: float = 3.0
     judge: bool = False
     """Whether LIKED is a judge."""
     eval_size: int = 0
@@ -104,6 +111,7 @@ class Model:
             "scorer": len(self.scorers),
             "rollout_manager": self.managers,
             "evaluator": 1 if self.eval_size else 0,
+            "gateway": self.gateways,
         }
         return [f"{role}-{index}" for role, number in counts.items() for index in range(number)]
 
@@ -128,6 +136,14 @@ def config_of(model: Model) -> Config:
             "run_ahead": model.run_ahead,
             "colocate": model.colocate,
             "filter_zero_signal": model.filter_zero_signal,
+            "gateway": {
+                "count": model.gateways,
+                "share": model.share,
+                "without_permit": model.without_permit,
+                "session_seconds": model.session_seconds,
+                "idle_seconds": model.idle_seconds,
+                "keys": {"users": {"sha256": "0" * 64, "rights": ["serve", "reward"]}} if model.gateways else {},
+            },
             "guard": {"patience": model.doubtful_steps},
             "observe": {"rollouts": "none"},  # their notes have times, which no two runs share
             "data": {
@@ -138,7 +154,7 @@ def config_of(model: Model) -> Config:
             },
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {
-                "functions": {"addition": 1.0}
+                "functions": ({} if model.share == 1 and not model.eval_size else {"addition": 1.0})
                 | ({JUDGED if is_judged else LIKED: LIKED_WEIGHT} if LIKED in model.scorers else {})
                 | dict.fromkeys([TOGETHER] * model.groups, 1.0),
                 "options": {JUDGED: options} if is_judged else {},
@@ -163,6 +179,7 @@ def config_of(model: Model) -> Config:
             "trainer": {
                 "checkpoint_every": model.checkpoint_every,
                 "minibatches": 1,
+                "advantage_mean": "batch" if model.share else "group",
                 "teacher": TEACHER if TEACHER in model.scorers else None,
                 **(teaching if TEACHER in model.scorers and not model.filter_zero_signal else {}),
                 "reference": f"scorer:{REFERENCE}" if REFERENCE in model.scorers else None,
@@ -202,6 +219,8 @@ SLOW_STALL_SECONDS = 18.0
 HANGS, HANG_SECONDS = 0.05, 20.0
 # The share of the runs that have scorers.
 SCORERS = 0.25
+# The share of the runs that have gateways, and among these of those without rows.
+GATEWAYS, SESSIONS_ALONE = 0.15, 0.4
 OPERATIONS = ("score", "save", "restore", "load", "start", "write", "step")
 
 
@@ -209,6 +228,25 @@ def draw_scorers(random: Random) -> tuple[str, ...]:
     """Draw which scorers a run has, and how many of each name."""
     names = random.sample((TEACHER, REFERENCE, LIKED), random.choice((1, 2, 3)))
     return tuple(name for name in names for _ in range(random.choice((1, 1, 2))))
+
+
+def with_gateways(model: Model, random: Random) -> Model:
+    """`model` with gateways, and with users whose sessions are trained beside rows, or alone."""
+    alone = random.random() < SESSIONS_ALONE
+    return replace(
+        model,
+        gateways=random.choice((1, 2, 2)),
+        users=random.choice((2, 3, 5)),
+        share=1.0 if alone else random.choice((0.5, 0.8)),
+        managers=0 if alone else model.managers,
+        max_staleness=model.max_staleness if alone else max(1, model.max_staleness),
+        without_permit=random.choice(("serve", "wait")),
+        session_seconds=6.0 if alone else random.choice((6.0, 3600.0)),
+        idle_seconds=random.choice((2.0, 5.0)) if alone else random.choice((2.0, 3600.0)),
+        sampler="shuffle" if alone else model.sampler,
+        size=None if alone else model.size,
+        patience=model.patience + 60.0,
+    )
 
 
 def with_hangs(model: Model) -> Model:

@@ -18,6 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from actors import generator, trainer
+from actors.gateway import Gateway
 from actors.generator import Generator, SharedDevices
 from actors.master import Master
 from actors.mastering import run_state
@@ -36,6 +37,7 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards, ScoreJob
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
+from actors.sampling.user_sessions import UserSession
 from actors.trainer import Trainer
 from actors.training.sample_store import SampleStore
 from actors.training.turns import Turns
@@ -61,7 +63,9 @@ from protocols.codec import Frame, decode_header, encode_header
 from protocols.errors import RefusedError
 from protocols.messages import (
     AskRecovery,
+    DiscardSession,
     Done,
+    GroupAccepted,
     GroupStarted,
     JobFailed,
     KeepAlive,
@@ -705,7 +709,7 @@ def shortages_are_failures() -> AbstractContextManager[None]:
     """The trainer refuses a sample for good if its disk has no room for it."""
     store_samples = SampleStore.store_samples
 
-    async def store_at_once(store: Any, request: Any) -> Done:
+    async def store_at_once(store: Any, request: Any) -> GroupAccepted:
         if store._on_disk.__self__.disk.shortage:
             raise RefusedError("the disk is full")
         return await store_samples(store, request)
@@ -789,6 +793,134 @@ def evidence_ignored() -> AbstractContextManager[None]:
     return patch.multiple(Operation, look=look_away)
 
 
+def steps_wait_for_sessions() -> AbstractContextManager[None]:
+    """A batch waits for open sessions, as for groups of rows."""
+    stragglers = Ledger._stragglers
+
+    def and_sessions(ledger: Ledger, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
+        return [*stragglers(ledger, chosen), *ledger._head(GroupState.OPEN, ledger._in_excess(chosen)[1])]
+
+    return patch.multiple(Ledger, _stragglers=and_sessions, _overdue=lambda ledger: [])
+
+
+def sessions_beyond_the_bound() -> AbstractContextManager[None]:
+    """No open session expires at its deadline."""
+    return patch.multiple(Ledger, _overdue=lambda ledger: [])
+
+
+def sessions_expire_at_each_step() -> AbstractContextManager[None]:
+    """All open sessions expire when a batch is formed."""
+    return patch.multiple(Ledger, _overdue=lambda ledger: ledger._head(GroupState.OPEN, ledger.open_sessions))
+
+
+def sessions_without_a_limit() -> AbstractContextManager[None]:
+    """Sessions may take all places of rows."""
+    return patch.multiple(Ledger, _most_sessions=Ledger._most_alive)
+
+
+def sessions_lost_with_their_gateway() -> AbstractContextManager[None]:
+    """A session ends with the gateway that holds it."""
+    give_back = Ledger._return_leases
+
+    def discard(ledger: Ledger, groups: list[LedgerGroup], reason: str) -> list[str]:
+        for group in groups:
+            if group.session:
+                ledger._emit(Discarded(group.group_id, reason))
+        return give_back(ledger, [group for group in groups if not group.session], reason)
+
+    return patch.multiple(Ledger, _return_leases=discard)
+
+
+def sessions_taken_from_gateways() -> AbstractContextManager[None]:
+    """A gateway adopts sessions that others hold."""
+    left = Ledger.left_sessions
+
+    def held(ledger: Ledger) -> list[str]:
+        return [group_id for _, _, group_id in ledger._lines[GroupState.OPEN]] or left(ledger)
+
+    return patch.multiple(Ledger, left_sessions=held)
+
+
+def rewards_acknowledged_at_once() -> AbstractContextManager[None]:
+    """A gateway answers a reward before the trainer has the sample."""
+    ask_trainer = Gateway.ask_trainer
+
+    async def ask_later(gateway: Gateway, request: Message, answer: Any) -> Any:
+        if not isinstance(request, StoreSamples):
+            return await ask_trainer(gateway, request, answer)
+        gateway.member.spawn(ask_trainer(gateway, request, answer), "later")
+        return GroupAccepted(accepted=True)
+
+    return patch.multiple(Gateway, ask_trainer=ask_later)
+
+
+def answers_before_they_are_saved() -> AbstractContextManager[None]:
+    """A gateway answers a call before the trainer has it."""
+
+    async def save_nothing(session: UserSession) -> None:
+        pass
+
+    return patch.multiple(UserSession, save=save_nothing)
+
+
+def calls_sampled_again() -> AbstractContextManager[None]:
+    """A gateway does not look whether it has answered a call with this id."""
+
+    async def answer(session: UserSession, request: Any, name: str, on_text: Any, mark: str) -> Any:
+        return await session._turn(request, name, on_text, mark)
+
+    return patch.multiple(UserSession, answer=answer)
+
+
+def left_sessions_begin_anew() -> AbstractContextManager[None]:
+    """Who goes on with a session does not ask for what is saved of it."""
+
+    async def nothing(session: UserSession, frame: Any) -> None:
+        pass
+
+    return patch.multiple(UserSession, restore=nothing)
+
+
+def deleted_sessions_stay() -> AbstractContextManager[None]:
+    """A gateway forgets a session that is to be deleted, and does not tell the master."""
+    ask_master = Membership.ask_master
+
+    async def ask(member: Membership, message: Message, *more: Any) -> Any:
+        return Done() if isinstance(message, DiscardSession) else await ask_master(member, message, *more)
+
+    return patch.multiple(Membership, ask_master=ask)
+
+
+def sessions_trained_twice() -> AbstractContextManager[None]:
+    """Who talks on after the reward of a session goes on in its sample, under a new permit."""
+    add = Gateway._add
+
+    def go_on(gateway: Gateway, name: str, group: Any) -> UserSession:
+        session, earlier = add(gateway, name, group), vars(gateway).setdefault("earlier", {})
+        if name in earlier:
+            session.sample.forest, session.sample._finished = earlier[name].forest, earlier[name]._finished
+        earlier[name] = session.sample
+        return session
+
+    return patch.multiple(Gateway, _add=go_on)
+
+
+def sessions_of_two_gateways() -> AbstractContextManager[None]:
+    """The trainer takes the calls of a session also from a gateway that was replaced."""
+    return patch.multiple(SampleStore, _check_asker=lambda store, request: None)
+
+
+def expiry_not_told() -> AbstractContextManager[None]:
+    """The trainer answers that a session is ready, even if the master did not accept it."""
+    report = SampleStore._report_ready
+
+    async def accept(store: SampleStore, group: Any) -> bool:
+        await report(store, group)
+        return True
+
+    return patch.multiple(SampleStore, _report_ready=accept)
+
+
 MUTANTS: dict[str, Mutant] = {
     "bounds of now": bounds_of_now,
     "capacity from a counter": capacity_from_a_counter,
@@ -866,4 +998,18 @@ MUTANTS: dict[str, Mutant] = {
     "no remedies": no_remedies,
     "latest deadlines first": latest_deadlines_first,
     "evidence ignored": evidence_ignored,
+    "steps wait for sessions": steps_wait_for_sessions,
+    "sessions beyond the bound": sessions_beyond_the_bound,
+    "sessions expire at each step": sessions_expire_at_each_step,
+    "sessions without a limit": sessions_without_a_limit,
+    "sessions lost with their gateway": sessions_lost_with_their_gateway,
+    "sessions taken from gateways": sessions_taken_from_gateways,
+    "rewards acknowledged at once": rewards_acknowledged_at_once,
+    "answers before they are saved": answers_before_they_are_saved,
+    "calls sampled again": calls_sampled_again,
+    "left sessions begin anew": left_sessions_begin_anew,
+    "deleted sessions stay": deleted_sessions_stay,
+    "sessions trained twice": sessions_trained_twice,
+    "sessions of two gateways": sessions_of_two_gateways,
+    "expiry not told": expiry_not_told,
 }

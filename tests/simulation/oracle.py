@@ -19,7 +19,9 @@ from areal.config import Config
 from areal.data.rows import Row as DataRow
 from areal.sampled import SCORED, TOP, Generation
 from areal.staleness.ledger import (
+    EXPIRED,
     LEASE_EXPIRED,
+    LOST_WITH_THE_SPOOL,
     RELEASED,
     START_VERSION_FELL,
     STRAGGLER,
@@ -98,6 +100,17 @@ class Oracle:
         self.spooled_samples: Callable[[str], Sequence[Trajectory] | None] = lambda group: ()
         """The samples of a group on the trainer's disk; None if it is not there."""
         self.calls: set[tuple[str, tuple[str, str, bytes]]] = set()
+        self.stored_calls: Callable[[str], list[np.ndarray]] = lambda group: []
+        """The tokens of each answer in a session that the trainer's disk has."""
+        self.taken = 0
+        """How often a user was told that a reward is taken."""
+        self.clocks_jump = False
+        """Whether clocks of this simulation jump, so that seconds by them count nothing."""
+        self._told: dict[str, dict[str, np.ndarray]] = {}
+        """What users were told in a session, by its group and the id of the call."""
+        self._rewards: dict[str, float] = {}  # that users were told are taken, by group
+        self._erased: set[str] = set()  # groups that users have had deleted
+        self._taught: dict[tuple[str, bytes], str] = {}  # the group in which an answer to a user was trained
         self.counted_after = 0
         """The version that the run has gone back to; the guard counts suspicious steps after it."""
         self._check_is_due = False
@@ -168,6 +181,11 @@ class Oracle:
         del self.contents[version + 1 :]
         self.counted_after = version
         self.results = {key: content for key, content in self.results.items() if key[1] <= version}
+        kept = {group for group in self.memory.session_of if self.memory.is_taken(group)}
+        for of_groups in (self._told, self._rewards):
+            for group in of_groups.keys() - kept:
+                del of_groups[group]
+        self._taught, self._erased = {}, self._erased & kept
 
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
@@ -177,6 +195,8 @@ class Oracle:
         match kind:
             case "ready":
                 self._guard(self._check_ready, **body)
+            case "owner_changed":
+                self._guard(self._check_owners, **body)
             case "requeued" | "discarded":
                 if body["reason"] != UNANSWERED:  # then nothing was done
                     change = self._lost.add if body["reason"] in (LEASE_EXPIRED, RELEASED) else self._lost.discard
@@ -184,6 +204,9 @@ class Oracle:
                 self._guard(self._check_reason, body["group_id"], body["reason"])
         self._guard(self.memory.add, kind, body)
         match kind:
+            case "opened":
+                self._begin(self.memory.rows[body["group_id"]])
+                self._resumed[body["group_id"]] = 0.0
             case "admitted":
                 row = self.memory.rows[body["group_id"]]
                 row.granted = False
@@ -229,7 +252,7 @@ class Oracle:
         if start_version != min(int(column.min()) for column in versions):
             raise Violation(f"{group_id} is ready with start version {start_version}, but has {versions}", group_id)
         row = self.memory.rows.get(group_id)
-        if row is None:
+        if row is None or row.session:
             return
         first = min(int(column[0]) for column in versions)  # the first token of a tree may be of a later call
         if row.started_at is not None and row.started_at > first and not self._branching:
@@ -243,6 +266,13 @@ class Oracle:
         """Something of this simulation has made the group fail, or has ended its lease."""
         row = self.memory.rows.get(group)
         if row is None:
+            return
+        if row.session:
+            too_old = self.clocks_jump or self.scheduler.now - row.admitted >= self.config.gateway.session_seconds
+            if reason == EXPIRED and not too_old and not self.memory.is_due(group):
+                raise Violation(f"the session {group} has expired, although no step had to go on without it", group)
+            if reason == "failed" and not self.causes:
+                raise Violation(f"the session {group} is given up, but no fault has made it fail", group)
             return
         known = {*RETRIED, *HOPELESS} if self.causes is None else set(self.causes)
         if self.memory.bounds_groups and row.started_at is not None:
@@ -258,6 +288,15 @@ class Oracle:
             raise Violation(f"{group} is taken back, but its owner has its permit", group)
         if reason == RELEASED and row.owner in self.memory.members:  # the master does this only if nothing moves
             self.remedied(f"{group} is re-queued")
+
+    def _check_owners(self, group_ids: Sequence[str], owner: str, lease_expires: float | None) -> None:
+        for group in group_ids:
+            row = self.memory.rows.get(group)
+            if row and not owner and row.owner in self.memory.members:
+                if self.clock() - row.leased < self.config.master.lease_seconds - ROUNDING:
+                    self.remedied(f"{group} is taken from {row.owner}")
+            elif row and owner:
+                row.leased = self.clock()
 
     def heard_of(self, member: str) -> None:
         """The master hears of a member."""
@@ -282,10 +321,13 @@ class Oracle:
     def _check_spool(self) -> None:
         """The spool has what a trainer needs now or after a restart, and nothing else."""
         found, asked = self.spooled(self.memory.trainer)
-        complete = {group for group, samples in found.items() if samples == self.config.group_size}
+        size = self.config.group_size
+        complete = {group for group, samples in found.items() if samples == self.memory.size(group, size)}
         if lost := self.memory.payloads - complete:
             raise Violation(f"the payloads of {sorted(lost)} are needed, but not in the spool", *lost)
-        if left := self._needless_of(found).intersection(complete | self._found_at_start).difference(asked):
+        # A session may be deleted once it is ready, or be stored once more after its end: a checkpoint drops it.
+        dropped = {group for group in complete | self._found_at_start if group not in self.memory.session_of}
+        if left := self._needless_of(found).intersection(dropped).difference(asked):
             raise Violation(f"the spool keeps {sorted(left)}, which nobody needs any more", *left)
 
     def _needless_of(self, spooled: Collection[str]) -> set[str]:
@@ -400,19 +442,18 @@ class Oracle:
         try:
             ledger.validate()
         except Exception as error:
-            groups = dict.fromkeys(re.findall(r"\bg\d+\.\d+", f"{error}"))
+            groups = dict.fromkeys(re.findall(r"\b[gs]\d+\.\d+", f"{error}"))
             raise Violation(f"the ledger violates an invariant: {error}", *groups) from error
         book = self.memory
         if ledger.version != book.version:
             raise Violation(f"the ledger is at version {ledger.version}, but its journal at {book.version}")
         if ledger.alive != len(book.rows) or not all(map(ledger.group, book.rows)):
             raise Violation(f"the ledger does not have the groups {list(book.rows)} that are alive by its journal")
-        steps = min(book.max_staleness + 1, book.steps - book.version)
-        capacity = max(0, steps * book.batch_size - len(book.rows))
-        if ledger.capacity != capacity:
+        rooms = ledger.capacity, ledger.session_capacity
+        if rooms != book.rooms:
             raise Violation(
-                f"the ledger's capacity is {ledger.capacity}, but {capacity} groups may start: {len(book.rows)} are "
-                f"alive at version {book.version}",
+                f"the ledger has room for {rooms} groups of rows and sessions, but {book.rooms} may start: "
+                f"{len(book.rows)} are alive at version {book.version}",
                 *book.rows,
             )
 
@@ -471,12 +512,15 @@ class Oracle:
         if self.config.on_straggler == "mask" and mask != self.disk.masks[version]:
             raise Violation(f"{writer} masks tokens older than {mask} at version {version}", *ids)
         for group in groups:
-            if len(group.trajectories) != self.config.group_size:
+            session = self.disk.session_of.get(group.id)
+            if len(group.trajectories) != self.disk.size(group.id, self.config.group_size):
                 raise Violation(f"{group.id} has {len(group.trajectories)} samples", group.id)
-            if self.config.filter_zero_signal and len(set().union(*map(credits_of, group.trajectories))) == 1:
+            if session:
+                self._check_session(group, session)
+            elif self.config.filter_zero_signal and len(set().union(*map(credits_of, group.trajectories))) == 1:
                 raise Violation(f"{group.id} is trained, but has no signal", group.id)
-            row = self.disk.row_of[self.disk.prompt_of[group.id]]
-            start = self._tokenizer.encode(f"{row}", add_special_tokens=False)
+            row = None if session else self.disk.row_of[self.disk.prompt_of[group.id]]
+            start = [] if session else self._tokenizer.encode(f"{row}", add_special_tokens=False)
             for place, part in enumerate(group.trajectories):
                 if part.tokens[: len(start)].tolist() != start:
                     raise Violation(f"a sample of {group.id}, of row {row}, is {part.tokens}, not {start}", group.id)
@@ -492,11 +536,32 @@ class Oracle:
                     if wrong := self._wrong_columns(own):
                         raise Violation(f"tokens of {group.id} do not have the {wrong} of their own: {own}", group.id)
                 self._check_labels(group.id, part)
-            if self.config.reward.groups:
+            if self.config.reward.groups and not session:
                 self._check_scores(group, f"{row}")
             age = version - group.start_version
             if self.memory.bounds_groups and age > self.memory.bounds[group.id]:
                 raise Violation(f"{group.id} is {age} versions old when it is trained", group.id)
+
+    def _check_session(self, group: Group, session: str) -> None:
+        """The session has all that its user was told, and the reward that its user was told is taken."""
+        (sample,) = group.trajectories
+        if group.id in self._erased:
+            raise Violation(f"{group.id} is trained, but its user was told that it is deleted", group.id)
+        if abs(self._rewards.get(group.id, sample.reward) - sample.reward) > ROUNDING:
+            given = self._rewards[group.id]
+            raise Violation(
+                f"{group.id} is trained with the reward {sample.reward}, but its user gave {given}", group.id
+            )
+        sampled = sample.tokens[sample.sampled].tobytes()
+        for mark, tokens in self._told.get(group.id, {}).items():
+            if tokens.tobytes() not in sampled:
+                raise Violation(
+                    f"{group.id} is trained without the answer {mark}, of which its user was told", group.id
+                )
+            self._taught.setdefault((session, tokens.tobytes()), group.id)
+        for (name, answer), first in self._taught.items():
+            if name == session and first != group.id and answer in sampled:
+                raise Violation(f"an answer of {session} is trained in {first} and in {group.id}", group.id)
 
     def _wrong_columns(self, own: Trajectory) -> list[str]:
         """The columns of a sequence that are not what the scorer, which is to give them, gives its tokens."""
@@ -530,6 +595,46 @@ class Oracle:
         self._guard(self._check_sample, row, sample, calls, trains)
         if trains:
             self._samples[_digest(sample)] += 1
+
+    def made(self, group: str, sample: Trajectory) -> None:
+        """A gateway has made a sample of a session."""
+        self._samples[_digest(sample)] += 1
+
+    def told(self, group: str, session: str, mark: str, answer: Generation) -> None:
+        """A user is about to hear an answer, which is to be trained as part of this group."""
+        self._guard(self._check_told, group, session, mark, answer.tokens)
+
+    def _check_told(self, group: str, session: str, mark: str, tokens: np.ndarray) -> None:
+        row = self.memory.rows.get(group)
+        if row is None or row.ready:
+            return
+        if row.session != session:
+            raise Violation(f"{session} is told that {group} has its call, which is {row.session}", group)
+        if not any(np.array_equal(tokens, stored) for stored in self.stored_calls(group)):
+            raise Violation(f"the answer {mark} of {group} is given before it is on the trainer's disk", group)
+        first = self._told.setdefault(group, {}).setdefault(mark, tokens)
+        if not np.array_equal(first, tokens):
+            raise Violation(f"the call {mark} of {group} is answered with {tokens}, and before with {first}", group)
+
+    def rewarded(self, session: str, value: float | None) -> None:
+        """A user is told that its session is ready, with this reward, or with the one before (None)."""
+        self._guard(self._check_rewarded, session, value)
+
+    def _check_rewarded(self, session: str, value: float | None) -> None:
+        groups = [group for group, name in self.disk.session_of.items() if name == session]
+        taken = [group for group in groups if self.disk.is_taken(group)]
+        if not taken:
+            raise Violation(f"{session} is told that its reward is taken, but none of {groups} is ready", *groups)
+        if value is not None:
+            self._rewards[taken[-1]] = value
+            self.taken += 1
+
+    def deleted(self, session: str) -> None:
+        """A user is told that nothing of its session will be trained any more."""
+        groups = [group for group, name in self.disk.session_of.items() if name == session]
+        if alive := [group for group in groups if group in self.disk.rows]:
+            self.fail(Violation(f"{session} is told that it is deleted, but {alive} are alive", *alive))
+        self._erased.update(groups)
 
     def _check_sample(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation], trains: bool) -> None:
         reward = reward_of(row, calls, self._branching, self.config.rewards)
@@ -679,8 +784,11 @@ class Oracle:
             self.fail(Violation(f"{len(book.trained)} prompts were trained in {steps} steps"))
         self._check_fates_of_evaluations(book)
         known = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
-        if known != set(range(book.prompts)):
-            self.fail(Violation(f"prompts {sorted(set(range(book.prompts)) - known)} are lost"))
+        if known != set(range(-book.sessions, book.prompts)):
+            self.fail(Violation(f"prompts {sorted(set(range(-book.sessions, book.prompts)) - known)} are lost"))
+        lost = [group for group in self._rewards if not book.is_taken(group)]
+        if lost := [group for group in lost if book.discarded.get(book.prompt_of[group]) != LOST_WITH_THE_SPOOL]:
+            self.fail(Violation(f"users were told that {lost} are taken, but these are gone", *lost))
         self._check_rollouts(book, rollouts)
 
     def _check_rollouts(self, book: Book, rollouts: Sequence[Rollout]) -> None:

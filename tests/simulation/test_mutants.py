@@ -142,6 +142,23 @@ def scorers_die(n: int = 0) -> Plan:
     return plan(SlowDisk(0.1, "trainer-0", 0.1, 8.0), *deaths, until=8.0)
 
 
+# Users whose sessions end by their own rewards alone, beside rows and without any.
+MIXED = Model(
+    steps=8, batch_size=2, group_size=1, gateways=2, users=4, share=0.8, session_seconds=3600.0, idle_seconds=3600.0
+)
+ALONE = Model(steps=8, batch_size=2, group_size=1, gateways=2, users=4, share=1.0, managers=0)
+
+
+def gateways_die(n: int = 0) -> Plan:
+    return plan(*(Kill(0.7 * (1 + i) + n / 10, f"gateway-{i % 2}", 0.2) for i in range(8)), until=8.0)
+
+
+def gateways_are_replaced(n: int = 0) -> Plan:
+    """Those of before still serve, while the master does not hear them."""
+    cut = (Partition(0.8 + 2 * i, (f"gateway-{i % 2}",), ("master-0",), 1.5) for i in range(4))
+    return plan(*cut, *(Replace(1.2 + 2 * i + n / 10, f"gateway-{i % 2}") for i in range(4)), until=10.0)
+
+
 BRANCHES_SAVED = replace(SAVED, branching=True, save_every=2)
 
 PROVOKED = {
@@ -274,10 +291,31 @@ PROVOKED = {
         lambda n: plan(),
         Model(steps=12, batch_size=2, group_size=1, max_staleness=2, generators=2),
     ),
+    "steps wait for sessions": Provoked("no progress", lambda n: plan(), MIXED, 4),
+    "sessions beyond the bound": Provoked("every group fits before its deadline", lambda n: plan(), MIXED, 4),
+    "sessions expire at each step": Provoked("no step had to go on without it", lambda n: plan(), MIXED, 4),
+    "sessions without a limit": Provoked("has room for", lambda n: plan(), MIXED, 4),
+    "sessions lost with their gateway": Provoked("is discarded for", gateways_die, MIXED, 4),
+    "sessions taken from gateways": Provoked("but is held by", lambda n: plan(), MIXED, 4),
+    "rewards acknowledged at once": Provoked("its reward is taken, but", lambda n: plan(), ALONE, 4),
+    "answers before they are saved": Provoked("before it is on the trainer's disk", lambda n: plan(), MIXED, 4),
+    "calls sampled again": Provoked("and before with", lambda n: plan(), ALONE),
+    "left sessions begin anew": Provoked("", gateways_die, ALONE),
+    "deleted sessions stay": Provoked("is told that it is deleted", lambda n: plan(), ALONE),
+    "sessions trained twice": Provoked("an answer of", lambda n: plan(), replace(ALONE, eval_size=1, idle_seconds=1.0)),
+    "sessions of two gateways": Provoked("the answer", gateways_are_replaced, ALONE, 16),
+    "expiry not told": Provoked("its reward is taken, but", lambda n: plan(), MIXED),
 }
 
 
 SLOW = {
+    "sessions of two gateways",
+    "sessions without a limit",
+    "sessions lost with their gateway",
+    "sessions taken from gateways",
+    "calls sampled again",
+    "deleted sessions stay",
+    "expiry not told",
     "never discarded for failures",
     "evidence ignored",
     "own code without a limit",

@@ -39,7 +39,7 @@ from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
 from simulation.cluster.loop import EndlessCallbacks
 from simulation.engines import LIKED, REFERENCE, TEACHER, Mishaps, Pace, SimEngine, SimLearner, stem
-from simulation.faults import HANDLERS, HANGS, Damage, FailPoint, Hang, Kill, Leave, Pause, Plan
+from simulation.faults import HANDLERS, HANGS, SESSION_HANDLERS, Damage, FailPoint, Hang, Kill, Leave, Pause, Plan
 from simulation.loop import FaultyLoop, WorldScheduler
 from simulation.model import OPERATIONS, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
@@ -387,8 +387,8 @@ def subclasses_of(kind: type) -> Iterator[type]:
 
 
 def test_every_handler_of_every_actor_has_fail_points() -> None:
-    # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, what
-    # a trainer compares that keeps the log-probs of its steps, and the sessions of gateways.
+    # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, and what
+    # a trainer compares that keeps the log-probs of its steps.
     outsiders = {
         "add_reward",
         "ask_status",
@@ -397,9 +397,6 @@ def test_every_handler_of_every_actor_has_fail_points() -> None:
         "fetch_weights",
         "send_weights",
         "transfer_done",
-        "ask_session",
-        "adopt_sessions",
-        "discard_session",
     }
     rooms = {"master": "actors.mastering.", "trainer": "actors.training."}  # of the parts that answer for a role
     for role in ("master", *ROLES):
@@ -410,7 +407,8 @@ def test_every_handler_of_every_actor_has_fail_points() -> None:
             if part.__module__ == module or part.__module__.startswith(rooms.get(role, f"{module}."))
             for kind in part._handlers
         }
-        assert kinds - outsiders == set(HANDLERS.get(role, ())), role
+        of_gateways = SESSION_HANDLERS if role == "master" else ()
+        assert kinds - outsiders == {*HANDLERS.get(role, ()), *of_gateways}, role
 
 
 def test_every_kind_of_fault_is_drawn() -> None:

@@ -6,13 +6,16 @@ import asyncio
 import functools
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 from actors.evaluator import Evaluator
+from actors.gateway import Gateway
 from actors.rollout_manager import RolloutManager
 from actors.runtime.membership import Membership
 from actors.sampling.sampler import Sampler
+from actors.sampling.services import load_parsers
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.storage.events import GONE
@@ -21,11 +24,12 @@ from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Group, Trajectory
+from areal.workflows.parsers import Parsers
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
-from protocols.messages import AskEvaluation, EvaluationDone, Message, Permit, RowsScored, StoreCalls
+from protocols.messages import AskEvaluation, EvaluationDone, Message, Permit, RowsScored, StoreCalls, StoreSamples
 from protocols.transport import Bus, Peer
-from simulation.engines import HELDOUT, Toil
+from simulation.engines import HELDOUT, TalkTokenizer, Toil
 from simulation.oracle import Oracle
 
 M = TypeVar("M", bound=Message)
@@ -198,10 +202,10 @@ class WatchedManager(_Watched, RolloutManager):
         self._places[session] = permit, place
         return await super()._run_sample(permit, place, session, *more)
 
-    async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
+    async def ask_trainer(self, request: Message, answer: type[M]) -> M:
         if isinstance(request, StoreCalls):
             self.oracle.saves(request.prompt_index, request.place, unpacked(request.frame.data))
-        return await super()._ask_trainer(request, answer)
+        return await super().ask_trainer(request, answer)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         permit, place = self._places.pop(session)
@@ -210,6 +214,47 @@ class WatchedManager(_Watched, RolloutManager):
         self.oracle.sampled(row, done, session.calls)
         self.oracle.used(permit.group, session.saved_calls)
         return done
+
+
+@dataclass
+class Door:
+    """What stands for the endpoint of a gateway: its requests in progress."""
+
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    async def listen(self) -> int:
+        return 0
+
+    async def close(self) -> None:
+        for request in self.requests:
+            request.cancel()
+        await asyncio.gather(*self.requests, return_exceptions=True)
+
+
+class WatchedGateway(Gateway):
+    """The real gateway, watched. Users come through its `door`, in place of HTTP."""
+
+    oracle: Oracle
+    toil: Toil
+
+    @classmethod
+    async def start(cls, member: Membership, *parts: Any, **options: Any) -> Self:
+        tokenizer = TalkTokenizer()
+        nothing: Any = None
+        gateway = cls(member, nothing, nothing, tokenizer, await load_parsers(member.config, tokenizer, Parsers))
+        gateway.oracle, gateway.toil = options["oracle"], options["toil"]
+        return gateway
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.door = Door()
+        self._endpoint = cast(Any, self.door)
+        self.member.used.push_async_callback(self.door.close)
+
+    async def ask_trainer(self, request: Message, answer: type[M]) -> M:
+        if isinstance(request, StoreSamples):
+            self.oracle.made(request.group, Trajectory.of_frame(request.samples[0].frame.data))
+        return await super().ask_trainer(request, answer)
 
 
 class WatchedEvaluator(_Watched, Evaluator):

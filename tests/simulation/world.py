@@ -23,6 +23,8 @@ from random import Random
 from typing import Any, assert_never
 from zlib import crc32
 
+import numpy as np
+
 from actors.generator import Generator
 from actors.master import Master
 from actors.mastering.run_state import RunState
@@ -36,6 +38,7 @@ from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import EngineError
 from areal.storage.run_folder import checkpoint_of
+from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import Trajectory
 from protocols.codec import Frame, decode_body, decode_header
@@ -63,6 +66,7 @@ from simulation.incarnation import Incarnation, Process
 from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
 from simulation.memory import check_actor
 from simulation.model import (
+    GATEWAYS,
     GROUPS,
     HANGS,
     MASTER,
@@ -74,18 +78,21 @@ from simulation.model import (
     config_of,
     draw_model,
     draw_scorers,
+    with_gateways,
     with_hangs,
 )
 from simulation.network import FaultyNetwork, FaultyWire, Weather
 from simulation.oracle import Oracle
 from simulation.quiet import quiet
 from simulation.replay import differences
+from simulation.users import Users
 from simulation.watched import (
     Disk,
     EvaluatorMembership,
     Folder,
     WatchedBus,
     WatchedEvaluator,
+    WatchedGateway,
     WatchedJournal,
     WatchedManager,
     WatchedRollouts,
@@ -180,6 +187,12 @@ class World:
             judge = Random(f"judge {seed}").random() < 0.5
             self.model = replace(self.model, scorers=draw_scorers(scorers), judge=judge)
             faults.add_scorer_faults(scorers, self.plan, len(self.model.scorers))
+        gates = Random(f"gateways {seed}")
+        if model is None and plan is None and not self.model.scorers and gates.random() < GATEWAYS:
+            self.model = with_gateways(self.model, gates)
+            faults.add_gateway_faults(gates, self.plan, self.model.gateways)
+            if not self.model.managers:
+                faults.rename(self.plan, "rollout_manager", "gateway-0")
         self.plan.faults += [extra] if extra else []
         self.config = config_of(self.model)
         self._source = SimSource(self.model.bytes_a_row, self.model.size)
@@ -191,6 +204,8 @@ class World:
         self.oracle.causes = self._causes()
         self.oracle.spooled, self.oracle.busy, self.oracle.heard = self._spooled, self._busy, self._see_generators
         self.oracle.samples_of, self.oracle.has_calls = self._samples_of, self._has_calls
+        self.oracle.stored_calls = self._stored_calls
+        self.oracle.clocks_jump = any(isinstance(fault, faults.ClockJump | faults.Pause) for fault in self.plan.faults)
         self.violation: Violation | None = None
         self.trace: list[str] | None = [] if traced else None
         self.processes = {name: Process(name) for name in self.model.processes}
@@ -202,6 +217,7 @@ class World:
         self.summary: dict[str, Any] = {}
         self.over = self._buried = False
         self._points = FailPoints(self)
+        self._users: FaultyLoop | None = None
         if traced:
             self.wire.watch = self._trace_message
 
@@ -214,6 +230,10 @@ class World:
         for process in self.processes.values():
             delay = 0.0 if process.role == "master" else self.random.random() * 0.2
             self.scheduler.call_at(delay, self.start, process)
+        if self.model.gateways:
+            self._users = FaultyLoop(self.scheduler, "users", 0.0, lambda: 0.0)  # type: ignore[abstract]
+            self._users.on_exception = self._unhandled
+            Users(self, self.model.users, self._users)
         resumes = sum(isinstance(fault, faults.Resume) for fault in self.plan.faults)
         last = max([self.plan.until, *(fault.at for fault in self.plan.faults)])
         deadline = last + self.model.patience + resumes * RESUMED_SECONDS
@@ -358,6 +378,8 @@ class World:
         common |= {"oracle": self.oracle, "toil": one.toil}
         if one.role == "rollout_manager":
             return Membership(WatchedManager, one.bus, MASTER, **common)
+        if one.role == "gateway":
+            return Membership(WatchedGateway, one.bus, MASTER, **common)
         return EvaluatorMembership(WatchedEvaluator, one.bus, MASTER, **common)
 
     def _make_master(self, one: Incarnation) -> Master:
@@ -580,7 +602,7 @@ class World:
         disk = self.processes["trainer-0"].disk
         rows = disk.execute("SELECT frame FROM parts WHERE id = ?", (group,)).fetchall() if disk else []
         samples = [Trajectory.of_frame(frame) for (frame,) in rows]
-        return samples if len(samples) == self.config.group_size else None
+        return samples if len(samples) == self.oracle.memory.size(group, self.config.group_size) else None
 
     def _samples_of(self, prompt: int) -> dict[tuple[str, int], float]:
         """The samples of a prompt on the trainer's disk, and when they were stored."""
@@ -592,6 +614,11 @@ class World:
         disk = self.processes["trainer-0"].disk
         key = "id = ? AND place = ?"
         return bool(disk and disk.execute(f"SELECT 1 FROM unfinished WHERE {key}", (group, place)).fetchone())
+
+    def _stored_calls(self, group: str) -> list[np.ndarray]:
+        disk = self.processes["trainer-0"].disk
+        frames = disk.execute("SELECT frame FROM unfinished WHERE id = ?", (group,)) if disk else []
+        return [call.sampled.tokens for (frame,) in frames for call in unpacked(frame)]
 
     def _spooled(self, trainer: str) -> tuple[Mapping[str, int], Collection[str]]:
         disk = self.processes["trainer-0"].disk
@@ -646,8 +673,8 @@ class World:
     def _bury(self) -> None:
         self._buried = True
         hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-        for one in self.incarnations:
-            one.loop.bury()
+        for loop in [*(one.loop for one in self.incarnations), *([self._users] if self._users else [])]:
+            loop.bury()
         sys.unraisablehook = hook
         for process in self.processes.values():
             if process.disk is not None:
@@ -746,9 +773,10 @@ class World:
             self._go_back(fault.back, fault.spool_lost)
         version = self.oracle.memory.version
         self.model = replace(self.model, steps=max(1, version, self.model.steps + fault.more_steps))
-        self.config = self.oracle.config = config_of(replace(self.model, max_staleness=fault.max_staleness))
+        bound = max(fault.max_staleness, int(0 < self.model.share < 1))  # beside a batch of rows, sessions need room
+        self.config = self.oracle.config = config_of(replace(self.model, max_staleness=bound))
         # What is alive may have been admitted by either bound.
-        self.model = replace(self.model, max_staleness=max(self.model.max_staleness, fault.max_staleness))
+        self.model = replace(self.model, max_staleness=max(self.model.max_staleness, bound))
 
     def _go_back(self, number: int, spool_lost: bool) -> None:
         """The run goes back to a checkpoint that it has kept, if there is one."""
@@ -770,7 +798,8 @@ class World:
         self.counters["went back"] += 1
         if spool_lost and trainer.disk is not None:
             trainer.disk.executescript("DELETE FROM parts; DELETE FROM unfinished")
-        complete = f"SELECT id FROM parts GROUP BY id HAVING count(*) = {self.model.group_size}"
+        whole_group = f"CASE WHEN prompt_index < 0 THEN 1 ELSE {self.model.group_size} END"
+        complete = f"SELECT id FROM parts GROUP BY id HAVING count(*) = {whole_group}"
         spooled = {group for (group,) in trainer.disk.execute(complete)} if trainer.disk else set()
         undone = undone_by(journal.kept(version))
         trainer.rollouts[:] = [rollout for rollout in trainer.rollouts if not undone(rollout.group.id)]

@@ -81,6 +81,14 @@ def test_options_that_the_engines_refuse_are_refused_in_a_rehearsal(tmp_path, ch
         preflight.check_options(config)
 
 
+@pytest.mark.parametrize("sandbox", [{"url": "http://127.0.0.1:1"}, {"mode": "none"}])
+def test_a_sandbox_of_namespaces_is_tried_before_the_run(sandbox):
+    workflow = {"workflow": "environment", "workflow_options": {"environment": "bubble"}}
+    workflow["workflow_options"]["environment_options"] = {"folder": None, "command": "true"}
+    with pytest.raises(UserError, match="`bubble` is namespaces of this machine"):
+        preflight.check_code(config_of([], rollout_manager=workflow, sandbox=sandbox))
+
+
 def test_a_few_answers_that_cannot_be_read_are_told(check, capsys):
     check([*GOOD * 3, "x^2 +* 3"])
     assert "cannot read the answers of 1 of the 25 rows" in capsys.readouterr().err

@@ -227,6 +227,15 @@ def test_groups_that_were_filtered_count_as_groups_without_signal(tmp_path):
     assert alert.where == "fate = 'filtered' and start_version >= 20"
 
 
+def test_sessions_of_users_that_expire_are_named_and_have_no_signal_to_lack(tmp_path):
+    records = write_run(tmp_path)
+    for record in records:
+        expired = 3 if record["step"] >= BREAKS else 1
+        record |= {"mixed_groups": None, "sessions_trained": 1, "sessions_expired": expired}
+    (alert,) = found_in(tmp_path, records)
+    assert alert.name == "sessions expire" and "75% of the sessions of users" in alert.sentence
+
+
 def test_a_file_is_read_once_and_a_broken_one_is_left_out(tmp_path):
     def broken(random, place):
         return [sample(random, n % 2, token=0.6) for n in range(SAMPLES)]

@@ -79,6 +79,9 @@ OWN = textwrap.dedent(
     def exits(prompt, completion, row):
         sys.exit("bye")
 
+    def interrupts(prompt, completion, row):
+        raise KeyboardInterrupt("now")
+
     def forks(prompt, completion, row):
         if (child := os.fork()) == 0:
             raise ValueError("in the child")
@@ -236,11 +239,12 @@ async def test_an_async_call_that_costs_the_process_is_found_and_the_others_are_
 
 
 async def test_a_failure_is_told_by_kind_and_never_a_score(capfd):
-    async with pool_of("raises", "raises_this", "exits", "nan", "text", "gives_up", "echo") as pool:
+    async with pool_of("raises", "raises_this", "exits", "interrupts", "nan", "text", "gives_up", "echo") as pool:
         for _ in range(2):
             assert await failure(pool, "own:raises") == ("raised", "KeyError: 'no such thing'")
         assert (await failure(pool, "own:raises_this"))[0] == "raised"
         assert await failure(pool, "own:exits") == ("raised", "SystemExit: bye")
+        assert await failure(pool, "own:interrupts") == ("raised", "KeyboardInterrupt: now")
         assert await failure(pool, "own:gives_up") == ("raised", "it was cancelled")
         assert (await failure(pool, "own:nan"))[0] == "not_finite"
         assert (await failure(pool, "own:text"))[0] == "not_finite"

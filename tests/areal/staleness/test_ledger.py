@@ -707,7 +707,7 @@ def test_a_session_with_a_reward_is_trained_like_any_group_and_signal_is_not_ask
     assert ledger.ready(session, 0, signal=False) is ReportAnswer.ACCEPTED
     finish(ledger, group)
     assert train(ledger) == (group, session)
-    assert ledger.session("user 0") is None
+    assert ledger.session_groups("user 0") == []
 
 
 def test_sessions_have_their_share_and_rows_theirs():
@@ -1063,7 +1063,7 @@ class SessionMachine(LedgerMachine):
     def open_sessions(self, owner: str, name: str, n: int) -> None:
         for _ in range(n):
             if group := self.ledger.open_session(name, owner, self.now, LEASE):
-                assert group.group_id not in self.admitted_at and self.ledger.session(name) == group
+                assert group.group_id not in self.admitted_at and self.ledger.session_groups(name)[-1] == group
                 self.admitted_at[group.group_id] = self.ledger.version
                 self.bounds[group.group_id] = self.settings.max_staleness
                 self.leases[group.group_id] = owner

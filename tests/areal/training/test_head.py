@@ -53,6 +53,15 @@ def test_in_parts_of_any_size_values_and_gradients_are_those_of_whole_logits(mon
             torch.testing.assert_close(first.double(), second, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("curve", CURVES)
+def test_without_gradients_there_are_the_same_log_probs_and_no_entropies(curve):
+    parts, distribution, targets = make()
+    with torch.no_grad():
+        logp, entropy = linear_logprobs(*parts, distribution, targets, TEMPERATURE, curve)
+    assert torch.equal(logp, linear_logprobs(*parts, distribution, targets, TEMPERATURE, curve)[0])
+    assert entropy.isnan().all()
+
+
 def test_without_tokens_there_is_a_gradient_of_zeros():
     (hidden, weight, _), none, _ = make(S=0)
     logp, entropy = linear_logprobs(hidden[:0], weight, None, none, none, 1.0)

@@ -126,7 +126,11 @@ def test_harbors_tasks_are_rows(tmp_path):
     task = task_of(rows["b"].fields)
     assert (task.image, task.build, task.folder, task.seconds) == ("far", None, "/box/app", 9.0)
     assert task.limits == {"memory": "512m", "cpus": 2}
-    assert task_of(rows["a"].fields).build == str(tmp_path / "a/environment")
+    built = task_of(rows["a"].fields)
+    assert built.build == str(tmp_path / "a/environment")
+    harbor_task(tmp_path / "other/a", "FROM y\nRUN make\n")  # one of the same name has another image
+    other = open_source(DataConfig(source=f"harbor:{tmp_path}/other", eval_size=0), seed=0).row(0)
+    assert built.image != task_of(other.fields).image and built.image.startswith("areal-harbor-a:")
     (tmp_path / "a/tests/test.sh").unlink()
     with pytest.raises(UserError, match="has no tests/test.sh"):
         open_source(DataConfig(source=f"harbor:{tmp_path}", eval_size=0), seed=0)

@@ -242,6 +242,14 @@ async def test_an_image_is_built_of_its_folder_once(owner, docker, tmp_path):
     assert log_of(docker).count("build") == 1
 
 
+async def test_a_command_that_is_given_up_ends_in_its_container(owner, docker):
+    async with owner.opened("docker", Task(image="image"), Limits(), SECONDS) as sandbox:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await sandbox.exec("sleep", "3600", seconds=SECONDS)
+        assert "kill -9 -1" in (docker / "log").read_text()
+
+
 async def test_a_start_that_is_given_up_or_fails_leaves_nothing(owner, docker):
     for setup in "sleep 3600", "exit 4":
         with pytest.raises((TimeoutError, SandboxError), match="status 4|"):

@@ -1,0 +1,405 @@
+"""The gateway: serves the policy to users while it learns. Their sessions are samples, each a group of one.
+
+A session holds a permit from its first call until its reward is stored, or until it expires; nothing waits for it.
+Without a permit it is served and not trained. A call is answered once the trainer has it on disk, and a reward once its
+sample is ready, so that a kill loses nothing of which the user was told. Another gateway goes on with the sessions of
+one that was lost.
+
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| endpoint | requests of users | their answers |
+| renew leases | a quarter of a lease | keeps its sessions, adopts those that were left |
+| watch | 1 s | ends what is idle, expires what has no reward in time |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter, deque
+from collections.abc import Coroutine
+from typing import Any, Self, TypeVar, cast
+
+import numpy as np
+import structlog
+
+from actors.runtime.membership import Membership
+from actors.sampling.calls import SampleFailed
+from actors.sampling.gateway_endpoint import NO_SESSION, GatewayEndpoint
+from actors.sampling.gateway_keys import UserKeys
+from actors.sampling.sampler import Sampler
+from actors.sampling.services import load_parsers
+from actors.sampling.user_sessions import UserSession, note_error
+from areal.config import UserError
+from areal.tokens import load_tokenizer
+from areal.trajectory import row_text
+from areal.workflows.openai_api import ApiError
+from areal.workflows.parsers import Parsers
+from protocols.errors import BusError, RefusedError
+from protocols.messages import (
+    AdoptSessions,
+    AskCalls,
+    AskSession,
+    DiscardSession,
+    Done,
+    GroupAccepted,
+    GroupStarted,
+    LostLeases,
+    RenewLeases,
+    ScoredSample,
+    SessionAnswer,
+    SessionGroup,
+    Sessions,
+    StoreCalls,
+    StoredCalls,
+    StoreSamples,
+)
+
+WATCH_SECONDS = 1.0
+# Sessions that a gateway adopts at a time.
+ADOPTED = 64
+# Calls of which the seconds to the first token are averaged.
+FIRST_TOKENS = 256
+# Time for the calls in progress when the gateway leaves.
+LEAVE_SECONDS = 20.0
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class Gateway(Sampler):
+    role = "gateway"
+
+    @classmethod
+    async def start(cls, member: Membership, *parts: Any, **options: Any) -> Self:
+        config = member.config
+        if not config.gateway.keys:
+            raise UserError("The run has no gateway.keys, so that nobody could make a call: add one (docs/gateway.md).")
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
+        parsers = await load_parsers(config, tokenizer, Parsers)
+        nothing = cast(Any, None)  # it has no rows, and users are the workflow
+        return cls(member, nothing, nothing, tokenizer, parsers)
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._settings = self.config.gateway
+        self._sessions: dict[str, UserSession] = {}
+        self._unnamed: dict[str, str] = {}  # the session of calls that name none, by key
+        self._works: set[asyncio.Task[Any]] = set()
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._counts = Counter[str]()
+        self._first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
+        self._keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
+        port = self._settings.port and self._settings.port + (self.member.index or 0)
+        self._endpoint = GatewayEndpoint(
+            self.config.name, self._settings, port, self._keys, self, lambda refusal: self._count("refused")
+        )
+        self.member.used.push_async_callback(self._close_sessions)
+        self.member.used.push_async_callback(self._endpoint.close)
+
+    async def main(self) -> None:
+        try:
+            port = await self._endpoint.listen()
+        except OSError as error:
+            raise UserError(f"the gateway cannot listen: {error.strerror}: choose another gateway.port") from None
+        address = f"http{'s' if self._settings.certificate else ''}://{self._settings.host}:{port}/v1"
+        self.member.activity = f"serving at {address}"
+        log.info("gateway ready", address=address)
+        await self.member.become_healthy()
+        self.member.spawn(self._renew_leases(), "renew leases")
+        self.member.spawn(self._watch(), "watch sessions")
+
+    async def hand_over(self) -> None:
+        """Let the calls in progress end. Other gateways go on with the sessions."""
+        for _ in range(int(LEAVE_SECONDS / WATCH_SECONDS)):
+            if not any(session.running for session in self._sessions.values()):
+                break
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _close_sessions(self) -> None:
+        for work in self._works:
+            work.cancel()
+        await asyncio.gather(*self._works, return_exceptions=True)
+        await asyncio.gather(*(session.leave() for session in self._sessions.values()))
+
+    async def _see_through(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. It goes on if the client does not wait for it any more."""
+        task = asyncio.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._works.discard)
+        task.add_done_callback(note_error)
+        return await asyncio.shield(task)
+
+    def stats(self) -> dict[str, float]:
+        names = ("opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted")
+        numbers = {f"sessions_{name}": float(self._counts[name]) for name in names}
+        numbers["sessions_open"] = float(sum(session.group is not None for session in self._sessions.values()))
+        if self._first_tokens:
+            numbers["first_token_seconds"] = sum(self._first_tokens) / len(self._first_tokens)
+        return super().stats() | numbers
+
+    def _count(self, name: str) -> None:
+        self._counts[name] += 1
+
+    # --- what the endpoint asks
+
+    async def open_session(self, name: str, train: bool) -> UserSession:
+        """The session of this name, which takes calls. Raises ApiError."""
+        key = name.partition(":")[0]
+        if name == f"{key}:{NO_SESSION}":
+            name = self._unnamed.get(key, "")
+            if (session := self._sessions.get(name)) is None or session.ended or session.full:
+                name = self._unnamed[key] = f"{key}:{secrets.token_hex(8)}"
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            session = self._sessions.get(name)
+            if session and session.group and not train:
+                await self._discard(session, "opted out")
+                session = None
+            if session and session.full:
+                why = "the session has all its tokens (gateway.max_session_tokens): end it, and begin another one"
+                raise ApiError(why, "session_full", 409)
+            if session is None:
+                self._check_room(key)
+                session = await self._begin(name, train)
+            session.ended = False  # who comes back goes on
+            return session
+
+    def _check_room(self, key: str) -> None:
+        limit = self._keys.configured[key].sessions
+        if limit is not None and sum(s.key == key and not s.ended for s in self._sessions.values()) >= limit:
+            raise ApiError(f"this key may have {limit} sessions at a time: end one", "too_many_sessions", 429)
+
+    async def _begin(self, name: str, train: bool) -> UserSession:
+        group = None
+        if train and self.config.max_sessions:
+            answer = await self._ask_session(name, opens=True)
+            group = answer.session
+            if group is None and answer.state == "open":
+                why = f"another gateway has this session, {answer.holder}: make its calls there"
+                raise ApiError(why, "elsewhere", 409)
+            if group is None and self._settings.without_permit == "wait":
+                raise ApiError("as many sessions are open as may be: try again later", "no_permit", 429)
+        if group is not None and group.resumed:
+            return await self._adopt(group)
+        self._count("opened" if group else "untrained")
+        return self._add(name, group)
+
+    def _add(self, name: str, group: SessionGroup | None) -> UserSession:
+        session = UserSession(self.services, name, group, self._save, self._report_start)
+        self._sessions[name] = session
+        return session
+
+    async def _adopt(self, group: SessionGroup) -> UserSession:
+        """Go on with a session whose gateway was lost, with what the trainer has of it."""
+        here = self._sessions.get(group.session)
+        if here is not None and here.group is not None and here.group.group == group.group:
+            return here
+        session = self._add(group.session, group)
+        stored = await self.ask_trainer(AskCalls(group=group.group, place=0), StoredCalls)
+        self._count("adopted")
+        if len(stored.frame):
+            try:
+                await session.restore(stored.frame.data)
+            except (SampleFailed, ApiError, ValueError) as error:
+                log.warning("a session cannot go on", session=group.session, error=str(error))
+                await self._discard(session, "failed")
+                return self._add(group.session, None)
+        log.info("a session goes on here", session=group.session, group=group.group)
+        return session
+
+    async def state(self, name: str) -> dict[str, Any]:
+        session = await self._find(name)
+        if session is None:
+            known = await self._ask_session(name, opens=False) if self.config.max_sessions else SessionAnswer()
+            return {"id": name, "state": known.state or "gone"}
+        version = session.sample.newest_version
+        state = "untrained" if session.group is None else "ended" if session.ended else "open"
+        return {"id": name, "state": state, "version": version, "tokens": session.sample.tokens_sampled}
+
+    async def reward(self, name: str, value: float, parts: dict[str, float], call: str | None) -> dict[str, Any]:
+        """The reward of a session ends it: once its sample is ready, or given up, that is the answer. That of a call is
+        stored with its session."""
+        session = await self._find(name)
+        if session is None:
+            return await self.state(name) | {"changed": False}
+        return await self._see_through(self._reward(session, value, parts, call))
+
+    async def _reward(
+        self, session: UserSession, value: float, parts: dict[str, float], call: str | None
+    ) -> dict[str, Any]:
+        name = session.name
+        async with session.rewarding:
+            if session.group is None or session.rewarded:
+                return await self.state(name) | {"changed": False}
+            if call is not None:
+                session.chat.give_reward(value, call)
+                await session.save()
+                return await self.state(name) | {"changed": True}
+            accepted = await self._finish(session, value, parts)
+            return {"id": name, "state": "ready" if accepted else "gone", "changed": accepted}
+
+    async def end(self, name: str) -> dict[str, Any]:
+        if session := await self._find(name):
+            await self._see_through(self._end(session))
+        return await self.state(name)
+
+    async def delete(self, name: str) -> None:
+        if session := self._sessions.pop(name, None):
+            session.close()
+        self._count("deleted")
+        if self.config.max_sessions:
+            try:
+                await self.member.ask_master(DiscardSession(session=name, reason="deleted"), Done)
+            except RefusedError as error:
+                raise ApiError(f"it cannot be deleted any more: {error}", "in_training", 409) from None
+
+    async def _find(self, name: str) -> UserSession | None:
+        """The session that is here, or that another gateway has left."""
+        if (session := self._sessions.get(name)) is None and self.config.max_sessions:
+            async with self._opening.setdefault(name, asyncio.Lock()):
+                answer = await self._ask_session(name, opens=False)
+                if answer.session is not None and name not in self._sessions:
+                    return await self._adopt(answer.session)
+                if answer.state == "open" and answer.session is None:
+                    raise ApiError(f"another gateway has this session, {answer.holder}", "elsewhere", 409)
+        return session or self._sessions.get(name)
+
+    # --- the end of a session
+
+    async def _end(self, session: UserSession) -> None:
+        """The session takes no calls any more. It is ready if it has rewards, or the run's functions give one."""
+        async with session.rewarding:
+            session.ended = True
+            if session.rewarded:
+                return
+            if session.group is None:
+                self._drop(session)
+            elif session.chat.rewards:
+                await self._finish(session, None, {})
+            elif self.config.reward.functions and session.sample.calls:
+                await self._score(session)
+            else:
+                await session.save()
+
+    async def _score(self, session: UserSession) -> None:
+        try:
+            score = await session.sample.score(session.chat.last_text)
+        except SampleFailed as failure:
+            self.report_failure(failure.cause, f"{failure}")
+            await self._discard(session, "failed")
+        else:
+            if session.group is None:  # it has expired meanwhile
+                return self._drop(session)
+            await self._finish(session, score, session.sample.reward_parts)
+
+    async def _finish(self, session: UserSession, reward: float | None, parts: dict[str, float]) -> bool:
+        """Have the trainer store the sample. Returns False if it is not trained: it was deleted, or has expired."""
+        group = session.group
+        assert group is not None
+        session.ended = True
+        if not session.sample.calls:
+            raise ApiError("nothing was sampled in this session", "no_calls")
+        try:
+            trajectory = session.sample.trajectory(reward)
+        except ValueError as error:
+            raise ApiError(f"the session cannot be trained: {error}", "bad_reward") from None
+        fields = {"session": session.name, "messages": session.sample.messages}
+        sample = ScoredSample(
+            place=0,
+            frame=np.frombuffer(trajectory.frame(), np.uint8),
+            parts=parts,
+            discarded=max(0, session.sample.tokens_sampled - int(trajectory.sampled.sum())),
+            generators=tuple(session.sample.generators),
+        )
+        request = StoreSamples(
+            group=group.group,
+            prompt_index=group.prompt_index,
+            row=row_text(fields) if self.config.observe.rollouts != "none" else "",
+            samples=(sample,),
+        )
+        try:
+            accepted = (await self.ask_trainer(request, GroupAccepted)).accepted
+        except RefusedError as error:
+            raise ApiError(f"the session cannot be trained: {error}", "not_stored", 507) from None
+        session.rewarded = True
+        self._count("rewarded" if accepted else "expired")
+        self.services.succeeded += accepted
+        self._drop(session)
+        return accepted
+
+    async def _discard(self, session: UserSession, reason: Any) -> None:
+        self._drop(session)
+        if session.group is not None:
+            self._count(reason)
+            discard = DiscardSession(session=session.name, group=session.group.group, reason=reason)
+            await self.member.ask_master(discard, Done)
+
+    def _drop(self, session: UserSession) -> None:
+        session.close()
+        if self._sessions.get(session.name) is session:
+            del self._sessions[session.name]
+
+    # --- the master and the trainer
+
+    async def _ask_session(self, name: str, opens: bool) -> SessionAnswer:
+        return await self.member.ask_master(AskSession(session=name, opens=opens), SessionAnswer)
+
+    def _report_start(self, session: UserSession, version: int) -> None:
+        if session.group is not None:
+            session.sample.min_version = max(version, session.group.min_version)
+            started = GroupStarted(group=session.group.group, start_version=version)
+            self.member.spawn(self.member.ask_master(started, Done), "session started")
+
+    async def _save(self, session: UserSession, frame: bytes) -> None:
+        """Raises ApiError if the trainer refuses the calls."""
+        assert session.group is not None
+        request = StoreCalls(
+            group=session.group.group,
+            prompt_index=session.group.prompt_index,
+            place=0,
+            frame=np.frombuffer(frame, np.uint8),
+        )
+        try:
+            await self.ask_trainer(request, Done)
+        except RefusedError as error:
+            raise ApiError(f"the session cannot be stored: {error}", "not_stored", 507) from None
+
+    async def _renew_leases(self) -> None:
+        while True:
+            groups = {s.group.group: s for s in self._sessions.values() if s.group is not None}
+            if groups:
+                renewed = await self.member.ask_master(RenewLeases(groups=tuple(groups)), LostLeases)
+                for group in renewed.groups:
+                    self._count("expired")
+                    session = groups[group]
+                    session.group = None  # its calls are served, and none of it is trained
+                    if session.ended:
+                        self._drop(session)
+            if self.config.max_sessions:
+                orphans = await self.member.ask_master(AdoptSessions(count=ADOPTED), Sessions)
+                for orphan in orphans.sessions:
+                    async with self._opening.setdefault(orphan.session, asyncio.Lock()):
+                        await self._adopt(orphan)
+            await asyncio.sleep(self.config.master.lease_seconds / 4)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = asyncio.get_running_loop().time()
+            for session in list(self._sessions.values()):
+                self._first_tokens.extend(session.first_tokens)
+                session.first_tokens.clear()
+                try:
+                    await self._look_at(session, now)
+                except (ApiError, BusError) as error:
+                    log.warning("a session could not be ended", session=session.name, error=str(error))
+            self._opening = {n: lock for n, lock in self._opening.items() if n in self._sessions or lock.locked()}
+
+    async def _look_at(self, session: UserSession, now: float) -> None:
+        """End or expire a session that is due."""
+        if session.running or session.rewarding.locked():
+            return
+        if not session.ended and now - session.used >= self._settings.idle_seconds:
+            await self._end(session)
+        elif session.group is not None and now - session.begun >= self._settings.session_seconds:
+            await self._discard(session, "expired")

@@ -1,0 +1,205 @@
+"""A session of a user with the policy: its calls, what is saved of them, and its reward.
+
+A finished call is on the trainer's disk before its client has the last byte. Whoever goes on with the session makes the
+requests again, which are saved with the tokens: each finds its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.sampling.calls import SampleFailed
+from actors.sampling.gateway_keys import UserKeys
+from actors.sampling.openai_endpoint import OpenSample
+from actors.sampling.services import Services
+from actors.sampling.sessions import SampleSession
+from areal.data.rows import Row
+from areal.sampled import Generation, Tokens
+from areal.storage.saved_calls import notes_of, packed, unpacked
+from areal.workflows.conversation import Keep
+from areal.workflows.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
+from protocols.messages import SessionGroup
+
+
+class UserSample(SampleSession):
+    """The sample of a session. Each call has `call_limit` tokens; all together have `gateway.max_session_tokens`.
+    `newest_version`: of its last token."""
+
+    newest_version: int | None = None
+    on_first: Callable[[], None] | None = None
+
+    def __init__(self, services: Services, name: str, group: SessionGroup | None, on_start: Callable[[int], None]):
+        self.messages: list[dict[str, Any]] = []  # of the first request
+        row = Row(0 if group is None else group.prompt_index, self.messages, None, None, {"session": name})
+        total = services.config.gateway.max_session_tokens
+        sampling = services.config.sampling.model_copy(update={"max_new_tokens": total})
+        super().__init__(services, row, sampling, group.min_version if group else 0, on_start=on_start)
+        self.call_limit = services.config.sampling.max_new_tokens
+
+    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
+        return await super().generate(tokens, min(max_new_tokens or self.call_limit, self.call_limit), keep)
+
+    def count(self, versions: np.ndarray) -> None:
+        if len(versions):
+            self.newest_version = int(versions[-1])
+            if self.on_first:
+                self.on_first()
+                self.on_first = None
+        super().count(versions)
+
+
+@dataclass
+class AnsweredCall:
+    """A finished call: its answer's id, its request, and the client's id for it, with its number among the answers."""
+
+    name: str
+    request: ChatRequest
+    mark: str
+
+
+class UserSession:
+    """See the module. name: of its key and its id. group: its permit; None: it is served, and not trained.
+
+    save: has the trainer store a frame. `ended`: it takes no calls any more, and waits for its reward. `rewarded`: the
+    reward has come, and it is ready or given up.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        name: str,
+        group: SessionGroup | None,
+        save: Callable[[UserSession, bytes], Any],
+        on_start: Callable[[UserSession, int], None],
+    ) -> None:
+        self.name, self.key, self.group = name, name.partition(":")[0], group
+        self.sample = UserSample(services, name, group, lambda version: on_start(self, version))
+        self.chat = ChatSession(self.sample)
+        self.open = OpenSample(self.chat)
+        self.ended = self.rewarded = False
+        self.rewarding = asyncio.Lock()
+        self.running = 0
+        self.begun = self.used = asyncio.get_running_loop().time()
+        self.first_tokens: list[float] = []  # seconds from the call to its first text, since the last look
+        self._save = save
+        self._turns: list[AnsweredCall] = []
+        self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
+        self._saving = asyncio.Lock()
+
+    @property
+    def full(self) -> bool:
+        """Whether it has no room for another call."""
+        return bool(self.sample.tokens_sampled) and self.sample.room < self.sample.call_limit
+
+    async def answer(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
+        """What the policy answers, once it is saved. mark: the client's id for the call, or empty: a second call with
+        the same one gets the same answer, also if the connection of the first was lost."""
+        if not mark:
+            return await self._turn(request, name, on_text, mark)
+        call = self._calls.get(mark)
+        if call is None or (call.done() and (call.cancelled() or call.exception())):
+            call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
+            call.add_done_callback(note_error)
+        answer = await asyncio.shield(call)
+        self.chat.name_answer(name, answer)
+        return answer
+
+    def forget_call(self, mark: str) -> None:
+        """The next call with this mark is another one."""
+        self._calls = {key: call for key, call in self._calls.items() if key.rpartition("/")[0] != mark}
+
+    async def _turn(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
+        loop = asyncio.get_running_loop()
+        self.running += 1
+        began = loop.time()
+        self.sample.on_first = lambda: self.first_tokens.append(loop.time() - began)
+        try:
+            if not self.sample.messages:
+                self.sample.messages += map(message_of, request.messages)
+            answer = await self.chat.complete(request, name, on_text)
+            self._turns.append(AnsweredCall(name, request, mark))
+            await self.save()
+        except SampleFailed as failure:
+            raise ApiError(f"the call has failed: {failure}", "call_failed") from None
+        finally:
+            self.running -= 1
+            self.used = loop.time()
+        return answer
+
+    async def save(self) -> None:
+        """Have the trainer store the calls so far, and what is needed to go on with them."""
+        async with self._saving:
+            if self.group is None:
+                return
+            turns = [[turn.name, turn.request.model_dump_json(exclude_none=True), turn.mark] for turn in self._turns]
+            rewards = [[answer, value] for answer, value in self.chat.rewards.items()]
+            notes = json.dumps({"turns": turns, "rewards": rewards, "ended": self.ended})
+            if calls := self.sample.calls_so_far():
+                await self._save(self, packed(calls, notes))
+
+    async def restore(self, frame: bytes | memoryview) -> None:
+        """Become the session that `save` had stored. Raises SampleFailed, ApiError and ValueError."""
+        notes = json.loads(notes_of(frame))
+        self.sample.saved_calls = unpacked(frame)
+        for name, body, mark in notes["turns"]:
+            request = ChatRequest.model_validate_json(body)
+            answer = await self.chat.complete(request, name)
+            self._turns.append(AnsweredCall(name, request, mark))
+            if mark:
+                self._calls[mark] = asyncio.create_task(_same(answer))
+        if self._turns:
+            self.sample.messages += map(message_of, self._turns[0].request.messages)
+        for name, value in notes["rewards"]:
+            self.chat.give_reward(value, name)
+        self.ended = notes["ended"]
+
+    def close(self) -> None:
+        for call in self._calls.values():
+            call.cancel()
+        self.sample.close()
+
+    async def leave(self) -> None:
+        """Close it, and wait until its calls have ended."""
+        self.close()
+        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+
+
+def note_error(task: asyncio.Task[Any]) -> None:
+    """Whoever waits for the task hears of its error. If nobody does any more, asyncio is not to report it."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _same(answer: Answer) -> Answer:
+    return answer
+
+
+@dataclass(kw_only=True)
+class SessionCall(OpenSample):
+    """One call of a session, as the endpoint answers it. mark: the client's id for it. keys: count its tokens."""
+
+    session: UserSession
+    mark: str
+    keys: UserKeys
+    number: int = 0
+
+    async def complete(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None) -> Answer:
+        mark = f"{self.mark}/{self.number}" if self.mark else ""
+        self.number += 1
+        answer = await self.session.answer(request, name, on_text, mark)
+        self.keys.count(self.session.key, "tokens", len(answer.sampled))
+        return answer
+
+    def headers(self) -> dict[str, str]:
+        version = self.session.sample.newest_version
+        return {
+            "X-Session-Id": self.session.name,
+            "X-Areal-Version": "" if version is None else f"{version}",
+            "X-Areal-Trained": "no" if self.session.group is None else "yes",
+        }

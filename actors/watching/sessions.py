@@ -1,0 +1,64 @@
+"""The dashboard's page of sessions: those of users that are alive, and how many have ended, and how."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from actors.watching.answers import answer, finite, page
+from areal.config import UserError
+from areal.desk.audit import read_journal
+from areal.record import Record
+from areal.staleness.ledger import LedgerError
+from areal.text import all_shown, shown
+
+
+class SessionPages:
+    """The page at /sessions, and what it asks for, of a run. It reads a copy of the journal, one at a time."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._reading = asyncio.Lock()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/sessions", page("sessions.html")), web.get("/sessions/list", self._list)]
+
+    async def _list(self, request: web.Request) -> web.Response:
+        async with self._reading:
+            try:
+                sessions = await asyncio.to_thread(sessions_of, self._record)
+            except (UserError, LedgerError) as error:
+                raise web.HTTPBadRequest(text=shown(str(error))) from None
+        return answer(all_shown(finite(sessions)))
+
+
+def sessions_of(record: Record) -> dict[str, Any]:
+    """What the journal says. `expires`: the last version that may train it. Raises UserError and LedgerError, as
+    `read_journal` does."""
+    journal = read_journal(record)
+    ledger = journal.ledger.dump()
+    rows = []
+    for group in ledger["groups"]:
+        if group["session"]:
+            version = group["admission_version"] if group["start_version"] is None else group["start_version"]
+            rows.append(
+                {
+                    "session": group["session"],
+                    "state": group["state"],
+                    "version": version,
+                    "age": ledger["version"] - version,
+                    "reward": journal.rewards.get(group["group_id"]),
+                    "expires": version + group["max_staleness"],
+                    "gateway": group["owner"].partition("#")[0] or "none",
+                    "group": group["group_id"],
+                }
+            )
+    counters = ledger["counters"]
+    return {
+        "version": ledger["version"],
+        "rows": rows,
+        "opened": ledger["next_session"],
+        "trained": counters["sessions_trained"],
+    }

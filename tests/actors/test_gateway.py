@@ -1,0 +1,507 @@
+"""The gateway: real HTTP, the real ledger and the master's real answers, a policy that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import ssl
+from contextlib import AsyncExitStack
+from hashlib import sha256
+from types import SimpleNamespace
+
+import aiohttp
+import numpy as np
+import pytest
+from scripted_policy import END, byte_tokenizer
+
+from actors.gateway import Gateway
+from actors.mastering.session_requests import SessionRequests
+from actors.runtime.directory import Directory
+from actors.training.sample_store import SampleStore
+from actors.watching.prometheus import Numbers
+from areal.config import Config
+from areal.result import Result
+from areal.sampled import Generation
+from areal.staleness.ledger import EXPIRED, Batch, Ledger, LedgerSettings
+from areal.storage.saved_calls import notes_of, unpacked
+from areal.trajectory import Trajectory
+from areal.workflows.parsers import Parsers
+from protocols.errors import FencedError, RefusedError
+from protocols.messages import (
+    AskCalls,
+    AskSession,
+    GroupAccepted,
+    GroupStarted,
+    LostLeases,
+    Policy,
+    RenewLeases,
+    SessionAnswer,
+    StoreCalls,
+    StoredCalls,
+)
+
+COUNTS = "opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted"
+USER, JUDGE = "user's key", "judge's key"
+TOKENIZER = byte_tokenizer()
+
+
+def make_config(**gateway) -> Config:
+    keys = {
+        "anna": {"sha256": sha256(USER.encode()).hexdigest()},
+        "judge": {"sha256": sha256(JUDGE.encode()).hexdigest(), "rights": ["reward_all"]},
+    }
+    gateway = {"keys": keys, "share": 1} | gateway
+    return Config(
+        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"eval_size": 0},
+        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1}, gateway=gateway,
+    )  # fmt: skip
+
+
+class City:
+    """The master and the trainer around gateways."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.ledger = Ledger(LedgerSettings.of(config))
+        self.spool: dict[str, bytes] = {}
+        self.trained: dict[str, Trajectory] = {}
+        self.now = 0.0
+        self.says: list[str | None] = []
+        self.prompts: list[str] = []
+        run = SimpleNamespace(
+            ledger=self.ledger, config=config, now=lambda: self.now, changed=SimpleNamespace(notify=lambda: None),
+            member=lambda request, *roles: SimpleNamespace(identity=request.sender),
+            free_sessions=lambda: self.ledger.session_capacity, meter=SimpleNamespace(begin=lambda: None),
+        )  # fmt: skip
+        self._requests = SessionRequests(run)
+
+    async def ask_master(self, sender: str, message, answer, park=0.0):
+        if isinstance(message, GroupStarted):
+            return self.ledger.started(message.group, sender, message.start_version)
+        if isinstance(message, RenewLeases):
+            return LostLeases(groups=tuple(self.ledger.renew(sender, message.groups, self.now, 60.0)))
+        return await self._requests.dispatch(SimpleNamespace(sender=sender, message=message))
+
+    async def ask_trainer(self, message, answer):
+        if isinstance(message, StoreCalls):
+            unpacked(message.frame.data)
+            self.spool[message.group] = message.frame.tobytes()
+            return None
+        if answer is StoredCalls:
+            return StoredCalls(frame=np.frombuffer(self.spool.get(message.group, b""), np.uint8))
+        (sample,) = message.samples
+        trajectory = Trajectory.of_frame(sample.frame.data)
+        trajectory.validate()
+        report = self.ledger.ready(message.group, trajectory.start_version, signal=False)
+        if report == "accepted":
+            self.trained[message.group] = trajectory
+        return GroupAccepted(accepted=report in ("accepted", "unchanged"))
+
+    async def sample(self, call) -> Generation:
+        self.prompts.append(TOKENIZER.decode(call.tokens))
+        text = self.says.pop(0)
+        if text is None:
+            await asyncio.Event().wait()
+        tokens = TOKENIZER.encode(text + END, add_special_tokens=False)
+        n, version = len(tokens), self.ledger.version
+        columns = np.array(tokens, np.int32), np.full(n, -0.5, np.float32), np.full(n, version, np.int32)
+        return call.add(Generation(*columns, None), "stop")
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, index: int = 0):
+        """A gateway, until the end of the block; then it is lost, and the master has noticed."""
+        name, tasks = f"gateway/{index}#{index}", set()
+
+        def spawn(work, what):
+            tasks.add(task := asyncio.get_running_loop().create_task(work))
+            return task
+
+        async with AsyncExitStack() as used:
+            member = SimpleNamespace(
+                config=self.config, directory=Directory(Policy(lineage=0, version=0, folder="")), index=index, bus=None,
+                spawn=spawn, used=used, become_healthy=lambda: asyncio.sleep(0),
+                ask_master=lambda *parts: self.ask_master(name, *parts),
+            )  # fmt: skip
+            gateway = Gateway(member, None, None, TOKENIZER, Parsers(TOKENIZER))
+            gateway.services.generators = self
+            gateway.ask_trainer = self.ask_trainer
+            await gateway.main()
+            port = await gateway._endpoint.listen()
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+                yield Client(http, gateway)
+            for task in tasks:
+                task.cancel()
+        self.ledger.release(name)
+
+
+class Client:
+    def __init__(self, http: aiohttp.ClientSession, gateway: Gateway) -> None:
+        self.http, self.gateway = http, gateway
+
+    async def ask(self, path: str, body=None, key: str = USER, method: str = "POST", **headers: str):
+        """The status, the body and the headers of an answer."""
+        headers = {name.replace("_", "-"): value for name, value in headers.items()} | {
+            "Authorization": f"Bearer {key}"
+        }
+        async with self.http.request(method, f"/v1/{path}", json=body, headers=headers) as answer:
+            data = await (answer.json() if answer.content_type == "application/json" else answer.text())
+            return answer.status, data, answer.headers
+
+    async def say(self, *texts: str, session: str = "s", stream: bool = False, **headers: str):
+        """The texts are user, assistant, user, ... of one conversation."""
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        body = {"model": "m", "messages": messages, "stream": stream}
+        return await self.ask("chat/completions", body, X_Session_Id=session, **headers)
+
+    async def reward(self, value, session: str = "s", key: str = JUDGE, **more):
+        name = f"anna:{session}" if key == JUDGE else session
+        return (await self.ask(f"sessions/{name}/reward", {"reward": value, **more}, key))[:2]
+
+
+def text_of(answer) -> str:
+    return answer[1]["choices"][0]["message"]["content"]
+
+
+@pytest.fixture
+def city() -> City:
+    return City(make_config())
+
+
+async def test_a_conversation_is_one_sample_with_the_reward_that_came_and_is_trained(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        status, _, headers = first = await user.say("hi")
+        assert (status, text_of(first), headers["X-Areal-Version"], headers["X-Areal-Trained"]) == (
+            200,
+            "hello",
+            "0",
+            "yes",
+        )
+        assert headers["X-Session-Id"] == "anna:s"
+        status, events, _ = await user.say("hi", "hello", "how are you?", stream=True)
+        assert status == 200 and events.rstrip().endswith("data: [DONE]") and '"fine"' in events
+        assert (await user.reward({"useful": 0.75, "kind": 0.25}))[1] == {
+            "id": "anna:s",
+            "state": "ready",
+            "changed": True,
+        }
+        assert (await user.reward(-1))[1] == {"id": "anna:s", "state": "ready", "changed": False}, "a repeat"
+    (sample,) = city.trained.values()
+    sampled = TOKENIZER.decode(sample.tokens[sample.sampled])
+    assert (sample.reward, sampled, sample.branches) == (1.0, f"hello{END}fine{END}", ())
+    assert city.ledger.ready_count == 1
+
+
+async def test_a_session_of_the_same_name_after_the_reward_is_another_sample_with_a_reward_of_its_own(city):
+    city.says = ["hello", "fine", "bye"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        await user.reward(1)
+        await user.say("hi", "hello", "how are you?")
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        await user.say("hi", "hello", "how are you?", "fine", "bye")
+        await user.reward(-1)
+    first, second = city.trained.values()
+    assert (first.reward, second.reward) == (1, -1)
+    assert TOKENIZER.decode(second.tokens[second.sampled]) == f"fine{END}bye{END}", "no token is trained twice"
+
+
+async def test_who_may_do_what(city):
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        assert (await user.say("hi"))[0] == 200
+        assert (await user.ask("chat/completions", {}, key="guess"))[0] == 401
+        assert (await user.ask("chat/completions", {}, key=JUDGE))[0] == 403
+        status, body = await user.reward(1, key=USER)
+        assert status == 403 and "gateway.keys.anna.rights" in body["error"]["message"]
+        assert (await user.reward(2))[0] == 400, "out of the range"
+        assert (await user.ask("sessions/judge:s", method="GET"))[0] == 404
+        status, access, _ = await user.ask("sessions", {"id": "mine"})
+        assert (status, access["id"]) == (200, "anna:mine")
+        assert (await user.ask("sessions/s", key=access["api_key"], method="GET"))[0] == 404, (
+            "the key is for one session"
+        )
+        city.says = ["again"]
+        status, _, headers = await user.ask(
+            "chat/completions", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, access["api_key"]
+        )
+        assert (status, headers["X-Session-Id"]) == (200, "anna:mine")
+
+
+async def test_a_call_with_the_same_id_is_answered_once_and_again_by_another_gateway(city):
+    city.says = ["hello", "fine", "never"]
+    async with city.gateway(0) as user:
+        first = await user.say("hi", Idempotency_Key="1")
+        again = await user.say("hi", Idempotency_Key="1")
+        assert text_of(first) == text_of(again) == "hello" and len(city.prompts) == 1
+        assert notes_of(city.spool["s0.0"]), "it is stored before it is answered"
+    async with city.gateway(1) as user:
+        assert text_of(await user.say("hi", Idempotency_Key="1")) == "hello" and len(city.prompts) == 1
+        assert text_of(await user.say("hi", "hello", "how?", Idempotency_Key="2")) == "fine"
+        assert (await user.reward(1, call=first[1]["id"]))[1]["changed"]
+    async with city.gateway(2) as user:
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready", (
+            "the reward of a call has outlived its gateway"
+        )
+    (sample,) = city.trained.values()
+    assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}" and sample.reward == 1
+    assert city.ledger.counters.admitted == 1
+
+
+async def test_a_retry_of_an_official_client_gets_the_same_answer_and_a_question_asked_twice_another(city):
+    city.says = ["hello", "hi there"]
+    async with city.gateway() as user:
+        answers = [await user.say("hi", X_Stainless_Retry_Count=count) for count in ("0", "1", "0", "2")]
+    assert [text_of(answer) for answer in answers] == ["hello", "hello", "hi there", "hi there"]
+
+
+async def test_a_call_whose_client_is_gone_goes_on_for_its_retry(city):
+    city.says = [None, "hello"]
+    async with city.gateway() as user:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await user.say("hi", Idempotency_Key="1")
+        retry = asyncio.create_task(user.say("hi", Idempotency_Key="1"))
+        done, _ = await asyncio.wait([retry], timeout=0.2)
+        assert not done and city.says == ["hello"], "it waits for the first one"
+        retry.cancel()
+
+
+async def test_a_session_that_expires_in_the_ledger_is_served_on_and_not_trained(city):
+    city.says = ["hello", "bye"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        for _ in range(2):  # others fill the steps until its deadline
+            for _ in range(2):
+                group = city.ledger.open_session("other", "gateway/9#9", 0.0, 60.0)
+                city.ledger.ready(group.group_id, city.ledger.version)
+            assert isinstance(city.ledger.next_batch(city.ledger.version), Batch)
+            city.ledger.commit(city.ledger.version)
+        assert city.ledger.counters.discarded == {EXPIRED: 1}
+        status, body = await user.reward(1)
+        assert (status, body["state"], body["changed"]) == (200, "gone", False)
+    assert city.trained == {}
+
+
+@pytest.mark.parametrize("choice", ["serve", "wait"])
+async def test_without_a_permit_a_session_is_served_and_not_trained_or_has_to_wait(choice):
+    city = City(make_config(without_permit=choice))
+    city.says = [f"answer {i}" for i in range(9)]
+    async with city.gateway() as user:
+        answers = [await user.say("hi", session=f"s{i}") for i in range(5)]
+        status, body, headers = answers[-1]
+        assert [answer[0] for answer in answers[:4]] == [200] * 4
+        if choice == "serve":
+            assert (status, headers["X-Areal-Trained"]) == (200, "no")
+            assert (await user.reward(1, session="s4"))[1] == {
+                "id": "anna:s4", "state": "untrained", "version": 0, "tokens": 9, "changed": False
+            }  # fmt: skip
+        else:
+            assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "no_permit", "5")
+
+
+async def test_deleted_and_opted_out_sessions_are_not_trained(city):
+    city.says = ["hello"] * 4
+    async with city.gateway() as user:
+        await user.say("hi", session="a")
+        await user.reward(1, session="a")
+        assert (await user.ask("sessions/a", method="DELETE"))[0] == 200
+        await user.say("hi", session="b")
+        answer = await user.say("hi", session="b", X_Areal_Train="no")
+        assert answer[2]["X-Areal-Trained"] == "no"
+    assert city.ledger.counters.discarded == {"deleted": 1, "opted out": 1} and city.ledger.alive == 0
+
+
+async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
+    city.says = ["hello"] * 2
+    async with city.gateway() as user:
+        for name in "ab":
+            await user.say("hi", session=name)
+            await user.reward(1, session=name)
+        city.ledger.next_batch(0)
+        status, body, _ = await user.ask("sessions/a", method="DELETE")
+        assert status == 409 and "in the batch that is trained now" in body["error"]["message"]
+
+
+async def test_quotas_of_a_key(city):
+    keys = {"anna": {"sha256": sha256(USER.encode()).hexdigest(), "calls_per_minute": 3, "sessions": 2}}
+    city = City(make_config(keys=keys))
+    city.says = ["hello"] * 9
+    async with city.gateway() as user:
+        answers = [await user.say("hi", session=name) for name in "abcd"]
+        assert [answer[0] for answer in answers] == [200, 200, 429, 429]
+        assert [answer[1]["error"]["code"] for answer in answers[2:]] == ["too_many_sessions", "rate_limit_exceeded"]
+
+
+async def test_a_call_that_the_trainer_does_not_store_is_an_error_and_not_an_answer(city):
+    city.says = ["hello"]
+
+    async def refuse(message, answer):
+        raise RefusedError("its disk is full")
+
+    async with city.gateway() as user:
+        user.gateway.ask_trainer = refuse
+        status, body, _ = await user.say("hi")
+        assert status == 507 and "its disk is full" in body["error"]["message"]
+
+
+async def test_the_other_protocols_and_a_session_that_user_names(city):
+    city.says = ["one", "two", "three"]
+    async with city.gateway() as user:
+        hi = {"role": "user", "content": "hi"}
+        message = {"model": "m", "max_tokens": 9, "messages": [hi], "metadata": {"session_id": "one"}}
+        status, body, headers = await user.ask("messages", message)
+        assert (status, body["content"][0]["text"], headers["X-Session-Id"]) == (200, "one", "anna:one")
+        status, body, headers = await user.ask("responses", {"model": "m", "input": "hi", "user": "zwei ü"})
+        assert (status, body["output"][0]["content"][0]["text"]) == (200, "two") and len(headers["X-Session-Id"]) == 37
+        status, _, headers = await user.ask("chat/completions", {"model": "m", "messages": [hi]})
+        assert (status, headers["X-Session-Id"]) == (200, user.gateway._unnamed["anna"])
+
+
+async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_and_else_waits_until_it_expires():
+    city = City(make_config(idle_seconds=0.5, session_seconds=1.5))
+    city.says = ["hello", "hello"]
+    async with city.gateway() as user:
+        answer = await user.say("hi", session="a")
+        await user.reward(0.5, session="a", call=answer[1]["id"])
+        await user.say("hi", session="b")
+        while city.ledger.open_sessions:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+    assert [sample.reward for sample in city.trained.values()] == [0.5]
+    assert city.ledger.counters.discarded == {EXPIRED: 1}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+async def test_with_a_certificate_the_gateway_speaks_tls_alone(tmp_path):
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+    process = await asyncio.create_subprocess_exec(*command.split(), cwd=tmp_path, stderr=asyncio.subprocess.DEVNULL)
+    assert await process.wait() == 0
+    city = City(make_config(certificate=str(tmp_path / "cert.pem"), private_key=str(tmp_path / "key.pem")))
+    trust = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    trust.check_hostname = False
+    async with city.gateway() as user:
+        url = f"://127.0.0.1:{await user.gateway._endpoint.listen()}/v1/models"
+        headers = {"Authorization": f"Bearer {USER}"}
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"https{url}", headers=headers, ssl=trust) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(f"http{url}", headers=headers)
+
+
+async def test_the_key_of_one_session_rewards_no_other_also_if_it_is_of_a_key_that_rewards_all():
+    keys = {
+        "anna": {"sha256": sha256(USER.encode()).hexdigest()},
+        "boss": {"sha256": sha256(JUDGE.encode()).hexdigest(), "rights": ["serve", "reward_all"]},
+    }
+    city = City(make_config(keys=keys))
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        access = (await user.ask("sessions", {"id": "mine"}, JUDGE))[1]
+        status, _, _ = await user.ask("sessions/anna:s/reward", {"reward": 1}, access["api_key"])
+        assert status == 404 and city.trained == {}
+        assert (await user.reward(1))[1]["state"] == "ready", "the key itself may"
+
+
+@pytest.mark.parametrize(
+    "name", ["anna:x:s", "judge:s", "anna:", ":", "%00", "anna:%0a", "a" * 300, "anna:%F0%9F%98%80"]
+)
+async def test_strange_names_of_sessions_are_refused_in_words(name):
+    city = City(make_config())
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        for path, method in (
+            (f"sessions/{name}", "GET"),
+            (f"sessions/{name}", "DELETE"),
+            (f"sessions/{name}/end", "POST"),
+        ):
+            status, body, _ = await user.ask(path, {}, method=method)
+            assert 400 <= status < 500 and body["error"]["message"], (path, method)
+    assert city.ledger.open_sessions == 1
+
+
+async def test_a_reward_whose_client_goes_away_is_taken():
+    city = City(make_config())
+    city.says = ["hello"]
+    ask_trainer, waiting, go_on = city.ask_trainer, asyncio.Event(), asyncio.Event()
+
+    async def slow(message, answer):
+        if message.kind == "store_samples":
+            waiting.set()
+            await go_on.wait()
+        return await ask_trainer(message, answer)
+
+    async with city.gateway() as user:
+        user.gateway.ask_trainer = slow
+        await user.say("hi")
+        reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None))  # as its handler does
+        await waiting.wait()
+        reward.cancel()
+        await asyncio.gather(reward, return_exceptions=True)
+        later = asyncio.create_task(user.reward(-1))
+        go_on.set()
+        assert (await later)[1] == {"id": "anna:s", "state": "ready", "changed": False}
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
+    city = City(make_config())
+    city.config.reward.functions["addition"] = 1.0
+    city.says = ["2"]
+    asked = []
+
+    async def score(name, prompt, completions, row, tokens):
+        asked.append((prompt, completions))
+        return [Result(0.5, {})]
+
+    async with city.gateway() as user:
+        user.gateway.services.rewards = SimpleNamespace(score=score)
+        parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
+        body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+        await user.ask("chat/completions", body, X_Session_Id="s")
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready"
+    assert asked == [("1 + 1", ["2"])] and [sample.reward for sample in city.trained.values()] == [0.5]
+
+
+async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun():
+    city = City(make_config())
+    first, again = [
+        await city.ask_master("gateway/0#1", AskSession(session="a:s", opens=True), SessionAnswer) for _ in "12"
+    ]
+    assert (first.session.resumed, again.session.resumed) == (False, True)
+    assert first.session.group == again.session.group
+
+
+async def test_the_trainer_takes_the_calls_of_a_session_from_the_gateway_alone_that_goes_on_with_it():
+    stored = []
+
+    async def on_disk(what, use, *arguments):
+        return use(*arguments) or b""
+
+    spool = SimpleNamespace(put_calls=lambda group, *_: stored.append(group), calls=lambda group, place: b"")
+    config = SimpleNamespace(model="m", trainer=SimpleNamespace(routing="none"))
+    store = SampleStore(config, 100, spool, None, on_disk, None)
+
+    async def ask(sender, message):
+        return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
+
+    of_user = StoreCalls(group="s0.0", prompt_index=-1, place=0, frame=np.zeros(1, np.uint8))
+    await ask("gateway/0#1", of_user)
+    await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
+    with pytest.raises(FencedError, match="gateway/0#2 goes on with s0.0"):
+        await ask("gateway/0#1", of_user)
+    await ask("gateway/0#2", of_user)
+    assert stored == ["s0.0", "s0.0"]
+
+
+async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
+    async with city.gateway() as user:
+        numbers = user.gateway.stats()
+    families = {family.name: family.type for family in Numbers("gateway", 0, lambda: numbers).collect()}
+    assert {name: kind for name, kind in families.items() if "sessions" in name} == {
+        "areal_sessions_open": "gauge",
+        **{f"areal_sessions_{name}": "counter" for name in COUNTS},
+    }
