@@ -45,6 +45,7 @@ from areal.devices import shares_devices
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
 from areal.sampled import Generation, joined
+from areal.sight import Picture, look
 from areal.storage.disk import DiskRetry
 from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
@@ -87,7 +88,13 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int: ...
     def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        first_version: int | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncGenerator[Generation, None]: ...
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
@@ -271,8 +278,15 @@ class Generator(Actor):
             raise BusyError("this generator accepts no sequences: it is draining")
         message, owner = request.message, request.owner
         prompts = [prompt.tolist() for prompt in message.prompts]
+        pictures = [await asyncio.to_thread(self._look, content.tobytes()) for content in message.pictures]
         sequences = {
-            new.job: functools.partial(self._sample, _name(owner, new.job), request.sender, new, prompts[new.prompt])
+            new.job: functools.partial(
+                self._sample,
+                _name(owner, new.job),
+                request.sender,
+                new,
+                _Prompt(prompts[new.prompt], [pictures[number] for number in new.pictures]),
+            )
             for new in message.sequences
         }
         self._flows.begin(request, message.flow, sequences)
@@ -286,8 +300,15 @@ class Generator(Actor):
         self._loaded.notify()
         return Done()
 
+    def _look(self, content: bytes) -> Picture | Exception:
+        """What the engine gets of a picture, or why it cannot."""
+        try:
+            return look(self.config.model, content)
+        except (UserError, ValueError) as error:
+            return error
+
     async def _sample(
-        self, name: str, sender: str, new: NewSequence, prompt: list[int], add: Callable[[_New], None]
+        self, name: str, sender: str, new: NewSequence, prompt: _Prompt, add: Callable[[_New], None]
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
         sampling = SamplingConfig(**{name: getattr(new, name) for name in SAMPLING})
@@ -300,7 +321,9 @@ class Generator(Actor):
                 raise StreamBrokenError("the generator handed the sequence over before it started")
             if self._engine.version < new.min_version:
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
-            sampled = self._engine.generate(name, prompt, sampling, first_version=new.first_version)
+            sampled = self._engine.generate(
+                name, prompt.tokens, sampling, first_version=new.first_version, pictures=prompt.seen()
+            )
             with self.member.working("sampling", "sample", self._samples):
                 async with contextlib.aclosing(sampled) as parts:
                     async for part in parts:
@@ -416,6 +439,20 @@ class Generator(Actor):
         self.member.activity = f"loading version {policy.version}"
         with self.member.working(self.member.activity, "load"):
             return await self._engine.load(folder, policy.version)
+
+
+class _Prompt(NamedTuple):
+    """Its tokens, and what the engine gets of its pictures, or why it cannot."""
+
+    tokens: list[int]
+    pictures: Sequence[Picture | Exception]
+
+    def seen(self) -> list[Picture]:
+        """The pictures. Raises ValueError if there is one that the engine cannot get."""
+        for picture in self.pictures:
+            if isinstance(picture, Exception):
+                raise ValueError(f"a picture of the prompt: {picture}")
+        return [picture for picture in self.pictures if isinstance(picture, Picture)]
 
 
 class _New(NamedTuple):

@@ -30,9 +30,12 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
+from areal.config import UserError
 from areal.data.rows import Row
 from areal.generation.routing import groups_that_fit, plan_moves
+from areal.pictures import DIGESTS
 from areal.programs.outside import SandboxError
+from areal.sight import check_pictures
 from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import Note, Trajectory, row_text
 from areal.workflows.sandbox_tasks import task_of
@@ -272,6 +275,11 @@ class RolloutManager(Sampler):
         except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
             log.error("row failed", row=index, exc_info=error)
             raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
+        if row.pictures:
+            try:
+                check_pictures(self.config)
+            except UserError as error:
+                raise SampleFailed("row", str(error)) from None
         if too_long := self.services.too_long(row):
             raise SampleFailed("long", too_long)
         return row
@@ -405,10 +413,13 @@ class RolloutManager(Sampler):
     async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
+        digests = {name: row.fields[name] for name in row.fields.keys() & {DIGESTS}} if row.pictures else {}
+        fields = row.fields if self._keeps_rollouts else digests
         request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,
-            row=row_text(row.fields) if self._keeps_rollouts else "",
+            row=row_text(fields) if fields else "",
+            pictures=tuple(np.frombuffer(content, np.uint8) for content in row.pictures),
             samples=tuple(
                 ScoredSample(
                     place=sample.place, frame=np.frombuffer(sample.sample.frame(), np.uint8), **sample.note._asdict()

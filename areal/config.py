@@ -1578,6 +1578,11 @@ class Config(ScoringConfig, metaclass=_Checked):
         the versions of that generator."""
         return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
 
+    @property
+    def pictures_folder(self) -> Path:
+        """Holds each picture of the run's prompts once, by its digest."""
+        return self.folder / "pictures"
+
 
 def from_message(values: Any) -> Config:
     """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code. Raises

@@ -484,10 +484,12 @@ class JobFailed(Part):
 
 class NewSequence(Part):
     """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message.
-    `first_version`: of the first token of its sample; None: nothing of it is sampled yet."""
+    `first_version`: of the first token of its sample; None: nothing of it is sampled yet. `pictures`: the numbers of
+    those of its prompt, in order."""
 
     job: int
     prompt: int
+    pictures: Several[Count] = ()
     temperature: Annotated[Number, Field(ge=0)]
     top_p: Annotated[Number, Field(gt=0, le=1)]
     top_k: Count = 0
@@ -504,16 +506,19 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new
 
 class Generate(Message):
     """Sample sequences, each of which continues one of `prompts` (int32 [T]). Their tokens come on the flow, as
-    TokenColumns."""
+    TokenColumns. `pictures`: files, each once."""
 
     flow: int
     prompts: Several[Int32s]
     sequences: Several[NewSequence]
+    pictures: Several[Bytes] = ()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if not all(0 <= sequence.prompt < len(self.prompts) for sequence in self.sequences):
             raise ValueError("a sequence names a prompt that is not there")
+        if any(number >= len(self.pictures) for sequence in self.sequences for number in sequence.pictures):
+            raise ValueError("a sequence names a picture that is not there")
         return self
 
 
@@ -677,11 +682,13 @@ class ScoredSample(Part):
 
 class StoreSamples(Message):
     """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
-    ready if it is complete, or that it is not accepted. `row`: of areal.trajectory.row_text, or empty."""
+    ready if it is complete, or that it is not accepted. `row`: of areal.trajectory.row_text, or empty. `pictures`: the
+    files of those of the row."""
 
     group: Name
     prompt_index: PromptIndex
     row: str
+    pictures: Several[Bytes] = ()
     samples: Annotated[Several[ScoredSample], Field(min_length=1)]
 
 

@@ -22,6 +22,7 @@ from areal.programs.code_tests import CodeTests
 from areal.result import RewardError
 from areal.rewards import math_answers
 from areal.rewards.first_call import check_own_rewards
+from areal.sight import check_pictures
 from areal.tokens import missing_character
 from areal.workflows.conversation import begin
 
@@ -45,6 +46,8 @@ def check_rows(config: Config, source: PromptSource) -> None:
     """Check answers and tests of some rows, as the functions below, and rewards of the user's own."""
     check_answers(config, source)
     for row in source.held_out[:1] if source.size == 0 else [source.row(0)]:  # an evaluation has held-out rows alone
+        if row.pictures:
+            check_pictures(config)
         check_own_rewards(config, row)
     if "code" in config.rewards and not config.rollout_manager.gives_rewards:
         check_tests(config, source)

@@ -42,6 +42,7 @@ from areal.result import Result
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
 from areal.sampled import Generation
+from areal.sight import look
 from areal.text import shown
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores, Trajectory
@@ -158,15 +159,18 @@ class _Clock:
 class OneEngine:
     """The generators of a trial."""
 
-    def __init__(self, engine: GenerationEngine, clock: _Clock) -> None:
+    def __init__(self, engine: GenerationEngine, model: str, clock: _Clock) -> None:
         self._engine = engine
+        self._model = model
         self._clock = clock
         self._numbers = itertools.count()
 
     async def sample(self, call: Call) -> Generation:
         """Raises SampleFailed."""
-        parts = self._engine.generate(f"{next(self._numbers)}", call.tokens.tolist(), call.sampling)
+        number = f"{next(self._numbers)}"
         try:
+            pictures = [look(self._model, content) for content in call.sample.pictures]
+            parts = self._engine.generate(number, call.tokens.tolist(), call.sampling, pictures=pictures)
             with self._clock.timed("sampling"):
                 async with contextlib.aclosing(parts):
                     async for part in parts:
@@ -234,7 +238,7 @@ class Trial:
                 pool = await used.enter_async_context(RewardPool(served, one_worker))
                 engine = await GenerationEngine.start(Path(config.model), config.generator, version=0, seed=config.seed)
             used.push_async_callback(engine.close)
-            generators = OneEngine(engine, self._clock)
+            generators = OneEngine(engine, config.model, self._clock)
             judges = PolicyJudges(config, generators, tokenizer)
             self._rewards = OnePool(pool, config.reward.retries, self._clock, judges)
             self._services = Services(

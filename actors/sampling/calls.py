@@ -61,8 +61,10 @@ class SampleState:
     request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
     `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
     `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
-    asked, in order.
+    asked, in order. `pictures`: the files of those of the prompt.
     """
+
+    pictures: Sequence[bytes] = ()
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class Call(Job):
     @staticmethod
     def request(flow: int, jobs: Sequence[Call]) -> Generate:
         prompts: dict[bytes, tuple[int, np.ndarray]] = {}  # the number of each, and its tokens
+        pictures: dict[bytes, int] = {}  # the number of each
         new = []
         for call in jobs:
             tokens, sampling = call.tokens, call.sampling
@@ -126,12 +129,18 @@ class Call(Job):
                 NewSequence(
                     job=call.number,
                     prompt=prompt,
+                    pictures=tuple(pictures.setdefault(content, len(pictures)) for content in call.sample.pictures),
                     **{name: getattr(sampling, name) for name in SAMPLING},
                     min_version=call.min_version,
                     first_version=call.sample.first_version,
                 )
             )
-        return Generate(flow=flow, prompts=tuple(tokens for _, tokens in prompts.values()), sequences=tuple(new))
+        return Generate(
+            flow=flow,
+            prompts=tuple(tokens for _, tokens in prompts.values()),
+            sequences=tuple(new),
+            pictures=tuple(np.frombuffer(content, np.uint8) for content in pictures),
+        )
 
     @staticmethod
     def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:

@@ -68,6 +68,7 @@ class SampleSession(SampleState):
         self._services = services
         self._generators = generators or services.generators
         self._row = row
+        self.pictures = row.pictures
         self.reward_parts: dict[str, float] = {}
         self.running: dict[Call, _CallKey] = {}
         self.saved_calls: list[SavedCall] = []

@@ -17,6 +17,7 @@ import structlog
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Spawn
 from areal.config import Config
+from areal.storage.pictures import pictures_of
 from areal.training.engine_gap import EngineGaps, Probe, probe_of
 from areal.trajectory import Group
 from protocols.errors import BusError
@@ -53,7 +54,8 @@ class Probes:
 
     def begin(self, lineage: int, version: int, groups: Sequence[Group]) -> None:
         """Ask the generators, at the start of a step on these groups, which trains this version."""
-        probe = probe_of(groups) if self._measures else None
+        asks = self._measures and not any(map(pictures_of, groups))  # an engine is asked with tokens alone
+        probe = probe_of(groups) if asks else None
         if probe is None:
             return
         self._current = check = _Check(lineage, version, probe)

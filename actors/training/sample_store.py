@@ -15,6 +15,7 @@ from actors.runtime.membership import Ask
 from areal.config import Config, explain
 from areal.models import routing_of
 from areal.result import mean_parts
+from areal.storage.pictures import PictureStore
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Group, Note, Trajectory, samples_of
@@ -55,6 +56,7 @@ class SampleStore(HandlesRequests):
         self._vocab_size = vocab_size
         self._routing = routing_of(Path(config.model)) if config.trainer.routing == "replay" else None
         self._spool = spool
+        self._pictures = PictureStore(config.pictures_folder)
         self._rollouts = rollouts
         self._on_disk = on_disk
         self._ask_master = ask_master
@@ -68,6 +70,9 @@ class SampleStore(HandlesRequests):
         self._check_asker(request)
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
+        if stored.pictures:
+            files = [content.tobytes() for content in stored.pictures]
+            await self._use_spool(request, self._pictures.put_all, files)
         group = await self._use_spool(request, self._spool.put_all, parts, self._size(stored.prompt_index))
         return GroupAccepted(accepted=await self._report_ready(group))
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 Prompt = str | list[dict[str, Any]]
-"""Text, or chat messages with `role` and `content`, which is text, and perhaps `tool_calls`."""
-# The fields in which published data sets have pictures for the policy, and the endings of files with pictures.
-_PICTURES, _ENDINGS = ("image", "images"), (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Text, or chat messages with `role` and `content`, and perhaps `tool_calls`. Content is text, or parts: a text, or a
+picture as `areal.data.pictured.place` writes it."""
+# What data sets write into texts where a picture is.
+PICTURE_MARK = "<image>"
+# The kinds of parts of messages that are pictures.
+PICTURE_PARTS = ("image", "image_url", "input_image")
 # Roles as ShareGPT calls them.
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
@@ -23,7 +25,8 @@ class Row:
     index: training index, or number among the held-out rows. prompt: text or chat messages. answer: the reference
     answer as text, None if the row has none. reward: the row's own rewards with their weights, None if it names none.
     fields: the whole row, fit for JSON, which rewards receive; its `answer` is the value of `data.answer_key`, and its
-    `prompt` that of `data.prompt_key`, unless there is a `data.prompt_template`.
+    `prompt` that of `data.prompt_key`, unless there is a `data.prompt_template`. pictures: the files of those that the
+    prompt has, in order; `fields` have their digests.
     """
 
     index: int
@@ -31,6 +34,7 @@ class Row:
     answer: str | None
     reward: dict[str, float] | None
     fields: dict[str, Any]
+    pictures: tuple[bytes, ...] = ()
 
 
 def read_prompt(value: Any) -> Prompt | None:
@@ -61,13 +65,22 @@ def _read_message(raw: Any) -> dict[str, Any] | None:
         content = "".join(str(part.get("text")) for part in content)
     if content is None and calls:
         content = ""
-    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
+    if not isinstance(fields.get("role"), str) or not (isinstance(content, str) or _is_pictured(content)):
         return None
     if not calls:
         return fields | {"content": content}
     with suppress(KeyError, TypeError):
         return fields | {"content": content, "tool_calls": [_read_call(call) for call in calls]}
     return None
+
+
+def _is_pictured(content: Any) -> bool:
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in _listed(content)]
+    return all(kind == "text" or kind in PICTURE_PARTS for kind in kinds)
+
+
+def _listed(content: Any) -> list[Any]:
+    return content if isinstance(content, list) and content else [None]
 
 
 def _read_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -84,38 +97,17 @@ def _parsed(text: str) -> Any:
     return None
 
 
-def picture_in(raw: Mapping[str, Any], prompt: Any) -> str | None:
-    """The field of a row that has a picture for the policy: as bytes, as the hub's `Image` feature stores and decodes
-    it, as a data URL or the path of a file, or as a part of a message of the prompt. None: it has none."""
-    if name := next((name for name in _PICTURES if any(map(_is_picture, _listed(raw.get(name))))), None):
-        return name
-    return "prompt" if any(map(_is_part, _parts_of(prompt))) else None
-
-
-def _is_picture(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.startswith("data:image/") or value.lower().partition("?")[0].endswith(_ENDINGS)
-    if isinstance(value, Mapping):
-        return bool(value.get("bytes") or value.get("path"))
-    return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
-
-
-def _is_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
-
-
-def _parts_of(prompt: Any) -> Iterator[Any]:
-    for message in _listed(prompt):
-        yield from _listed(message.get("content") if isinstance(message, Mapping) else None)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def prompt_text(prompt: Prompt) -> str:
-    """Return the prompt as plain text: chat messages without their roles, with a blank line between them."""
-    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    """Return the prompt as plain text: chat messages without their roles, with a blank line between them, and a mark
+    for each picture."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(text_of(message["content"]) for message in prompt)
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """The content of a message as text, with a mark for each picture."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else PICTURE_MARK for part in content)
 
 
 def seed_of(row: Row) -> int:
@@ -128,4 +120,6 @@ def extended(prompt: Prompt, text: str) -> Prompt:
     """Return the prompt with the text at its end, on a line of its own."""
     if isinstance(prompt, str):
         return f"{prompt}\n{text}" if prompt else text
-    return [*prompt[:-1], prompt[-1] | {"content": f"{prompt[-1]['content']}\n{text}"}]
+    last = prompt[-1]["content"]
+    content = f"{last}\n{text}" if isinstance(last, str) else [*last, {"type": "text", "text": f"\n{text}"}]
+    return [*prompt[:-1], prompt[-1] | {"content": content}]

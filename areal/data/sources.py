@@ -29,9 +29,10 @@ import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, explain, reward_weights
-from areal.data import addition, harbor_tasks, reasoning_tasks, verifiers_tasks
+from areal.data import addition, harbor_tasks, pictured, reasoning_tasks, verifiers_tasks
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of
-from areal.data.rows import Prompt, Row, picture_in, read_prompt
+from areal.data.rows import Prompt, Row, read_prompt
+from areal.pictures import DIGESTS, digest_of
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
 MAX_DRAWS = 100
@@ -59,14 +60,17 @@ class Table:
     def prompts(self) -> Iterable[Any]:
         """The prompts of all rows, as the source or the template writes them; None for a row that does not fit, which
         is discarded when it is looked up."""
-        key = self.config.prompt_key
-        if self.config.prompt_template is None and not isinstance(self.rows, list) and key in self.rows.column_names:
+        key, columns = self.config.prompt_key, [] if isinstance(self.rows, list) else self.rows.column_names
+        is_plain = key in columns and not {*pictured.FIELDS} & {*columns}
+        if self.config.prompt_template is None and is_plain and not pictured.has_parts(read_prompt(self.rows[0][key])):
             return self.rows[key][:]  # a column, without the others
         return map(self._prompt, self.rows)
 
     def _prompt(self, raw: Mapping[str, Any]) -> Any:
         with suppress(UserError):
-            return _prompt(raw, self.config, "")
+            written = _prompt(raw, self.config, "")
+            read = read_prompt(written)
+            return written if read is None else _with_pictures(read, raw, self.config, "")[0]
         return None
 
 
@@ -384,17 +388,16 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     written = _prompt(raw, config, where)
     if written in ("", []):
         raise UserError(f"{where} has an empty {prompt_key!r}: write one, or remove the row")
-    if pictured := picture_in(raw, written):
-        raise UserError(
-            f"{where} has a picture in {pictured!r}, and only text is trained: leave such rows out, or name the field "
-            f"otherwise if only a reward needs it"
-        )
     prompt = read_prompt(written)
     if prompt is None:
         raise UserError(
             f"{where} has a {prompt_key!r} that is neither text nor a list of messages with role and content, which "
-            f"is text: correct it"
+            f"is text or parts with text and pictures: correct it"
         )
+    prompt, pictures = _with_pictures(prompt, raw, config, where)
+    if pictures:
+        raw = {name: value for name, value in raw.items() if name not in pictured.FIELDS}
+        raw = raw | {DIGESTS: [digest_of(content) for content in pictures], prompt_key: prompt}
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
         fields["prompt"] = prompt
@@ -411,7 +414,19 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
         answer=answer if answer is None or isinstance(answer, str) else json.dumps(fields["answer"]),
         reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
+        pictures=pictures,
     )
+
+
+def _with_pictures(
+    prompt: Prompt, raw: Mapping[str, Any], config: SourceConfig, where: str
+) -> tuple[Prompt, tuple[bytes, ...]]:
+    """The prompt of a row with its pictures in their places, and these. Paths begin at the folder of the source."""
+    values = pictured.in_fields(raw)
+    if not values and not pictured.has_parts(prompt):
+        return prompt, ()
+    source = Path(str(config.source)).expanduser()
+    return pictured.place(prompt, values, source if source.is_dir() else source.parent, where)
 
 
 _MISSING = object()

@@ -38,6 +38,7 @@ from areal.devices import SHARES, visible_devices
 from areal.models import check_mixture, shapes_in
 from areal.processes import importing
 from areal.sampled import Finish, Generation, TokenTable
+from areal.sight import Picture, sees, sight_of
 from areal.tokens import tokenizer_in
 from areal.trajectory import TokenScores
 from areal.weights.folders import WEIGHTS_FILE, Shapes
@@ -46,6 +47,7 @@ from areal.weights.wrappers import published_shapes
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, PoolingParams, SamplingParams
     from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.core_client import AsyncMPClient
 
@@ -202,6 +204,7 @@ class GenerationEngine:
         *,
         max_new_tokens: int | None = None,
         first_version: int | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncGenerator[Generation, None]:
         """Sample one continuation of `tokens`, streamed in parts of about `stream_interval` tokens, at least one. The
         last one has a `finish`.
@@ -209,8 +212,9 @@ class GenerationEngine:
         `max_new_tokens` replaces that of `sampling` (a sequence continued from another engine has fewer tokens left).
         first_version: of the first token of the sample that this call belongs to. With `kv_on_update: keep` the call
         reuses prefixes since this version, otherwise only those that the current weights have computed.
+        pictures: those that the first placeholders among the tokens stand for.
         Closing the async generator or cancelling its task aborts the sequence in the engine. Raises ValueError for
-        tokens that the model cannot take, EngineError if the engine dies or hands over its sequences.
+        tokens and pictures that the model cannot take, EngineError if the engine dies or hands over its sequences.
         """
         max_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         params = _sampling_params(
@@ -223,7 +227,8 @@ class GenerationEngine:
             min_p=sampling.min_p,
             routed_experts_prompt_start=len(tokens) - 1 if self._core.vllm_config.aux_output_config.enabled else 0,
         )
-        async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version)) as sequences:
+        features = _features(self._model.folder, tokens, pictures) if pictures else None
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version, features)) as sequences:
             async for sequence in sequences:
                 yield sequence.take()
 
@@ -259,9 +264,14 @@ class GenerationEngine:
         raise EngineError("The engine gave no scores of a prompt.")
 
     async def _stream(
-        self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams, first_version: int | None
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        params: SamplingParams | PoolingParams,
+        first_version: int | None,
+        features: list[MultiModalFeatureSpec] | None = None,
     ) -> AsyncGenerator[_Sequence, None]:
-        """The sequence, each time that it has something new for its reader, who takes it."""
+        """The sequence, each time that it has something new for its reader, who takes it. features: of `_features`."""
         self._check_tokens(tokens)
         self._raise_if_failed()
         if self._handed_over:
@@ -270,7 +280,7 @@ class GenerationEngine:
         key = f"{request_id}#{next(self._serial)}"
         sequence = self._sequences[key] = _Sequence(len(tokens), self._config.stream_interval)
         try:
-            await self._send(key, tokens, params, first_version)
+            await self._send(key, tokens, params, first_version, features)
             while not sequence.exhausted:
                 await sequence.grow()
                 yield sequence
@@ -438,7 +448,12 @@ class GenerationEngine:
         await asyncio.to_thread(self._core.shutdown, patience)
 
     async def _send(
-        self, key: str, tokens: Sequence[int], params: SamplingParams | PoolingParams, first_version: int | None
+        self,
+        key: str,
+        tokens: Sequence[int],
+        params: SamplingParams | PoolingParams,
+        first_version: int | None,
+        features: list[MultiModalFeatureSpec] | None,
     ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -450,7 +465,7 @@ class GenerationEngine:
         request = EngineCoreRequest(
             request_id=key,
             prompt_token_ids=[int(token) for token in tokens],
-            mm_features=None,
+            mm_features=features,
             sampling_params=params if isinstance(params, SamplingParams) else None,
             pooling_params=None if isinstance(params, SamplingParams) else params,
             arrival_time=time.time(),
@@ -666,6 +681,33 @@ class _Sequence:
             self.fail(EngineError(f"The engine ended a sequence early (finish reason {reason!r})."))
 
 
+def _features(model: Path, tokens: Sequence[int], pictures: Sequence[Picture]) -> list[MultiModalFeatureSpec]:
+    """The pictures as the engine takes them, with their places among the tokens. It caches what its tower makes of them
+    by their names, which holds for good, as the tower is not trained. Raises ValueError."""
+    import torch
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalFlatField,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+
+    features = []
+    starts = sight_of(str(model)).starts(np.asarray(tokens), pictures)
+    for start, picture in zip(starts, pictures, strict=False):
+        patches, grid = torch.from_numpy(picture.patches), torch.tensor(picture.grid)
+        flat = MultiModalFlatField(slices=[[slice(0, len(patches))]], dim=0)
+        fields = {
+            "pixel_values": MultiModalFieldElem(patches, flat),
+            "image_grid_thw": MultiModalFieldElem(grid, MultiModalBatchedField(keep_on_cpu=True)),
+        }
+        place = PlaceholderRange(start, picture.tokens)
+        features.append(MultiModalFeatureSpec(MultiModalKwargsItem(fields), "image", picture.name, place, picture.name))
+    return features
+
+
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
 def _sampling_params(stop_tokens: tuple[int, ...] = (), **settings: float) -> SamplingParams:
     from vllm import SamplingParams
@@ -776,7 +818,7 @@ def _engine_args(model: Path, config: GeneratorConfig, use: _Use, on_cpu: bool) 
     executor = "OneProcessExecutor" if workers == 1 else "ManyProcessExecutor"
     arguments = {
         "model": str(model),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not sees(str(model)),  # vLLM makes a processor of pictures, which has it, though unused
         "trust_remote_code": False,
         "dtype": config.dtype,
         "seed": use.seed,
@@ -797,6 +839,10 @@ def _engine_args(model: Path, config: GeneratorConfig, use: _Use, on_cpu: bool) 
     }
     if use.lora:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(use.lora.rank)}
+    if sees(str(model)):
+        # vLLM would bring the pixels to the model's range in the engine, by preprocessor_config.json alone: where it
+        # does not say how, as transformers' defaults need not, the tower would get bytes. The files have no video.
+        arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
     if config.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if on_cpu:

@@ -23,7 +23,9 @@ from typing import Any
 from rich.console import Console
 
 from areal.config import ScoringConfig, UserError
-from areal.data.rows import picture_in, prompt_text
+from areal.data import pictured
+from areal.data.rows import prompt_text, read_prompt
+from areal.pictures import decode
 from areal.programs import code_rows
 from areal.programs.code_tests import FAILS
 from areal.result import RewardError, passing
@@ -68,8 +70,7 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
 
 async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:
     (name,) = config.reward.functions
-    if pictured := picture_in(row, None):
-        reason = f"it has a picture in {pictured!r}, and only text is trained"
+    if reason := _flaw_of_pictures(row):
         return {"status": "bad", "reason": reason, "solution": None, "inside": False}
     prompt = prompt_text(row.get("prompt") or "")
 
@@ -93,6 +94,19 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     if reasons:
         return {"status": "bad", "reason": "; ".join(reasons), **facts}
     return {"status": "ok", **facts}
+
+
+def _flaw_of_pictures(row: dict[str, Any]) -> str | None:
+    """What is wrong with the pictures of a row, whose paths begin at the working directory. They are decoded."""
+    prompt, values = read_prompt(row.get("prompt") or "?"), pictured.in_fields(row)
+    if prompt is None or not (values or pictured.has_parts(prompt)):
+        return None
+    try:
+        for content in pictured.place(prompt, values, Path(), "the row")[1]:
+            decode(content)
+    except (UserError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _trivial(name: str, row: dict[str, Any]) -> dict[str, str]:

@@ -33,11 +33,14 @@ from areal.models import check_trainable, flash_computes, routing_of
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
+from areal.sight import sight_of
 from areal.storage.disk import DiskRetry
+from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.advantages import advantages, gae
 from areal.training.agreement import SILENCE, RankMessages, Writer
 from areal.training.checkpoint import TrainingState
 from areal.training.flops import Operations, peak_tflops
+from areal.training.frozen_tower import FrozenTower
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.model_checks import keeps_apart, only_attention_mixes, what_is_missing
@@ -153,9 +156,11 @@ class TrainingEngine:
     model: folder of a Hugging Face model. The number of ranks comes from torchrun's environment; without it there is
     one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. keep_values: whether a
     step leaves what it found for each token in `values`. disk_retry: with which folders are written. longest: the most
-    tokens of a sequence; None: the model's limit. Raises UserError if the model cannot be loaded, or not be trained on
-    such sequences or with this number of ranks.
+    tokens of a sequence; None: the model's limit. pictures: the folder of those of prompts. Raises UserError if the
+    model cannot be loaded, or not be trained on such sequences or with this number of ranks.
     """
+
+    _tower: FrozenTower | None = None  # until a batch has pictures
 
     def __init__(
         self,
@@ -167,6 +172,7 @@ class TrainingEngine:
         keep_values: bool = False,
         disk_retry: DiskRetry | None = None,
         longest: int | None = None,
+        pictures: Path = Path("pictures"),
     ) -> None:
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
@@ -176,6 +182,7 @@ class TrainingEngine:
         self._zero = _open_deepspeed(config, cuda).zero
         torch.manual_seed(seed)
         self.source = model
+        self._pictures = PictureStore(pictures)
         self._keep_values = keep_values
         self.values: TokenValues | None = None
         self._control = control_group()
@@ -253,6 +260,7 @@ class TrainingEngine:
             disk_retry=disk_retry,
             optimizer_steps=config.optimizer_steps,
             longest=config.generator.max_model_len,
+            pictures=config.pictures_folder,
         )
 
     def _start_reference(self) -> torch.nn.Module | None:
@@ -339,16 +347,29 @@ class TrainingEngine:
         """Rank 0's groups as a `FlatBatch` on all ranks."""
         arrays: dict[str, np.ndarray] = {}
         if batch is not None:
-            flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree)
+            views = self._look_at(batch)
+            flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree, **views)
             arrays = flat.arrays()
         kinds = {name: [array.shape, array.dtype.str] for name, array in arrays.items()}
         header = self.messages.broadcast(kinds if self.rank == 0 else None)
-        return FlatBatch(
+        flat = FlatBatch(
             **{
                 name: self.messages.send(arrays[name] if self.rank == 0 else np.empty(shape, dtype))
                 for name, (shape, dtype) in header.items()
             }
         )
+        if len(flat.grids):
+            self._tower = self._tower or FrozenTower(self._module, self.source, self.device)
+            self._tower.look(flat)
+        return flat
+
+    def _look_at(self, batch: Sequence[Group]) -> dict[str, Any]:
+        """The pictures of the groups, as `FlatBatch.of` takes them; nothing if none has any."""
+        if not any(map(pictures_of, batch)):
+            return {}
+        sight, names = sight_of(str(self.source)), {name for group in batch for name in pictures_of(group)}
+        views = {name: sight.look(self._pictures.get(name)) for name in names}
+        return {"sight": sight, "pictures": [[views[name] for name in pictures_of(group)] for group in batch]}
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
         """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""
@@ -385,6 +406,8 @@ class TrainingEngine:
         row, or beside them."""
         if self._replay:
             self._replay.follow(what.routes)
+        if self._tower:
+            self._tower.follow(row)
         return (module or self._deepspeed)(
             **row_inputs(row, self._attention) | inputs,
             predicts=what.predicts,
@@ -728,7 +751,7 @@ class TrainingEngine:
 
     def _resident(self) -> Iterator[Tensor]:
         """What this rank has on its device."""
-        for module in filter(None, (self._module, self._reference)):
+        for module in filter(None, (self._module, self._reference, self._tower and self._tower.module)):
             for parameter in module.parameters():
                 yield from tensors_in((parameter, getattr(parameter, "ds_tensor", None)))
             yield from module.buffers()

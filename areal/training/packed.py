@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP
+from areal.sight import Picture, Sight, positions_of
 from areal.trajectory import Group, Trajectory, common, paths
 
 log = structlog.get_logger()
@@ -62,6 +63,9 @@ class FlatBatch:
     and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
     common with the one before it; computed once.
     rewards, groups, cut: [M]: the number of the sample's group, and whether it was cut at the limit of tokens.
+    patches, grids: float32 [patches of all, D] and int32 [K, 3], of the batch's K distinct pictures, as in
+    areal.pictures.Picture. pictures, parts: int32 [T], the picture that a token is a placeholder of, -1: of none, and
+    of which of its parts. places: int32 [T, 3], as of areal.pictures.positions_of. All are empty without pictures.
     """
 
     tokens: np.ndarray
@@ -81,28 +85,36 @@ class FlatBatch:
     rewards: np.ndarray
     groups: np.ndarray
     cut: np.ndarray
+    patches: np.ndarray
+    grids: np.ndarray
+    pictures: np.ndarray
+    parts: np.ndarray
+    places: np.ndarray
 
     @classmethod
-    def of(cls, groups: Sequence[Group], *, minibatches: int, prefix_tree: bool = False) -> FlatBatch:
+    def of(
+        cls,
+        groups: Sequence[Group],
+        *,
+        minibatches: int,
+        prefix_tree: bool = False,
+        sight: Sight | None = None,
+        pictures: Sequence[Sequence[Picture]] = (),
+    ) -> FlatBatch:
         """Flatten `groups`. Whole groups are assigned to the minibatches in turn.
 
         prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
         has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
-        Raises ValueError if there are no groups, a sequence's first token is a sampled one (no token predicts it), or
-        only some samples have what a scorer gives, or routes.
+        pictures: those of each group's prompt, for a model with this `sight`; empty if no group has any. Raises
+        ValueError if there are no groups, a sequence's first token is a sampled one (no token predicts it), or only
+        some samples have what a scorer gives, or routes.
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
         trajectories = [t for group in groups for t in group.trajectories]
         numbers = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.trajectories) for group in groups])
         rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-        members = [
-            _Member(int(numbers[sample]), sample, branch, sequence)
-            for sample, trajectory in enumerate(trajectories)
-            for branch, sequence in enumerate(trajectory.sequences())
-        ]
-        if prefix_tree:
-            members.sort(key=lambda m: (m.group, m.sequence.tokens.astype(np.int32).tobytes()))
+        members = _members(trajectories, numbers, prefix_tree)
         sequences = [member.sequence for member in members]
         lengths = np.array([len(t) for t in sequences], dtype=np.int32)
         versions = np.concatenate([t.versions for t in sequences]).astype(np.int32)
@@ -126,6 +138,7 @@ class FlatBatch:
             rewards=rewards,
             groups=numbers,
             cut=np.array([t.finish == "length" for t in trajectories]),
+            **_pictures(members, sight, pictures),
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -170,6 +183,32 @@ def _scorer_column(name: str, sequences: Sequence[Trajectory]) -> np.ndarray:
     return np.concatenate(arrays or [np.zeros(0)]).astype(COLUMNS[name].dtype)
 
 
+def _pictures(
+    members: Sequence[_Member], sight: Sight | None, pictures: Sequence[Sequence[Picture]]
+) -> dict[str, np.ndarray]:
+    """`FlatBatch.patches` and what follows it. Raises ValueError for tokens that do not stand for their pictures."""
+    distinct = list({picture.name: picture for group in pictures for picture in group}.values())
+    numbers = {picture.name: number for number, picture in enumerate(distinct)}
+    columns = [np.zeros((0, 5), np.int32)]
+    for member in members if sight and distinct else ():
+        length, of_group = len(member.sequence), pictures[member.group]
+        column = np.full((length, 5), -1, np.int32)
+        starts = sight.starts(member.sequence.tokens, of_group)  # type: ignore[union-attr]
+        for start, picture in zip(starts, of_group, strict=False):
+            column[start : start + picture.tokens, 0] = numbers[picture.name]
+            column[start : start + picture.tokens, 1] = np.arange(picture.tokens)
+        column[:, 2:] = positions_of(length, starts, of_group).T
+        columns.append(column)
+    table = np.concatenate(columns)
+    return {
+        "patches": np.concatenate([picture.patches for picture in distinct] or [np.zeros((0, 0), np.float32)]),
+        "grids": np.array([picture.grid for picture in distinct], np.int32).reshape(-1, 3),
+        "pictures": table[:, 0].copy(),
+        "parts": table[:, 1].copy(),
+        "places": table[:, 2:].copy(),
+    }
+
+
 class _Member(NamedTuple):
     """A sequence of a batch, and the numbers of its group, sample and branch."""
 
@@ -177,6 +216,18 @@ class _Member(NamedTuple):
     sample: int
     branch: int
     sequence: Trajectory
+
+
+def _members(trajectories: Sequence[Trajectory], numbers: np.ndarray, prefix_tree: bool) -> list[_Member]:
+    """The sequences of the samples, of which `numbers` has the groups."""
+    members = [
+        _Member(int(numbers[sample]), sample, branch, sequence)
+        for sample, trajectory in enumerate(trajectories)
+        for branch, sequence in enumerate(trajectory.sequences())
+    ]
+    if prefix_tree:
+        members.sort(key=lambda m: (m.group, m.sequence.tokens.astype(np.int32).tobytes()))
+    return members
 
 
 def _routes(sequences: Sequence[Trajectory]) -> list[np.ndarray]:
@@ -211,7 +262,8 @@ class PackedRow:
     that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
-    routes: uint8 [T, width], as in `FlatBatch`; None: it has none.
+    routes: uint8 [T, width], as in `FlatBatch`; None: it has none. pictures, parts: int64 [1, T], and places [3, T], as
+    there; None: the batch has no pictures.
     advantages, weights (of each token in the loss), proximal, reference and teacher (log-probabilities), values (the
     critic's before the step) and value_targets: float32 [S] once computed. top_tokens, top_logprobs: [S, k], those that
     are likeliest for the teacher, and their log-probabilities. mask: bool [S], as in `Tokens`.
@@ -240,6 +292,9 @@ class PackedRow:
     values: Tensor | None = None
     value_targets: Tensor | None = None
     mask: Tensor | None = None
+    pictures: Tensor | None = None
+    parts: Tensor | None = None
+    places: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:
         """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch; or several,
@@ -316,7 +371,19 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
         behaviour=on_device(batch.logprobs[chosen]),
         versions=on_device(batch.versions[chosen]),
         routes=on_device(routes) if has_routes else None,
+        **_pictures_in(batch, places, source, device),
     )
+
+
+def _pictures_in(batch: FlatBatch, places: np.ndarray, source: np.ndarray, device: torch.device) -> dict[str, Tensor]:
+    """`PackedRow.pictures`, `parts` and `places` of a row; nothing if the batch has no pictures. places, source: where
+    tokens are in the row and in the batch."""
+    if not len(batch.pictures):
+        return {}
+    columns = np.empty((5, places.max() + 1), np.int64)
+    columns[:, places] = np.stack([batch.pictures, batch.parts, *batch.places.T])[:, source]
+    parts = torch.from_numpy(columns).to(device).split((1, 1, 3))
+    return dict(zip(("pictures", "parts", "places"), parts, strict=True))
 
 
 def empty_row(device: torch.device, tokens: int = 1) -> PackedRow:

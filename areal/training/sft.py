@@ -217,6 +217,8 @@ def _text(row: Row, data: SftData) -> str:
 
 
 def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
+    if row.pictures:
+        raise UserError(f"row {row.index} of {data.source} has a picture, which `areal sft` does not take: remove it")
     talk, messages = begin(tokenizer, row.prompt)
     prompt, text, end = talk.prompt(messages), _text(row, data), _end(tokenizer, talk.end(messages))
     ends = stop_tokens(tokenizer) | (special_tokens(tokenizer) & {*end})

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+from areal.sight import sight_of
 from areal.tokens import special_tokens
 
 Message = dict[str, Any]
@@ -141,7 +142,11 @@ class ChatTemplate:
         text: str = self._tokenizer.apply_chat_template(
             list(messages), tools=self._tools, add_generation_prompt=continues, tokenize=False
         )
-        return text
+        pictures = [part for message in messages for part in _pictures(message)]
+        if not pictures:
+            return text
+        sizes = [(picture["width"], picture["height"]) for picture in pictures]
+        return sight_of(self._tokenizer.name_or_path).expand(text, sizes)
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -195,6 +200,11 @@ def _texts_of(message: Message) -> Iterator[str]:
         content = message.get("content") or ""
         content = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         yield content.rpartition("</think>")[2] if message["role"] == "assistant" else content
+
+
+def _pictures(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if part.get("type") == "image"] if isinstance(content, list) else []
 
 
 def _stands(text: str, shown: str) -> bool:

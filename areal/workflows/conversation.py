@@ -230,6 +230,8 @@ def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
 
 
 def _plain_text(messages: Sequence[Message]) -> str:
+    if any(isinstance(compared(message)["content"], list) for message in messages):
+        raise ValueError("the model has no chat template, which pictures need: set data.chat_template")
     return prompt_text([compared(message) for message in messages])
 
 

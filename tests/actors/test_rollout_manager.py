@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,8 +16,9 @@ from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
-from areal.config import Config
+from areal.config import Config, ObserveConfig
 from areal.data.rows import Row
+from areal.pictures import DIGESTS
 from areal.programs.outside import SandboxError
 from areal.trajectory import Note, TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
@@ -266,6 +268,24 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
     refusal = asyncio.run(store())
     assert str(refusal) == "a token is outside the model's vocabulary" and not answers
     assert scored.tokens_sampled == SAMPLED + 4
+
+
+@pytest.mark.parametrize("rollouts", ["all", "none"])
+async def test_the_trainer_gets_the_pictures_of_a_group_and_their_names(rollouts):
+    sent = []
+
+    async def ask(request, answer):
+        sent.append(request)
+
+    manager = alone(RolloutManager)
+    manager.config = manager.config.model_copy(update={"observe": ObserveConfig(rollouts=rollouts)})
+    manager.ask_trainer = ask
+    scored = _Scored(0, await workflow(None, None), Note())
+    permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
+    await manager._store(permit, Row(0, "", "", None, {"answer": 1, DIGESTS: ["a"]}, (b"the file",)), [scored])
+    await manager._store(permit, Row(0, "", "", None, {"answer": 1}), [scored])
+    assert [[content.tobytes() for content in request.pictures] for request in sent] == [[b"the file"], []]
+    assert json.loads(sent[0].row)[DIGESTS] == ["a"] and bool(sent[1].row) == (rollouts == "all")
 
 
 async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all_tokens_of_its_samples():

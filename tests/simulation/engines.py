@@ -243,6 +243,7 @@ class SimEngine:
         *,
         max_new_tokens: int | None = None,
         first_version: int | None = None,
+        pictures: Sequence[Any] = (),
     ) -> AsyncGenerator[Generation, None]:
         await self._admits.wait()
         if self._error is not None:

@@ -13,7 +13,7 @@ import structlog
 from helpers import needs_namespaces
 
 from actors.runtime.directory import Directory
-from actors.sampling.calls import Call, SampleFailed
+from actors.sampling.calls import Call, SampleFailed, SampleState
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards
 from actors.sampling.router import Router
@@ -227,6 +227,17 @@ async def test_a_sample_whose_generator_does_not_answer_to_another_one_continues
     assert [name for name, _ in streams.asked] == ["0", "1", "1"]
 
 
+def test_calls_that_begin_together_send_each_picture_once():
+    config, frames = Cluster().config, []
+    for pictures in ([b"a", b"b"], [b"b", b"b"], []):
+        sample = SampleState(config.sampling, 0, None, None, lambda version: None)
+        sample.pictures = pictures
+        frames.append(Call(sample, np.int32([1]), 4, None))
+    request = Call.request(0, frames)
+    assert [content.tobytes() for content in request.pictures] == [b"a", b"b"]
+    assert [sequence.pictures for sequence in request.sequences] == [(0, 1), (1, 1), ()]
+
+
 class Streams:
     """In the place of generators: streams that a test writes, by generator; the sequence asked of each is kept, and its
     prompt."""
@@ -263,7 +274,9 @@ class Characters:
 def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, SampleSession]:
     router = cluster.router
     sampling = cluster.config.sampling.model_copy(update=settings)
-    return router, SampleSession(cluster.services, None, sampling, 3, home=home, slot=router.slot_at(home))
+    return router, SampleSession(
+        cluster.services, Row(0, "", None, None, {}), sampling, 3, home=home, slot=router.slot_at(home)
+    )
 
 
 def moved(session: SampleSession, target: Member, then: Generation):

@@ -1,3 +1,4 @@
+import base64
 import csv
 import gzip
 import json
@@ -10,10 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiny_pictures import png
 
 from areal.config import DataConfig, RowsConfig, UserError, load_config
 from areal.data.rows import prompt_text
 from areal.data.sources import open_source, read_row
+from areal.pictures import DIGESTS, digest_of
 
 
 def jsonl(folder, rows, name="rows.jsonl"):
@@ -413,23 +416,56 @@ def test_messages_that_are_no_prompt_are_refused(tmp_path, prompt):
     )
 
 
-PNG = b"\x89PNG\r\n\x1a\n"
+PNG = png(6, 4, 0)
+URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+SEEN = {"type": "image", "digest": digest_of(PNG), "width": 6, "height": 4}
+ASKED = {"type": "text", "text": "x?"}
 PICTURED = {
     "as verl stores Geometry3K": {"prompt": [{"role": "user", "content": "<image>x?"}], "images": [{"bytes": PNG}]},
-    "as TRL takes it": {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x?"}]}]},
-    "one, as the hub stores it": {"prompt": "How many?", "image": {"bytes": PNG, "path": None}},
-    "paths": {"prompt": "<image>How many?", "images": ["pictures/1.PNG"]},
-    "a data URL": {"prompt": "How many?", "image": "data:image/png;base64,iVBORw0KGgo="},
+    "as TRL takes it": {"prompt": [{"role": "user", "content": [{"type": "image"}, ASKED]}], "image": {"bytes": PNG}},
+    "one, as the hub stores it": {"prompt": "x?", "image": {"bytes": PNG, "path": None}},
+    "paths": {"prompt": "<image>x?", "images": ["pictures/1.PNG"]},
+    "a data URL": {"prompt": "x?", "image": URL},
     "as OpenAI writes it": {
-        "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]
+        "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}, ASKED]}]
     },
 }
 
 
 @pytest.mark.parametrize("row", PICTURED.values(), ids=PICTURED)
-def test_a_row_with_a_picture_is_refused_since_the_policy_would_not_see_it(tmp_path, row):
+def test_pictures_are_read_in_the_forms_of_published_data_sets(tmp_path, row):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "1.PNG").write_bytes(PNG)
     pq.write_table(pa.Table.from_pylist([{**row, "answer": "1"}]), tmp_path / "rows.parquet")
-    refused("row 0, has a picture in '(images?|prompt)', and only text is trained", str(tmp_path / "rows.parquet"))
+    read = open_source(DataConfig(source=str(tmp_path / "rows.parquet"), eval_size=0), 0).row(0)
+    assert read.prompt == [{"role": "user", "content": [SEEN, ASKED]}]
+    assert read.pictures == (PNG,) and prompt_text(read.prompt) == "<image>x?"
+    assert read.fields == {"prompt": read.prompt, "answer": "1", DIGESTS: [digest_of(PNG)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "<image>?", "images": ["none.png"]}, "picture that cannot be read .*No such file"),
+        ({"prompt": "<image>?", "images": ["rows.png"]}, "picture that cannot be read .it is no picture in one of the"),
+        ({"prompt": "<image><image>?", "images": [URL]}, "more places for pictures than pictures"),
+        ({"prompt": "<image>?", "images": [URL, URL]}, "more pictures than places"),
+        ({"prompt": "<image>?", "images": ["https://a.example/b.png"]}, "is not on this machine"),
+        ({"prompt": "<image>?", "images": [URL[:-3]]}, "its data URL is not base64"),
+    ],
+)
+def test_a_picture_that_cannot_be_used_is_told(tmp_path, row, message):
+    (tmp_path / "rows.png").write_text("no picture")
+    refused(message, jsonl(tmp_path, [{**row, "answer": "1"}]), eval_size=0)
+
+
+def test_rows_with_the_same_text_and_other_pictures_are_other_problems(tmp_path):
+    urls = [f"data:image/png;base64,{base64.b64encode(png(6, 4, seed)).decode()}" for seed in (1, 2, 2)]
+    rows = [{"prompt": "How many?", "answer": "1", "image": url} for url in urls]
+    source = open_source(DataConfig(source=jsonl(tmp_path, rows), eval_size=1), 0)
+    assert source.size in (1, 2) and all(
+        source.row(i).pictures != source.heldout(0).pictures for i in range(source.size)
+    )
 
 
 @pytest.mark.parametrize("image", [None, [], "python:3.11", "registry.local/a.b/tools"])

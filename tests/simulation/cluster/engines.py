@@ -102,7 +102,13 @@ class ModelEngine:
         self._timer: Any = None
 
     async def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        first_version: int | None = None,
+        pictures: Sequence[Any] = (),
     ) -> AsyncIterator[Generation]:
         prompt = tokens[1]  # ModelTokenizer encodes a prompt as its number between two special tokens
         stream = ModelSequence(self._setup.prompt_tokens, *self._lengths.next(prompt))

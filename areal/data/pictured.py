@@ -1,0 +1,127 @@
+"""Rows with pictures, in the forms of published data sets.
+
+Pictures are in the fields `image` or `images`: bytes, as the hub's `Image` feature stores and decodes them, data URLs,
+paths; or in the parts of messages themselves. They stand where the prompt has a part of this kind or the text
+`<image>`, and else before the first text of the user.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal.config import UserError, explain
+from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt
+from areal.pictures import MAX_BYTES, digest_of, size_of
+
+FIELDS = ("image", "images")
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+Part = dict[str, Any]
+
+
+def in_fields(raw: Mapping[str, Any]) -> list[Any]:
+    """The pictures in the fields of a row, as they are written."""
+    for name in FIELDS:
+        value = raw.get(name)
+        values = value if isinstance(value, list) else [value]
+        if any(map(_is_picture, values)):
+            return values
+    return []
+
+
+def _is_picture(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith("data:image/") or value.lower().partition("?")[0].endswith(_ENDINGS)
+    if isinstance(value, Mapping):
+        return bool(value.get("bytes") or value.get("path"))
+    return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
+
+
+def has_parts(prompt: Prompt | None) -> bool:
+    """Whether a part of a message is a picture."""
+    contents = [] if prompt is None or isinstance(prompt, str) else [message["content"] for message in prompt]
+    return any(isinstance(content, list) for content in contents)
+
+
+def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tuple[list[Part], tuple[bytes, ...]]:
+    """The prompt as messages in which each picture is a part with its `digest`, `width` and `height`, and the files.
+    values: of `in_fields`. folder: for paths. Raises UserError."""
+    unplaced, pictures = iter(values), []
+    messages = _marked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, bool(values))
+
+    def put(part: Part) -> Part:
+        if part["type"] == "text":
+            return {"type": "text", "text": part["text"]}
+        if (value := next(_own(part), None)) is None and (value := next(unplaced, None)) is None:
+            raise UserError(f"{where} has more places for pictures than pictures: correct it")
+        with explain((OSError, ValueError), f"{where} has a picture that cannot be read ({{why}}): correct it"):
+            content = _read(value, folder)
+            width, height = size_of(content)
+        pictures.append(content)
+        return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
+
+    placed = [
+        message
+        if isinstance(message["content"], str)
+        else message | {"content": [put(part) for part in message["content"]]}
+        for message in messages
+    ]
+    if next(unplaced, None) is not None:
+        raise UserError(f"{where} has more pictures than places for them in its prompt: correct it")
+    return placed, tuple(pictures)
+
+
+def _marked(messages: Sequence[Part], has_values: bool) -> list[Part]:
+    """The messages with parts where their texts have marks."""
+    if not has_values or has_parts(list(messages)):
+        return list(messages)
+    if not any(PICTURE_MARK in message["content"] for message in messages):
+        first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
+        marked = messages[first] | {"content": PICTURE_MARK + messages[first]["content"]}
+        messages = [*messages[:first], marked, *messages[first + 1 :]]
+    return [message | {"content": _split(message["content"])} for message in messages]
+
+
+def _split(text: str) -> str | list[Part]:
+    if PICTURE_MARK not in text:
+        return text
+    parts: list[Part] = []
+    for number, piece in enumerate(text.split(PICTURE_MARK)):
+        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": piece}] * bool(piece)
+    return parts
+
+
+def _own(part: Part) -> Iterator[Any]:
+    """The picture that a part has itself."""
+    for name in (*PICTURE_PARTS, "url", "path", "bytes"):
+        if (value := part.get(name)) is not None:
+            yield value.get("url", value) if isinstance(value, Mapping) else value
+
+
+def _read(value: Any, folder: Path) -> bytes:
+    """The file of a picture. Raises OSError and ValueError."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if type(value).__module__.startswith("PIL."):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return buffer.getvalue()
+    if not isinstance(value, str):
+        raise ValueError(f"it is of type {type(value).__name__}")
+    if url := _DATA_URL.match(value):
+        with explain(binascii.Error, "its data URL is not base64: {why}", ValueError):
+            return base64.b64decode(value[url.end() :], validate=True)
+    if "://" in value or value.startswith("data:"):
+        raise ValueError(f"{value[:80]} is not on this machine: save it as a file")
+    file = folder / Path(value).expanduser()
+    if file.is_file() and file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes, more than {MAX_BYTES}")
+    return file.read_bytes()

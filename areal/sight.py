@@ -1,0 +1,162 @@
+"""How a model sees: how many tokens a picture takes, where they stand, and at which positions.
+
+A model that sees has a *placeholder*, a token that stands for a part of a picture. The model's tower makes a vector of
+each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from areal.config import Config, UserError, explain
+from areal.pictures import decode, digest_of
+
+# The types of models that see, and of their text models; the names of their processors' sizes, and their defaults.
+SEEING = "qwen2_5_vl"
+SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
+PLACEHOLDER = "<|image_pad|>"
+
+
+class Picture(NamedTuple):
+    """What the tower gets of a picture. name: its digest. patches: float32 [P, D]. grid: how many patches there are in
+    time, in height and in width. parts: the same of the vectors that the tower gives, of which there are `tokens`."""
+
+    name: str
+    patches: np.ndarray
+    grid: tuple[int, int, int]
+    parts: tuple[int, int, int]
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.parts)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How the model in `folder` sees. token: the placeholder's id. sizes: of its processor, by the names in SIZES."""
+
+    folder: str
+    token: int
+    sizes: dict[str, int]
+
+    def tokens(self, width: int, height: int) -> int:
+        """How many placeholders a picture of this size takes. Raises ValueError."""
+        unit = self.sizes["patch_size"] * self.sizes["merge_size"]
+        if max(width, height) > 200 * min(width, height):
+            raise ValueError(f"a picture of {width} x {height} pixels is too narrow for the model")
+        rows, columns = (round(side / unit) * unit for side in (height, width))
+        lower, upper = self.sizes["min_pixels"], self.sizes["max_pixels"]
+        if rows * columns > upper:
+            shrunk = math.sqrt(height * width / upper)
+            rows, columns = (max(unit, math.floor(side / shrunk / unit) * unit) for side in (height, width))
+        elif rows * columns < lower:
+            grown = math.sqrt(lower / (height * width))
+            rows, columns = (math.ceil(side * grown / unit) * unit for side in (height, width))
+        return rows // unit * (columns // unit)
+
+    def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
+        """The text of a chat with as many placeholders for each picture as it takes. Raises ValueError if the chat
+        template does not write one for each."""
+        parts = text.split(PLACEHOLDER)
+        if len(parts) - 1 != len(sizes):
+            raise ValueError(f"the text of the chat has {len(parts) - 1} placeholders for {len(sizes)} pictures")
+        return parts[0] + "".join(
+            PLACEHOLDER * self.tokens(*size) + part for size, part in zip(sizes, parts[1:], strict=True)
+        )
+
+    def look(self, content: bytes) -> Picture:
+        """What the model's own processor makes of a picture. Raises ValueError."""
+        features = self._processor(images=[decode(content)], return_tensors="np")
+        time, height, width = (int(count) for count in features["image_grid_thw"][0])
+        merge = self.sizes["merge_size"]
+        patches: np.ndarray = features["pixel_values"]
+        return Picture(digest_of(content), patches, (time, height, width), (time, height // merge, width // merge))
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil.from_pretrained(self.folder)
+
+    def starts(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> list[int]:
+        """Where the placeholders of each picture begin among the tokens of a sequence, int [n]; none if it has no
+        placeholder. Those after the last picture's are tokens like any other. Raises ValueError if the first
+        placeholders do not stand for these pictures."""
+        places, ends = np.flatnonzero(np.asarray(tokens) == self.token), 0
+        starts = []
+        for picture in pictures if len(places) else ():
+            run, ends = places[ends : ends + picture.tokens], ends + picture.tokens
+            if len(run) < picture.tokens or run[-1] - run[0] != picture.tokens - 1:
+                raise ValueError(f"the placeholders of a prompt are not those of its {len(pictures)} pictures")
+            starts.append(int(run[0]))
+        return starts
+
+
+def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:
+    """The positions of a sequence in time, height and width, int64 [3, length]: those of a picture's parts count from
+    the position after the token before it, and the next token has the position after the largest of these
+    (arXiv 2409.12191, section 2.1)."""
+    columns, begin, position = [], 0, 0
+    for start, picture in zip(starts, pictures, strict=False):
+        columns.append(np.broadcast_to(np.arange(start - begin) + position, (3, start - begin)))
+        position += start - begin
+        columns.append(np.indices(picture.parts).reshape(3, -1) + position)
+        begin, position = start + picture.tokens, position + max(picture.parts)
+    columns.append(np.broadcast_to(np.arange(length - begin) + position, (3, length - begin)))
+    return np.concatenate(columns, axis=1)
+
+
+def sees(folder: str) -> bool:
+    """Whether prompts of the model in `folder` may have pictures."""
+    return _read(Path(folder) / "config.json").get("model_type") == SEEING
+
+
+def check_pictures(config: Config) -> None:
+    """Raises UserError if prompts of the run may not have pictures."""
+    sight_of(config.model)
+    trainer = config.trainer
+    blind = {
+        "trainer.kl_coef": trainer.kl_coef and not trainer.lora,
+        "trainer.reference": trainer.reference,
+        "trainer.teacher": trainer.teacher,
+        "trainer.sequence_parallel": trainer.sequence_parallel > 1,
+        "generator.engine_options.language_model_only": config.generator.engine_options.get("language_model_only"),
+    }
+    if setting := next((name for name, is_set in blind.items() if is_set), None):
+        raise UserError(f"Prompts have pictures, which {setting} does not take: leave the pictures or the setting out.")
+
+
+@lru_cache(maxsize=64)
+def look(folder: str, content: bytes) -> Picture:
+    """What the processor of the model in `folder` makes of a picture. Raises ValueError, and as `sight_of` does."""
+    return sight_of(folder).look(content)
+
+
+@lru_cache(maxsize=8)
+def sight_of(folder: str) -> Sight:
+    """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
+    config = _read(Path(folder) / "config.json")
+    if not sees(folder):
+        raise UserError(f"the model {folder} does not see pictures here, which {SEEING} alone does: leave them out")
+    settings = _read(Path(folder) / "preprocessor_config.json")
+    settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
+    of_size = settings.get("size") or {}
+    settings = {"min_pixels": of_size.get("shortest_edge"), "max_pixels": of_size.get("longest_edge")} | settings
+    sizes = {name: int(settings.get(name) or default) for name, default in SIZES.items()}
+    return Sight(folder, int(config["image_token_id"]), sizes)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    with explain((OSError, ValueError), f"The model's {file} cannot be read ({{why}}): copy it again."):
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return values

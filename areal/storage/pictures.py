@@ -1,0 +1,51 @@
+"""The pictures of a run, each once: a file named by its digest, which is its checksum."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from areal.config import UserError, explain
+from areal.pictures import DIGESTS, digest_of
+from areal.trajectory import Group
+
+
+class PictureStore:
+    """The files in `folder`, which need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put_all(self, contents: Iterable[bytes]) -> None:
+        """Write the files of pictures that are not there yet. They are on disk when this returns. Raises OSError."""
+        for content in contents:
+            file = self.folder / digest_of(content)
+            if file.exists():
+                continue
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = file.with_name(f".{file.name}.{os.getpid()}")
+            with partial.open("wb") as opened:
+                opened.write(content)
+                opened.flush()
+                os.fsync(opened.fileno())
+            os.replace(partial, file)
+
+    def get(self, digest: str) -> bytes:
+        """Raises UserError if the file is missing or damaged."""
+        file = self.folder / digest
+        with explain(OSError, f"A picture of the run, {file}, cannot be read ({{why}}): copy it back."):
+            content = file.read_bytes()
+        if digest_of(content) != digest:
+            raise UserError(f"A picture of the run, {file}, is damaged: copy it back.")
+        return content
+
+    def of_group(self, group: Group) -> Sequence[bytes]:
+        """The pictures of the prompt of a group, in order."""
+        return [self.get(digest) for digest in pictures_of(group)]
+
+
+def pictures_of(group: Group) -> Sequence[str]:
+    """The digests of the pictures of a group's prompt, in order."""
+    return json.loads(group.row).get(DIGESTS, ()) if DIGESTS in group.row else ()

@@ -1,0 +1,87 @@
+"""The vision of a model in training: its tower, which is not trained, and the positions of pictures.
+
+The trainer computes the text model of the wrapper. Two hooks give it what the wrapper has beside: the vectors of a
+picture in place of its placeholders' embeddings, and rotary angles by time, height and width.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.training.packed import FlatBatch, PackedRow
+from areal.weights.wrappers import beside_text
+
+
+class FrozenTower:
+    """The tower of the model in `folder`, whose text model is `module`. The vectors of a picture are computed once for
+    each batch, by themselves, so that they do not depend on what else is in it."""
+
+    def __init__(self, module: torch.nn.Module, folder: Path, device: torch.device) -> None:
+        self._row: PackedRow | None = None
+        embedding = module.get_input_embeddings()
+        self.module, sections = _read_tower(folder, next(module.parameters()).dtype)
+        self.module.to(device)
+        self._device = device
+        self._axis = torch.arange(3).repeat_interleave(torch.tensor(sections)).to(device)
+        embedding.register_forward_hook(self._put_vectors)
+        for part in module.modules():
+            if type(part).__name__.endswith("RotaryEmbedding"):
+                part.register_forward_hook(self._rotate)
+
+    def look(self, batch: FlatBatch) -> None:
+        """Set the pictures of the rows that follow."""
+        self._grids = batch.grids
+        self._patches = np.split(batch.patches, np.cumsum(self._grids.prod(1))[:-1])
+        self._vectors: dict[int, Tensor] = {}
+
+    def follow(self, row: PackedRow) -> None:
+        """Set the row of the next forward pass, and of what its backward pass computes again."""
+        self._row = row
+
+    def _put_vectors(self, embedding: Any, inputs: Any, output: Tensor) -> Tensor | None:
+        row = self._row
+        if row is None or row.pictures is None or row.parts is None:
+            return None
+        vectors = output.clone()
+        for number in row.pictures.unique().tolist():
+            if number >= 0:
+                places = row.pictures == number
+                vectors[places] = self._of_picture(number)[row.parts[places].cpu()].to(output)
+        return vectors
+
+    def _of_picture(self, number: int) -> Tensor:
+        """The vectors of a picture of the batch, [parts, H], in host memory."""
+        if number not in self._vectors:
+            patches = torch.from_numpy(self._patches[number]).to(self._device, self.module.dtype)
+            grid = torch.from_numpy(self._grids[number : number + 1]).long().to(self._device)
+            with torch.no_grad():
+                self._vectors[number] = self.module(patches, grid_thw=grid).pooler_output.cpu()
+        return self._vectors[number]
+
+    def _rotate(self, rotary: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """The cosines and sines [1, T, D] of the angles, of which each is by one of the three positions
+        (arXiv 2409.12191, section 2.1)."""
+        row = self._row
+        if row is None or row.places is None:
+            return None
+        angles = row.places.float()[self._axis].T * rotary.inv_freq.float()
+        angles = torch.cat([angles, angles], -1)[None]
+        return tuple((turn(angles) * rotary.attention_scaling).to(output[0].dtype) for turn in (torch.cos, torch.sin))
+
+
+def _read_tower(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, list[int]]:
+    """The tower, and how many angles of a head are by each of the three positions."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config, dtype=dtype)
+    stored = {re.sub(r"^.*\bvisual\.", "", name): tensor for name, tensor in beside_text(folder, 0, 1)}
+    tower.load_state_dict(stored)
+    return tower.requires_grad_(False).eval(), config.get_text_config().rope_parameters["mrope_section"]

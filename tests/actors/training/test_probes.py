@@ -1,0 +1,27 @@
+"""Which batches engines are asked about."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+from actors.training.probes import Probes
+from areal.config import Config
+from areal.pictures import DIGESTS
+from areal.trajectory import random_groups
+
+
+def test_engines_are_not_asked_for_the_logprobs_of_prompts_with_pictures_since_they_get_tokens_alone():
+    values = {"model": "m", "steps": 1, "batch_size": 4, "group_size": 2, "data": {"source": "addition"}}
+    config = Config(**values, sampling={"max_new_tokens": 4}, reward={"functions": ["addition"]})
+    generator, begun = SimpleNamespace(identity="generator/0#a"), []
+
+    def spawn(work, name):
+        work.close()
+        begun.append(name)
+
+    probes = Probes(config, SimpleNamespace(with_role=lambda role: [generator]), None, spawn)
+    groups = random_groups(9, [[5, 5]])
+    probes.begin(0, 0, [replace(groups[0], row=json.dumps({DIGESTS: ["a"]}))])
+    assert not begun
+    probes.begin(0, 0, groups)
+    assert begun == ["compare an engine"]

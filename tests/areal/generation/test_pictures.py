@@ -1,0 +1,113 @@
+"""Pictures in prompts: the engine's log-probs are the trainer's. vLLM runs models with vision only with torchvision."""
+
+import json
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny_pictures import PLACEHOLDER, png, prompt_with
+from tiny_training import settings
+
+from areal.config import GeneratorConfig, SamplingConfig
+from areal.generation.engine import GenerationEngine
+from areal.pictures import DIGESTS, digest_of
+from areal.sight import look, sight_of
+from areal.storage.pictures import PictureStore
+from areal.training.engine import TrainingEngine
+from areal.trajectory import Group, Trajectory
+
+SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=24)
+CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=8, kv_cache_gib=0.1, max_model_len=192)
+WIDTH = {"hidden_size": 64, "intermediate_size": 96}
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+TEXT = {**WIDTH, **HEADS, "vocab_size": 64, "max_position_embeddings": 256, "rope_parameters": MROPE}
+TOWER = {**WIDTH, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14, "window_size": 56}
+IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id": 2},
+        vision_config={**TOWER, "fullatt_block_indexes": [1], "initializer_range": 0.2},
+        tie_word_embeddings=False,
+        **IDS,
+    )
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    words = [names.get(token, f"w{token}") for token in range(64)]
+    words[5], words[6] = names["image_token"], names["video_token"]
+    raw = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": "w0"}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(
+        json.dumps({"version": "1.0", "model": raw, "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}})
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(file), eos_token="w2", pad_token="w0", extra_special_tokens=names
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    # Without `image_mean` vLLM's own normalisation would leave the pixels as bytes, 0.1 nats off.
+    sizes = {
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 28 * 28,
+        "max_pixels": 28 * 28 * 16,
+    }
+    for name, kind in ("preprocessor", "image"), ("video_preprocessor", "video"):
+        said = {f"{kind}_processor_type": f"Qwen2VL{kind.title()}Processor", "processor_class": "Qwen2_5_VLProcessor"}
+        (tmp_path / "model" / f"{name}_config.json").write_text(json.dumps(sizes | said))
+    return tmp_path / "model"
+
+
+async def sampled(engine, name, prompt, pictures):
+    """A sample of the prompt, as the trainer gets it."""
+    async with aclosing(engine.generate(name, prompt, SAMPLING, pictures=pictures)) as parts:
+        rows = [part async for part in parts]
+    tokens, logprobs = (np.concatenate([getattr(row, column) for row in rows]) for column in ("tokens", "logprobs"))
+    versions = np.concatenate([row.versions for row in rows])
+    given = len(prompt)
+    return Trajectory(
+        np.concatenate([prompt, tokens]).astype(np.int32),
+        np.concatenate([np.zeros(given), logprobs]).astype(np.float32),
+        np.concatenate([np.full(given, -1), versions]).astype(np.int32),
+        float(tokens[0] % 2),
+        "length",
+    )
+
+
+@pytest.mark.slow
+async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_an_update(model, tmp_path):
+    pytest.importorskip("torchvision")
+    wide, tall = png(84, 56, 1), png(30, 150, 2)
+    store = PictureStore(tmp_path / "pictures")
+    store.put_all([wide, tall])
+    prompts = {"one": [wide], "two": [tall, wide], "none": []}
+    trainer = TrainingEngine(model, settings(max_tokens_per_microbatch=256), seed=0, pictures=store.folder)
+    engine = await GenerationEngine.start(model, CONFIG, version=0)
+    for version in range(2):
+        groups = []
+        for number, (name, contents) in enumerate(prompts.items()):
+            seen = [look(str(model), content) for content in contents]
+            prompt = prompt_with(contents, sight_of(str(model)), [1, 20])
+            samples = [await sampled(engine, f"{name} {n}", prompt, seen) for n in range(2)]
+            row = json.dumps({DIGESTS: [digest_of(content) for content in contents]})
+            groups.append(Group(name, number, tuple(samples), row))
+        computed = trainer.logprobs(groups, temperature=1.0)
+        by_engine = np.concatenate([t.logprobs for group in groups for t in group.trajectories])
+        was_sampled = np.concatenate([t.sampled for group in groups for t in group.trajectories])
+        assert {t.versions[-1] for group in groups for t in group.trajectories} == {version}
+        assert np.abs(computed - by_engine)[was_sampled].max() < 1e-4
+        blind = [replace(groups[0], row="{}"), *groups[1:]]
+        assert np.abs(trainer.logprobs(blind, temperature=1.0) - by_engine)[was_sampled].max() > 0.01
+        trainer.step(groups, version=version, temperature=1.0)
+        await engine.load(trainer.publish(tmp_path / f"{version + 1}"), version + 1)
+    with pytest.raises(ValueError, match="placeholders of a prompt are not those of its 1 pictures"):
+        await sampled(engine, "wrong", prompt_with([tall], sight_of(str(model)), [1])[:-4], [look(str(model), tall)])
+    await engine.close()
+    trainer.close()

@@ -1,0 +1,154 @@
+"""Pictures in prompts: the trainer computes what the whole model of transformers does, sequence by sequence."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny_pictures import END, PLACEHOLDER, START, png, prompt_with
+from tiny_training import SIZES, TEMPERATURE, assert_same_gradients, settings, step_and_gradients
+
+from areal.config import UserError
+from areal.pictures import DIGESTS, digest_of
+from areal.sight import sight_of
+from areal.storage.pictures import PictureStore, pictures_of
+from areal.training.engine import TrainingEngine
+from areal.trajectory import Group, Trajectory
+
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+TOWER |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.3}
+MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny Qwen2.5-VL."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    ids = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": START}
+    text = {**SIZES, "max_position_embeddings": 256, "rope_parameters": MROPE, "tie_word_embeddings": False}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=TOWER, **ids, vision_end_token_id=END, tie_word_embeddings=False
+    )
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    sizes = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16, "patch_size": 14, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+def sample(pictures, sight, rng, begin):
+    """A sample of a prompt as of `prompt_with`."""
+    prompt = prompt_with(pictures, sight, begin)
+    answer = rng.integers(10, 36, int(rng.integers(4, 9))).tolist()
+    versions = np.array([-1] * len(prompt) + [3] * len(answer), np.int32)
+    logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, len(versions)), 0).astype(np.float32)
+    return Trajectory(np.array(prompt + answer, np.int32), logprobs, versions, float(rng.random()), "stop")
+
+
+@pytest.fixture(scope="module")
+def batch(model, tmp_path_factory):
+    """Groups, and the folder of their pictures: two samples that share a picture, two with two of different sizes,
+    one without a picture."""
+    rng, sight = np.random.default_rng(0), sight_of(str(model))
+    wide, tall = png(84, 56, 1), png(30, 150, 2)
+    store = PictureStore(tmp_path_factory.mktemp("run") / "pictures")
+    store.put_all([wide, tall])
+    groups = []
+    for number, (pictures, count) in enumerate([([wide], 2), ([tall, wide], 2), ([], 1)]):
+        samples = [sample(pictures, sight, rng, [1, number + 20]) for _ in range(count)]
+        row = json.dumps({DIGESTS: [digest_of(picture) for picture in pictures]})
+        groups.append(Group(str(number), number, tuple(samples), row))
+    return groups, store
+
+
+def stock_logprobs(model, trajectory, pictures, sight):
+    """log pi of all tokens but the first, from the sequence by itself, as the wrapper computes it with its own
+    positions."""
+    tokens = torch.from_numpy(trajectory.tokens).long()[None]
+    kinds = ((tokens == PLACEHOLDER) & torch.from_numpy(trajectory.versions < 0)).int()
+    more = {"mm_token_type_ids": kinds}
+    if pictures:
+        looked = [sight.look(picture) for picture in pictures]
+        more["pixel_values"] = torch.from_numpy(np.concatenate([p.patches for p in looked])).double()
+        more["image_grid_thw"] = torch.tensor([p.grid for p in looked])
+    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **more).logits[0, :-1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+
+
+def stock(model):
+    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        model, dtype=torch.float64, attn_implementation="eager"
+    )
+
+
+def training_engine(model, store, **changes):
+    return TrainingEngine(model, settings(max_tokens_per_microbatch=96, **changes), seed=0, pictures=store.folder)
+
+
+@pytest.mark.parametrize("prefix_tree", [True, False])
+def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, prefix_tree):
+    (groups, store), whole = batch, stock(model)
+    engine = training_engine(model, store, prefix_tree=prefix_tree)
+    computed = torch.from_numpy(engine.logprobs(groups, temperature=TEMPERATURE))
+    _, gradients = step_and_gradients(engine, groups)
+    engine.close()
+    samples = [(t, store.of_group(group)) for group in groups for t in group.trajectories]
+    rewards = np.array([t.reward for t, _ in samples])
+    expected, loss, count = [], torch.zeros(()), 0
+    for t, pictures in samples:
+        logp, sampled = stock_logprobs(whole, t, pictures, sight_of(str(model))), torch.from_numpy(t.sampled[1:])
+        expected.append(torch.cat([torch.zeros(1), logp.detach() * sampled]))
+        ratio = torch.exp(logp.detach() - torch.from_numpy(t.logprobs)[1:])
+        loss = loss - (ratio * logp * (t.reward - rewards.mean()) / (rewards.std() + 1e-6))[sampled].sum()
+        count += int(sampled.sum())
+    torch.testing.assert_close(computed.double(), torch.cat(expected), rtol=0, atol=1e-5)
+    (loss / count).backward()
+    found = {name.replace("model.", "model.language_model.", 1): gradient for name, gradient in gradients.items()}
+    exact = {n: p.grad.float() for n, p in whole.named_parameters() if p.grad is not None and "visual" not in n}
+    assert_same_gradients(found, exact)
+
+
+def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(model, batch):
+    groups, store = batch
+    engine = training_engine(model, store)
+    expected = engine.logprobs(groups[:1], temperature=TEMPERATURE)
+    (first, *others), last = groups[0].trajectories, len(groups[0].trajectories[0]) - 1
+    tokens = first.tokens.copy()
+    tokens[last] = PLACEHOLDER  # nothing comes after it
+    changed = replace(groups[0], trajectories=(replace(first, tokens=tokens), *others))
+    computed = engine.logprobs([changed], temperature=TEMPERATURE)
+    engine.close()
+    np.testing.assert_allclose(np.delete(computed, last), np.delete(expected, last), atol=1e-6)
+    assert computed[last] != expected[last]
+
+
+def test_a_batch_whose_tokens_do_not_stand_for_its_pictures_is_refused(model, batch):
+    groups, store = batch
+    engine = training_engine(model, store)
+    with pytest.raises(ValueError, match="placeholders of a prompt are not those of its 2 pictures"):
+        engine.logprobs([replace(groups[1], row=groups[1].row.replace(*places_swapped(groups[1])))], temperature=1.0)
+    engine.close()
+
+
+def places_swapped(group):
+    """The digests of a group in the row, and the same in another order."""
+    first, second = pictures_of(group)
+    return f'"{first}", "{second}"', f'"{second}", "{first}"'
+
+
+def test_a_picture_that_changed_on_disk_is_refused(model, batch, tmp_path):
+    store = PictureStore(tmp_path / "pictures")
+    store.put_all([png(30, 30, 3)])
+    (file,) = store.folder.iterdir()
+    file.write_bytes(png(30, 30, 4))
+    with pytest.raises(UserError, match="is damaged"):
+        store.get(file.name)
+
+
+def test_as_many_placeholders_are_written_as_the_processor_makes_parts(model):
+    sight = sight_of(str(model))
+    for width, height in [(28, 28), (5, 40), (84, 56), (30, 150), (400, 200), (1000, 9), (57, 57)]:
+        assert sight.tokens(width, height) == sight.look(png(width, height, 0)).tokens
