@@ -60,6 +60,8 @@ class SessionRequests(HandlesRequests):
         self._run.member(request, "gateway")
         name, reason = request.message.session, request.message.reason
         groups = [g for g in self._run.ledger.session_groups(name) if request.message.group in ("", g.group_id)]
+        if reason != "deleted":  # then it may have become ready meanwhile, for its last holder
+            groups = [group for group in groups if group.state is GroupState.OPEN]
         if any(group.state is GroupState.BATCHED for group in groups):
             raise RefusedError(f"session {name} is in the batch that is trained now")
         for group in groups:

@@ -31,6 +31,8 @@ from protocols.errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskCalls,
     AskSession,
+    DiscardSession,
+    Done,
     GroupAccepted,
     GroupStarted,
     LostLeases,
@@ -519,3 +521,12 @@ async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an
     with pytest.raises(BusyError):
         await store._report_ready(group)
     first.cancel()
+
+
+async def test_a_session_that_is_ready_does_not_expire_for_a_gateway_that_has_not_heard_of_it(city):
+    group = city.ledger.open_session("anna:s", "gateway/0#0", 0.0, 60.0)
+    city.ledger.ready(group.group_id, 0)
+    await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", group=group.group_id, reason="expired"), Done)
+    assert city.ledger.ready_count == 1
+    await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", reason="deleted"), Done)
+    assert city.ledger.ready_count == 0
