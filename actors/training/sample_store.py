@@ -134,9 +134,13 @@ class SampleStore(HandlesRequests):
     async def store_calls(self, request: Request[StoreCalls]) -> Done:
         stored = request.message
         key = stored.group, stored.place
-        self._check_asker(request)
+
+        def put() -> None:  # the disk may have been full for long
+            self._check_asker(request)
+            self._spool.put_calls(*key, stored.prompt_index, stored.frame.data)
+
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
-            await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.frame.data)
+            await self._use_spool(request, put)
         self._check_asker(request)  # another one may have read the calls before these
         return Done()
 

@@ -109,6 +109,7 @@ class Oracle:
         self._told: dict[str, dict[str, np.ndarray]] = {}
         """What users were told in a session, by its group and the id of the call."""
         self._rewards: dict[str, float] = {}  # that users were told are taken, by group
+        self._opened: dict[str, float] = {}  # when each session was
         self._erased: set[str] = set()  # groups that users have had deleted
         self._taught: dict[tuple[str, bytes], str] = {}  # the group in which an answer to a user was trained
         self.counted_after = 0
@@ -206,7 +207,7 @@ class Oracle:
         match kind:
             case "opened":
                 self._begin(self.memory.rows[body["group_id"]])
-                self._resumed[body["group_id"]] = 0.0
+                self._resumed[body["group_id"]], self._opened[body["group_id"]] = 0.0, self.scheduler.now
             case "admitted":
                 row = self.memory.rows[body["group_id"]]
                 row.granted = False
@@ -268,7 +269,8 @@ class Oracle:
         if row is None:
             return
         if row.session:
-            too_old = self.clocks_jump or self.scheduler.now - row.admitted >= self.config.gateway.session_seconds
+            age = self.scheduler.now - self._opened[group]
+            too_old = self.clocks_jump or age >= self.config.gateway.session_seconds
             if reason == EXPIRED and not too_old and not self.memory.is_due(group):
                 raise Violation(f"the session {group} has expired, although no step had to go on without it", group)
             if reason == "failed" and not self.causes:
