@@ -397,9 +397,9 @@ class Gateway(Sampler):
 
     async def _look_at(self, session: UserSession, now: float) -> None:
         """End or expire a session that is due."""
-        if session.running or session.rewarding.locked():
+        if session.rewarding.locked():
             return
-        if not session.ended and now - session.used >= self._settings.idle_seconds:
+        if not session.ended and not session.running and now - session.used >= self._settings.idle_seconds:
             await self._end(session)
         elif session.group is not None and now - session.begun >= self._settings.session_seconds:
             await self._discard(session, "expired")
