@@ -128,10 +128,13 @@ class _Conversation:
         return await self._until(call)
 
     async def _reward(self, value: float) -> None:
-        state = await self._until(lambda gateway: gateway.reward(self.name, value, {}, None))
-        self._say(f"rewards {value}: {state}")
-        if state["state"] == "ready":
-            self._world.oracle.rewarded(self.name, value if state["changed"] else None)
+        async def reward(gateway: Any) -> Any:
+            state = await gateway.reward(self.name, value, {}, None)
+            if state["state"] == "ready":
+                self._world.oracle.rewarded(self.name, value if state["changed"] else None)
+            return state
+
+        self._say(f"rewards {value}: {await self._until(reward)}")
 
     async def _until(self, do: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
         """What a gateway answers. Raises Lost once none has answered for long, or none will."""
