@@ -315,8 +315,9 @@ def rename(plan: Plan, role: str, process: str) -> None:
     """What happens to processes of the role, of which there are none, happens to this process."""
     for number, fault in enumerate(plan.faults):
         if isinstance(fault, Kill | Leave | Pause | Replace | ClockJump | Hang) and fault.process.startswith(role):
-            stays_away = isinstance(fault, Leave) and fault.restart_after is None
-            plan.faults[number] = replace(fault, process=process, **({"restart_after": 1.0} if stays_away else {}))
+            if isinstance(fault, Leave):
+                fault = replace(fault, restart_after=fault.restart_after or 1.0)  # there may be no other one
+            plan.faults[number] = replace(fault, process=process)
 
 
 def _draw_session_points(random: Random, plan: Plan, processes: list[str]) -> None:
