@@ -143,6 +143,10 @@ class Gateway(Sampler):
 
     # --- what the endpoint asks
 
+    @property
+    def tokenizer(self) -> Any:
+        return self.services.tokenizer
+
     async def open_session(self, name: str, train: bool) -> UserSession:
         """The session of this name, which takes calls. Raises ApiError."""
         key = name.partition(":")[0]

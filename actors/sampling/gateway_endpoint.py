@@ -27,7 +27,8 @@ from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
 from actors.sampling.user_sessions import SessionCall, UserSession
 from areal.config import GatewayConfig
-from areal.workflows.openai_api import ApiError
+from areal.workflows.anthropic_api import CountRequest
+from areal.workflows.openai_api import ApiError, prompt_tokens
 
 SESSION_ID = re.compile(r"[\w.@+-]{1,100}")
 NO_SESSION = "-"
@@ -59,6 +60,8 @@ class SessionReward(BaseModel):
 class ServesSessions(Protocol):
     """What the endpoint needs of a gateway. All raise ApiError."""
 
+    @property
+    def tokenizer(self) -> Any: ...
     async def open_session(self, name: str, train: bool) -> UserSession: ...
     async def state(self, name: str) -> dict[str, Any]: ...
     async def reward(self, name: str, value: float, parts: dict[str, float], call: str | None) -> dict[str, Any]: ...
@@ -109,6 +112,12 @@ class GatewayEndpoint(OpenAIEndpoint):
                 session.forget_call(mark)
         call = SessionCall(**vars(session.open), session=session, mark=mark, keys=self._keys)
         return call, body
+
+    async def _count(self, request: web.Request) -> web.Response:
+        """Needs no session, and opens none."""
+        self._keys.check(self._keys.identify(key_of(request))[0], "serve")
+        body = parse(CountRequest, await body_of(request))
+        return web.json_response({"input_tokens": prompt_tokens(body.chat(), self._sessions.tokenizer)})
 
     async def _reward(self, request: web.Request) -> web.Response:
         raise ApiError("a session gets its reward by POST /v1/sessions/ID/reward", "not_found", 404)

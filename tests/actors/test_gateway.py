@@ -361,6 +361,15 @@ async def test_the_other_protocols_and_a_session_that_user_names(city):
         assert (status, headers["X-Session-Id"]) == (200, user.gateway._unnamed["anna"])
 
 
+async def test_tokens_are_counted_without_a_session(city):
+    async with city.gateway() as client:
+        question = {"model": "m", "messages": [{"role": "user", "content": "two words"}]}
+        status, counted, _ = await client.ask("messages/count_tokens", question)
+        assert status == 200 and counted["input_tokens"] > 5
+        assert (await client.ask("messages/count_tokens", question, key="another"))[0] == 401
+        assert not city.ledger.alive and not client.gateway._sessions
+
+
 async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_and_else_waits_until_it_expires():
     city = City(make_config(idle_seconds=0.5, session_seconds=1.5))
     city.says = ["hello", "hello"]
