@@ -22,7 +22,8 @@ from areal.processes import cache_folder
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.register_profile("brief", deadline=None, max_examples=25)
+# The same examples each time: whether a change passes does not depend on luck. `make test-all` draws new ones.
+hypothesis.settings.register_profile("brief", deadline=None, max_examples=25, derandomize=True)
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
