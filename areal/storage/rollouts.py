@@ -357,13 +357,14 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
 
     Raises UserError if a file cannot be read.
     """
-    names = ["step", "place", "group", "prompt_index", "sample", "branch", "shared", "finish", "reward", *COLUMNS]
+    of_group = ["step", "place", "group", "prompt_index", "row"]
+    names = [*of_group, "sample", "branch", "shared", "finish", "reward", *COLUMNS]
     for path in files(folder):
         table = _read(path, names).filter(pc.field("step") >= first)
         ordered = table.sort_by([(name, "ascending") for name in ("step", "place", "sample", "branch")])
         every = chain.from_iterable(map(rows_of, ordered.to_batches(max_chunksize=ROWS_AT_ONCE)))
         for step, rows in groupby(every, key=itemgetter("step")):
-            yield step, [_group(list(of_group)) for _, of_group in groupby(rows, key=itemgetter("place"))]
+            yield step, [_group(list(group)) for _, group in groupby(rows, key=itemgetter("place"))]
 
 
 @contextmanager
@@ -416,7 +417,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 def _group(rows: Sequence[dict[str, Any]]) -> Group:
     samples = [_trajectory(list(of_sample)) for _, of_sample in groupby(rows, key=itemgetter("sample"))]
-    return Group(rows[0]["group"], rows[0]["prompt_index"], tuple(samples))
+    return Group(rows[0]["group"], rows[0]["prompt_index"], tuple(samples), rows[0]["row"])
 
 
 def _by_token(row: Mapping[str, Any], name: str, column: Column) -> np.ndarray:
