@@ -177,6 +177,9 @@ def test_a_model_for_the_hub_has_no_file_that_a_link_leads_to(hostile, capsys):
 
 def test_links_in_a_copy_of_a_run_are_links(hostile, tmp_path):
     copy = tmp_path / "copy"
+    (hostile / "pictures").mkdir()
+    (hostile / "pictures" / "0a").write_bytes(b"of a prompt")
     assert main(["backup", str(hostile), str(copy)]) == 0
+    assert (copy / "pictures" / "0a").read_bytes() == b"of a prompt"
     assert (copy / "logs" / "ssh").is_symlink() and (copy / "config.yaml").is_file()
     assert not any(PRIVATE in text for text in texts_in(copy))

@@ -63,12 +63,16 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
             source = within(folder / name, folder)
             shutil.copytree(source, copy / name, symlinks=True, copy_function=link, ignore=ignored)
     # A link stays a link: who made the folder does not choose what of this user's files is in the copy.
-    ignored = shutil.ignore_patterns(*ELSEWHERE, *LINKED)
+    ignored = shutil.ignore_patterns(*ELSEWHERE, *LINKED, config.pictures_folder.name)
     shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     copy.chmod(0o700)  # it holds completions, and perhaps secrets
     state = _state(config, folder / JOURNAL, copy)
     if (folder / SPOOL).exists():  # else it is on the trainer's host
         copy_store(folder / SPOOL, copy)
+    pictures = config.pictures_folder.name
+    if (folder / pictures).exists():  # after the spool: a picture is on disk before its group is in it
+        ignored, source = shutil.ignore_patterns(*ELSEWHERE), within(folder / pictures, folder)
+        shutil.copytree(source, copy / pictures, symlinks=True, copy_function=link, ignore=ignored)
     if _state(config, folder / JOURNAL).checkpoint_version != checkpoint_version:
         raise OvertakenError("a checkpoint was saved meanwhile")
     # The journal was copied before, and must not be the older.

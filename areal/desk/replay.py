@@ -45,6 +45,7 @@ from areal.desk.metric_condition import Condition
 from areal.desk.rollouts import Rollouts, sql_condition
 from areal.devices import set_allocator, visible_devices
 from areal.grid import name_of, points, read_grid
+from areal.models import is_wrapper
 from areal.processes import die_with_parent, torchrun
 from areal.record import Record
 from areal.run_files import CONFIG, METRICS, SUMMARY
@@ -488,7 +489,8 @@ def _recorded_stamp(variant: Replay, step: int) -> str | None:
     if weights.get("version") == step:
         return weights["stamp"]
     checkpoint = variant.run.checkpoint(step)
-    if variant.config.trainer.lora or not checkpoint.is_dir():
+    # A checkpoint has more than is published where there are adapters, or vision beside the text model.
+    if variant.config.trainer.lora or not checkpoint.is_dir() or is_wrapper(checkpoint):
         return None
     return Manifest(tuple(file for file in Manifest.of(checkpoint).files if file.name.endswith(".safetensors"))).stamp
 

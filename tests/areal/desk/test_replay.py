@@ -103,6 +103,12 @@ def test_a_critic_goes_on_from_its_checkpoint_in_a_replay(tmp_path, capsys):
     assert [m["value_loss"] for m in again] == [m["value_loss"] for m in metrics_before[2:]]
 
 
+def test_a_checkpoint_with_vision_is_not_compared_with_the_weights_of_the_text_alone(run, monkeypatch, capsys):
+    monkeypatch.setattr("areal.desk.replay.is_wrapper", lambda folder: True)
+    assert main(["replay", str(run), "--steps", "2:4"]) == 0
+    assert "nothing is known of the run's weights after step 4" in capsys.readouterr().out
+
+
 def test_a_replay_may_begin_and_end_at_a_checkpoint(run, capsys):
     assert main(["replay", str(run), "--steps", "2:4"]) == 0
     assert "steps-2-4: the same weights, bit by bit" in capsys.readouterr().out

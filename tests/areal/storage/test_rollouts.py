@@ -49,7 +49,7 @@ def test_the_trained_groups_come_back_as_they_were(tmp_path):
     assert [step for step, _ in batches(tmp_path)] == [6, 7]
     for step, results in batches(tmp_path):
         for first, second in zip(results, [group(2 * step), group(2 * step + 1)], strict=True):
-            assert (first.id, first.prompt_index) == (second.id, second.prompt_index)
+            assert (first.id, first.prompt_index, first.row) == (second.id, second.prompt_index, second.row)
             for a, b in zip(first.trajectories, second.trajectories, strict=True):
                 assert a.columns.keys() == b.columns.keys()
                 for name, array in b.columns.items():
