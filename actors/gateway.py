@@ -178,9 +178,7 @@ class Gateway(Sampler):
         if train and self.config.max_sessions:
             answer = await self._ask_session(name, opens=True)
             group = answer.session
-            if group is None and answer.state == "open":
-                why = f"another gateway has this session, {answer.holder}: make its calls there"
-                raise ApiError(why, "elsewhere", 409)
+            _check_holder(answer)
             if group is None and self._settings.without_permit == "wait":
                 raise ApiError("as many sessions are open as may be: try again later", "no_permit", 429)
         if group is not None and group.resumed:
@@ -264,8 +262,7 @@ class Gateway(Sampler):
                 answer = await self._ask_session(name, opens=False)
                 if answer.session is not None and name not in self._sessions:
                     return await self._adopt(answer.session)
-                if answer.state == "open" and answer.session is None:
-                    raise ApiError(f"another gateway has this session, {answer.holder}", "elsewhere", 409)
+                _check_holder(answer)
         return session or self._sessions.get(name)
 
     # --- the end of a session
@@ -407,3 +404,10 @@ class Gateway(Sampler):
             await self._end(session)
         elif session.group is not None and now - session.begun >= self._settings.session_seconds:
             await self._discard(session, "expired")
+
+
+def _check_holder(answer: SessionAnswer) -> None:
+    """Raises ApiError if another gateway has the session."""
+    if answer.session is None and answer.state == "open":
+        why = f"another gateway has this session, {answer.holder}: make its calls there"
+        raise ApiError(why, "elsewhere", 409)

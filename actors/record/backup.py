@@ -57,22 +57,17 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
     older = folder / OLDER[METRICS]
     number = older.exists() and older.stat().st_ino
     checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version
+    pictures = config.pictures_folder.name
     for name in LINKED:
-        if (folder / name).exists():
-            ignored = shutil.ignore_patterns(*ELSEWHERE)
-            source = within(folder / name, folder)
-            shutil.copytree(source, copy / name, symlinks=True, copy_function=link, ignore=ignored)
+        _link_files(folder, copy, name)
     # A link stays a link: who made the folder does not choose what of this user's files is in the copy.
-    ignored = shutil.ignore_patterns(*ELSEWHERE, *LINKED, config.pictures_folder.name)
+    ignored = shutil.ignore_patterns(*ELSEWHERE, *LINKED, pictures)
     shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     copy.chmod(0o700)  # it holds completions, and perhaps secrets
     state = _state(config, folder / JOURNAL, copy)
     if (folder / SPOOL).exists():  # else it is on the trainer's host
         copy_store(folder / SPOOL, copy)
-    pictures = config.pictures_folder.name
-    if (folder / pictures).exists():  # after the spool: a picture is on disk before its group is in it
-        ignored, source = shutil.ignore_patterns(*ELSEWHERE), within(folder / pictures, folder)
-        shutil.copytree(source, copy / pictures, symlinks=True, copy_function=link, ignore=ignored)
+    _link_files(folder, copy, pictures)  # after the spool: a picture is on disk before its group is in it
     if _state(config, folder / JOURNAL).checkpoint_version != checkpoint_version:
         raise OvertakenError("a checkpoint was saved meanwhile")
     # The journal was copied before, and must not be the older.
@@ -80,6 +75,13 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
     if (older.exists() and older.stat().st_ino) != number:
         raise OvertakenError(f"{older} was replaced meanwhile")
     return state.ledger.version
+
+
+def _link_files(folder: Path, copy: Path, name: str) -> None:
+    """Copy a folder in `folder`, if it is there, by links to its files."""
+    if (folder / name).exists():
+        source, ignored = within(folder / name, folder), shutil.ignore_patterns(*ELSEWHERE)
+        shutil.copytree(source, copy / name, symlinks=True, copy_function=link, ignore=ignored)
 
 
 def _state(config: Config, journal: Path, copy: Path | None = None) -> RunState:

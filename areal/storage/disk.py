@@ -170,13 +170,13 @@ def within(path: Path, folder: Path) -> Path:
     return path
 
 
-def replace(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file so that after a crash it has either the old text or the new one. A link of its name is replaced, and
-    nothing is written through it. mode: of a new file."""
+def replace(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a file so that after a crash it has either the old content or the new one. A link of its name is replaced,
+    and nothing is written through it. mode: of a new file."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
         file.flush()
         os.fsync(file.fileno())
     rename(temporary, path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from areal.config import UserError, explain
 from areal.pictures import DIGESTS, digest_of
+from areal.storage.disk import replace
 from areal.trajectory import Group
 
 
@@ -22,15 +22,9 @@ class PictureStore:
         """Write the files of pictures that are not there yet. They are on disk when this returns. Raises OSError."""
         for content in contents:
             file = self.folder / digest_of(content)
-            if file.exists():
-                continue
-            self.folder.mkdir(parents=True, exist_ok=True)
-            partial = file.with_name(f".{file.name}.{os.getpid()}")
-            with partial.open("wb") as opened:
-                opened.write(content)
-                opened.flush()
-                os.fsync(opened.fileno())
-            os.replace(partial, file)
+            if not file.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                replace(file, content)
 
     def get(self, digest: str) -> bytes:
         """Raises UserError if the file is missing or damaged."""
