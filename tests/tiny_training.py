@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import tempfile
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,3 +319,20 @@ def run_worker(file, *arguments, ranks=1):
     printed = errors.read()
     assert answer == "ok\n", answer + printed[-3000:]
     return printed
+
+
+async def sampled(engine, name, prompt, sampling, pictures=()):
+    """A sample that a generation engine makes of the prompt, as the trainer gets it."""
+    async with aclosing(engine.generate(name, prompt, sampling, pictures=pictures)) as parts:
+        rows = [part async for part in parts]
+    tokens, logprobs, versions = (
+        np.concatenate([getattr(row, column) for row in rows]) for column in ("tokens", "logprobs", "versions")
+    )
+    given = len(prompt)
+    return Trajectory(
+        np.concatenate([prompt, tokens]).astype(np.int32),
+        np.concatenate([np.zeros(given), logprobs]).astype(np.float32),
+        np.concatenate([np.full(given, -1), versions]).astype(np.int32),
+        float(tokens[0] % 2),
+        "length",
+    )

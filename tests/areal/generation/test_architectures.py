@@ -3,18 +3,16 @@
 Whether a kind is trained exactly is the test of tests/areal/training/test_matrix.py.
 """
 
-from contextlib import aclosing
-
 import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_training import settings
+from tiny_training import sampled, settings
 
 from areal.config import GeneratorConfig, SamplingConfig
 from areal.generation.engine import GenerationEngine
 from areal.training.engine import TrainingEngine
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Group
 
 SAMPLING = SamplingConfig(temperature=0.9, max_new_tokens=24)
 CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=8, kv_cache_gib=0.1, max_model_len=128)
@@ -54,23 +52,6 @@ def config_of(kind):
     return configure(**SIZES | MODELS[kind])
 
 
-async def sampled(engine, name, prompt):
-    """A sample of the prompt, as the trainer gets it."""
-    async with aclosing(engine.generate(name, prompt, SAMPLING)) as parts:
-        rows = [part async for part in parts]
-    tokens, logprobs, versions = (
-        np.concatenate([getattr(row, column) for row in rows]) for column in ("tokens", "logprobs", "versions")
-    )
-    given = len(prompt)
-    return Trajectory(
-        np.concatenate([prompt, tokens]).astype(np.int32),
-        np.concatenate([np.zeros(given), logprobs]).astype(np.float32),
-        np.concatenate([np.full(given, -1), versions]).astype(np.int32),
-        float(tokens[0] % 2),
-        "length",
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 async def test_the_engine_computes_a_model_as_the_trainer_does_before_and_after_an_update(kind, tmp_path):
@@ -85,7 +66,7 @@ async def test_the_engine_computes_a_model_as_the_trainer_does_before_and_after_
     for version in range(2):
         groups = []
         for number, prompt in enumerate(prompts):
-            samples = [await sampled(engine, f"{number} {n}", prompt) for n in range(2)]
+            samples = [await sampled(engine, f"{number} {n}", prompt, SAMPLING) for n in range(2)]
             groups.append(Group(f"{number}", number, tuple(samples), "{}"))
         computed = trainer.logprobs(groups, temperature=SAMPLING.temperature)
         by_engine = np.concatenate([t.logprobs for group in groups for t in group.trajectories])

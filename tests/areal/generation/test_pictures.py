@@ -1,7 +1,6 @@
 """Pictures in prompts: the engine's log-probs are the trainer's. vLLM runs models with vision only with torchvision."""
 
 import json
-from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 import transformers
 from tiny_pictures import PLACEHOLDER, png, prompt_with
-from tiny_training import settings
+from tiny_training import sampled, settings
 
 from areal.config import GeneratorConfig, SamplingConfig
 from areal.generation.engine import GenerationEngine
@@ -17,7 +16,7 @@ from areal.pictures import DIGESTS, digest_of
 from areal.sight import look, sight_of
 from areal.storage.pictures import PictureStore
 from areal.training.engine import TrainingEngine
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Group
 
 SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=24)
 CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=8, kv_cache_gib=0.1, max_model_len=192)
@@ -65,22 +64,6 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-async def sampled(engine, name, prompt, pictures):
-    """A sample of the prompt, as the trainer gets it."""
-    async with aclosing(engine.generate(name, prompt, SAMPLING, pictures=pictures)) as parts:
-        rows = [part async for part in parts]
-    tokens, logprobs = (np.concatenate([getattr(row, column) for row in rows]) for column in ("tokens", "logprobs"))
-    versions = np.concatenate([row.versions for row in rows])
-    given = len(prompt)
-    return Trajectory(
-        np.concatenate([prompt, tokens]).astype(np.int32),
-        np.concatenate([np.zeros(given), logprobs]).astype(np.float32),
-        np.concatenate([np.full(given, -1), versions]).astype(np.int32),
-        float(tokens[0] % 2),
-        "length",
-    )
-
-
 @pytest.mark.slow
 async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_an_update(model, tmp_path):
     pytest.importorskip("torchvision")
@@ -95,7 +78,7 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
         for number, (name, contents) in enumerate(prompts.items()):
             seen = [look(str(model), content) for content in contents]
             prompt = prompt_with(contents, sight_of(str(model)), [1, 20])
-            samples = [await sampled(engine, f"{name} {n}", prompt, seen) for n in range(2)]
+            samples = [await sampled(engine, f"{name} {n}", prompt, SAMPLING, seen) for n in range(2)]
             row = json.dumps({DIGESTS: [digest_of(content) for content in contents]})
             groups.append(Group(name, number, tuple(samples), row))
         computed = trainer.logprobs(groups, temperature=1.0)
@@ -108,6 +91,8 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
         trainer.step(groups, version=version, temperature=1.0)
         await engine.load(trainer.publish(tmp_path / f"{version + 1}"), version + 1)
     with pytest.raises(ValueError, match="placeholders of a prompt are not those of its 1 pictures"):
-        await sampled(engine, "wrong", prompt_with([tall], sight_of(str(model)), [1])[:-4], [look(str(model), tall)])
+        await sampled(
+            engine, "wrong", prompt_with([tall], sight_of(str(model)), [1])[:-4], SAMPLING, [look(str(model), tall)]
+        )
     await engine.close()
     trainer.close()
