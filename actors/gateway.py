@@ -268,7 +268,7 @@ class Gateway(Sampler):
     # --- the end of a session
 
     async def _end(self, session: UserSession) -> None:
-        """The session takes no calls any more. It is ready if it has rewards, or the run's functions give one."""
+        """The session takes no calls any more. It is ready if it has rewards, or the run's functions are to give one."""
         async with session.rewarding:
             session.ended = True
             if session.rewarded:
@@ -277,7 +277,7 @@ class Gateway(Sampler):
                 self._drop(session)
             elif session.chat.rewards:
                 await self._finish(session, None, {})
-            elif self.config.reward.functions and session.sample.calls:
+            elif self._settings.score and session.sample.calls:
                 await self._score(session)
             else:
                 await session.save()
