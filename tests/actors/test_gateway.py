@@ -487,6 +487,20 @@ async def test_rewards_of_rows_score_no_session_that_ends_without_one():
     assert [sample.reward for sample in city.trained.values()] == [1]
 
 
+async def test_of_a_session_that_is_not_here_the_master_is_asked_once(city):
+    asked, ask_master = [], city.ask_master
+
+    async def counted(sender, message, *rest):
+        asked.append(message.kind)
+        return await ask_master(sender, message, *rest)
+
+    city.ask_master = counted
+    async with city.gateway() as user:
+        assert (await user.reward(1))[1] == {"id": "anna:s", "state": "gone", "changed": False}
+        assert (await user.ask("sessions/s", method="GET"))[1] == {"id": "anna:s", "state": "gone"}
+    assert asked.count("ask_session") == 2
+
+
 async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun():
     city = City(make_config())
     first, again = [
