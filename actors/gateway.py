@@ -275,7 +275,7 @@ class Gateway(Sampler):
     # --- the end of a session
 
     async def _end(self, session: UserSession) -> None:
-        """The session takes no calls any more. It is ready if it has rewards, or the run's functions are to give one."""
+        """The session takes no calls any more. It is ready if it has rewards, or gateway.score gives it one."""
         async with session.rewarding:
             session.ended = True
             if session.rewarded:

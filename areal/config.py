@@ -1470,7 +1470,7 @@ class Config(ScoringConfig, metaclass=_Checked):
         if self.trainer.teacher or self.trainer.teacher_key or self.trainer.reference_scorer:
             yield "no scorer scores the tokens of sessions: leave out gateway.share, or trainer.teacher and reference"
         if self.gateway.score and not self.reward.functions:
-            yield "gateway.score has reward.functions score sessions, and there are none: set them, or gateway.score=false"
+            yield "gateway.score is true, but there are no reward.functions: set them, or gateway.score=false"
 
     @property
     def max_sessions(self) -> int:
