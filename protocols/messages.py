@@ -62,7 +62,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 32
+PROTOCOL_VERSION = 33
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -714,12 +714,14 @@ class StoredSamples(Message):
 
 class StoreCalls(Message):
     """The calls so far of a sample that is not finished, for the spool; the answer says that they are on disk.
-    `frame`: of areal.storage.saved_calls.packed. The others as in StoreSamples."""
+    `frame`: of areal.storage.saved_calls.packed. `number`: it replaces those with a lower one. The others as in
+    StoreSamples."""
 
     group: Name
     prompt_index: PromptIndex
     place: SampleIndex
     frame: Bytes
+    number: Count = 0
 
 
 class AskCalls(Message):
