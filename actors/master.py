@@ -355,9 +355,7 @@ class Master(HandlesRequests):
         member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
         start = f"{self.state.masters}/{self.members.starts[actor_name(member.identity)]}"
         config = self.config.model_dump(mode="json")
-        return Welcome(
-            identity=member.identity, start=start, config=config, model=self._model, snapshot=self._snapshot()
-        )
+        return Welcome(identity=member.identity, start=start, config=config, snapshot=self._snapshot())
 
     def _admit(self, member: Member) -> Member:
         for occupant in self.members.with_role(member.role, healthy=False):
@@ -432,7 +430,7 @@ class Master(HandlesRequests):
 
     @handles(AskConfig)
     async def ask_config(self, request: Request[AskConfig]) -> Configuration:
-        return Configuration(values=without_secrets(self.config.model_dump(mode="json")))
+        return Configuration(values=without_secrets(self.config.model_dump(mode="json")), model=self._model)
 
     def _shutdown(self, ending: Ending) -> Shutdown:
         return Shutdown(ok=ending.ok, reason=text_of(ending.reason), stopped=self._trainer_may_end)
