@@ -1123,6 +1123,9 @@ class GatewayConfig(Section):
     )
     max_messages: int = Field(1024, ge=1, description="most messages of a call")
     reward_range: tuple[float, float] = Field((-1.0, 1.0), description="lowest and highest reward that a key may give")
+    score: bool = Field(
+        False, description="whether reward.functions score a session that ends without a reward; else it waits for one"
+    )
 
     def conflicts(self) -> Iterator[str]:
         if self.count and not self.keys:
@@ -1469,6 +1472,8 @@ class Config(ScoringConfig, metaclass=_Checked):
             )
         if self.trainer.teacher or self.trainer.teacher_key or self.trainer.reference_scorer:
             yield "no scorer scores the tokens of sessions: leave out gateway.share, or trainer.teacher and reference"
+        if self.gateway.score and not self.reward.functions:
+            yield "gateway.score is true, but there are no reward.functions: set them, or gateway.score=false"
 
     @property
     def max_sessions(self) -> int:
