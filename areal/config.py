@@ -1160,7 +1160,10 @@ class ObserveConfig(Section):
     )
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
     metrics_mib: float | None = Field(
-        None, gt=0, description="at this size metrics.jsonl replaces metrics.1.jsonl; null: all steps are kept"
+        None,
+        gt=0,
+        description="at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file its "
+        "older ones; null: all steps are kept",
     )
     events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
