@@ -189,7 +189,7 @@ class Supervisor:
                     for index in range(role.started(config)):
                         words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
                         self._add(tasks, role.name, index, words)
-                tasks.create_task(self._watch(bus, address), name="watch")
+                tasks.create_task(self._watch(master, bus, address, config.master.lost_seconds), name="watch")
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
@@ -258,16 +258,23 @@ class Supervisor:
         except Exception as error:
             self._say(f"the display of the run has failed; the run continues: {error!r}")
 
-    async def _watch(self, bus: Bus, address: str) -> None:
+    async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:
         """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
-        their place in the run and do not end."""
+        their place in the run and do not end, and a master that has stopped to answer, which all others leave."""
         printed: set[str] = set()
+        answering, silent = 0, 0  # the start of the master that has answered last, and looks since then
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 status = await status_of(bus, address, ASK_SECONDS)
             except BusError:  # it is asked again
+                silent += 1
+                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds
+                if lost and (process := master.running):
+                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds:g} s")
+                    kill_group(process)
                 continue
+            answering, silent = master.starts, 0
             for alert in status["alerts"]:
                 if alert not in printed:
                     self._say(alert)

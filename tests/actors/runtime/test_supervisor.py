@@ -371,6 +371,22 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     assert "generator/0 is killed: it has lost its place in the run" in play.output
 
 
+async def test_a_master_that_has_stopped_to_answer_is_killed_and_started_again(
+    whole, config, tmp_path, at_once, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "ASK_SECONDS", 0.5)
+    config = config.model_copy(update={"master": config.master.model_copy(update={"lost_seconds": 1.0})})
+    play = whole()
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
+    await until(lambda: "first failure (reward)" in play.output)
+    (config.folder / "journal.db").unlink()  # without it, its stand-in here does not answer
+    await until(lambda: len(play.starts("master")) == 2)
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert "master/0 is killed: it has not answered for 1 s" in play.output
+
+
 @pytest.mark.parametrize("silent", [None, 600.0])
 async def test_a_child_that_starts_is_left_alone_while_one_before_it_loses_its_place(
     whole, config, tmp_path, at_once, monkeypatch, silent
