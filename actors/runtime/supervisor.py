@@ -395,14 +395,13 @@ class Supervisor:
         )
         with contextlib.closing(transport):
             out: Backlog | None = None
-            async for line in _lines(reader):
-                child.tail.append(line)
-                new = 1
+            async for lines in _lines(reader):
                 if out is None and self._folder is not None:
                     out = log_file(self._folder / "logs" / f"{child.role}-{child.index}.out")
-                    new = len(child.tail)
+                    out.append(f"{text}\n" for text in child.tail)
+                child.tail.extend(lines)
                 if out is not None:
-                    out.append(f"{text}\n" for text in list(child.tail)[-new:])
+                    out.append(f"{text}\n" for text in lines)
 
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
         """How the run ended, if the end of this child ends it; else None."""
@@ -473,18 +472,18 @@ class Supervisor:
             await asyncio.wait(waited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The lines of an output. Those of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to
-    the start of its line, are cut."""
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
+    """The lines of an output, all that have come at a time: a child may print a gigabyte, and waits for who reads it.
+    Lines of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to the start of its line, are
+    cut."""
     begun = b""  # the last line, whose end has not come yet
     while data := await reader.read(LONGEST_LINE_BYTES):
         *lines, begun = (begun + data).split(b"\n")
         if len(begun) > LONGEST_LINE_BYTES:
             lines, begun = [*lines, begun], b""
-        for line in lines:
-            yield line.decode(errors="replace").rstrip()
+        yield [line.decode(errors="replace").rstrip() for line in lines]
     if begun:
-        yield begun.decode(errors="replace").rstrip()
+        yield [begun.decode(errors="replace").rstrip()]
 
 
 def _how(code: int) -> str:

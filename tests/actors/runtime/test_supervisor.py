@@ -21,6 +21,7 @@ from actors.runtime import supervisor
 from actors.runtime.supervisor import Deaths, Supervisor
 from areal.config import Config
 from areal.processes import ROOT, LenientOutput
+from areal.storage.disk import Backlog
 from protocols.errors import ProtocolVersionError
 from protocols.messages import Status
 from protocols.transport import Bus, Request
@@ -291,6 +292,16 @@ async def test_an_output_without_line_feeds_ends_no_child(stage):
     play = stage(reward=f"{bar}print('\\nand so on')\nsys.exit(2)")
     assert (await play.supervisor.run_roles(["reward"], [], {})).reason == "and so on"
     assert len(play.starts("reward")) == 1
+
+
+async def test_a_child_that_prints_much_waits_for_few_writes_and_all_lines_are_kept(stage, tmp_path, monkeypatch):
+    writes, append = [], Backlog.append
+    monkeypatch.setattr(Backlog, "append", lambda file, lines: (writes.append(1), append(file, lines)))
+    play = stage(reward="print(*range(50_000), sep=chr(10))")
+    play.supervisor._folder = tmp_path
+    await play.supervisor.run_roles(["reward"], [], {})
+    assert (tmp_path / "logs" / "reward-0.out").read_text().split() == [str(number) for number in range(50_000)]
+    assert len(writes) < 1_000
 
 
 async def test_a_console_that_nobody_reads_ends_nothing(stage, at_once):
