@@ -216,12 +216,11 @@ class Snapshot(Message):
 
 class Welcome(Message):
     """The answer to Join: the actor's identity, the run's configuration and a snapshot. start: no earlier start of an
-    actor with this role and index had the same. model: digests of the parts of the run's model, by name."""
+    actor with this role and index had the same."""
 
     identity: Name
     start: Name
     config: dict[str, Any]
-    model: dict[str, str]
     snapshot: Snapshot
 
 
@@ -327,11 +326,14 @@ class AskSnapshot(Message):
 
 
 class AskConfig(Message):
-    """Sent by a process that needs the configuration without being a member, such as a trainer rank."""
+    """Sent by a process that needs the configuration without being a member, such as one that is about to join."""
 
 
 class Configuration(Message):
+    """model: digests of the parts of the run's model, by name."""
+
     values: dict[str, Any]
+    model: dict[str, str]
 
 
 # --- rollouts

@@ -50,7 +50,7 @@ from areal.storage.records import read_records
 from areal.storage.run_folder import read_summary
 from areal.text import shown
 from protocols.addresses import on_this_machine
-from protocols.errors import BusError
+from protocols.errors import BusError, ProtocolVersionError
 from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
 from protocols.transport import Bus, ask_until
@@ -181,7 +181,8 @@ class Supervisor:
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
                 self._master = master = self._add(tasks, "master", 0, ["--resume", str(folder)])
-                await self._until_answers(master, bus, address)
+                if not await self._until_answers(master, bus, address):
+                    return
                 self._folder = folder
                 self._progress_before = self._progress()
                 for role in ROLES.values():
@@ -281,14 +282,23 @@ class Supervisor:
                 self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
                 kill_group(process)
 
-    async def _until_answers(self, master: Child, bus: Bus, address: str) -> None:
+    async def _until_answers(self, master: Child, bus: Bus, address: str) -> bool:
         """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's
-        model."""
+        model. False if it is of another version of this program, which ends the run."""
         showing = asyncio.create_task(self._show_last_lines(master))
+
+        def again(error: BusError) -> bool:
+            return not isinstance(error, ProtocolVersionError)
+
         try:
-            await ask_until(lambda: bus.peer(address).ask(AskStatus(), ASK_SECONDS), pause=0.1)
+            await ask_until(lambda: bus.peer(address).ask(AskStatus(), ASK_SECONDS), again, pause=0.1)
+        except ProtocolVersionError as error:
+            self.user_error = True
+            self._finish(Ending(False, f"The program at {address} is not the master of this run: {error}."))
+            return False
         finally:
             showing.cancel()
+        return True
 
     async def _show_last_lines(self, child: Child) -> None:
         last = ""

@@ -55,8 +55,9 @@ def make_config(**gateway) -> Config:
     }
     gateway = {"keys": keys, "share": 1} | gateway
     return Config(
-        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"eval_size": 0},
-        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1}, gateway=gateway,
+        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"source": "addition", "eval_size": 0},
+        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1, "advantage_mean": "batch"}, gateway=gateway,
+        reward={"functions": ["addition"]},
     )  # fmt: skip
 
 
@@ -459,8 +460,7 @@ async def test_a_reward_whose_client_goes_away_is_taken():
 
 
 async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
-    city = City(make_config())
-    city.config.reward.functions["addition"] = 1.0
+    city = City(make_config(score=True))
     city.says = ["2"]
     asked = []
 
@@ -475,6 +475,30 @@ async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
         await user.ask("chat/completions", body, X_Session_Id="s")
         assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready"
     assert asked == [("1 + 1", ["2"])] and [sample.reward for sample in city.trained.values()] == [0.5]
+
+
+async def test_rewards_of_rows_score_no_session_that_ends_without_one():
+    city = City(make_config(share=0.5))
+    city.says = ["2"]
+    async with city.gateway() as user:
+        await user.say("1 + 1")
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ended", "it waits for its reward"
+        assert (await user.reward(1))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_of_a_session_that_is_not_here_the_master_is_asked_once(city):
+    asked, ask_master = [], city.ask_master
+
+    async def counted(sender, message, *rest):
+        asked.append(message.kind)
+        return await ask_master(sender, message, *rest)
+
+    city.ask_master = counted
+    async with city.gateway() as user:
+        assert (await user.reward(1))[1] == {"id": "anna:s", "state": "gone", "changed": False}
+        assert (await user.ask("sessions/s", method="GET"))[1] == {"id": "anna:s", "state": "gone"}
+    assert asked.count("ask_session") == 2
 
 
 async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun():

@@ -21,6 +21,7 @@ from actors.runtime import supervisor
 from actors.runtime.supervisor import Deaths, Supervisor
 from areal.config import Config
 from areal.processes import ROOT, LenientOutput
+from protocols.errors import ProtocolVersionError
 from protocols.messages import Status
 from protocols.transport import Bus, Request
 
@@ -303,6 +304,22 @@ async def test_a_console_that_nobody_reads_ends_nothing(stage, at_once):
 
 
 # --- a whole run
+
+
+async def test_a_master_of_another_version_ends_the_run_with_a_sentence(stage, config, tmp_path):
+    async def refuse(request: Request) -> Status:
+        raise ProtocolVersionError("install the same version of the project on every node")
+
+    play, bus = stage(master="stay()"), Bus("master/0#stand-in", network())
+    bus.serve(config.master.address, refuse, print)
+    async with asyncio.timeout(120):
+        ending = await play.supervisor.run_everything(config, [], network())
+    await bus.close()
+    assert not ending.ok and play.supervisor.user_error
+    assert ending.reason.endswith(
+        "is not the master of this run: install the same version of the project on every node."
+    )
+    assert not processes_mentioning(str(tmp_path))
 
 
 async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_path):
