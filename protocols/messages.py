@@ -743,12 +743,14 @@ class StoredSamples(Message):
 
 class StoreCalls(Message):
     """The calls so far of a sample that is not finished, for the spool; the answer says that they are on disk.
-    `frame`: of areal.storage.saved_calls.packed. The others as in StoreSamples."""
+    `frame`: of areal.storage.saved_calls.packed. `number`: it replaces those with a lower one. The others as in
+    StoreSamples."""
 
     group: Name
     prompt_index: PromptIndex
     place: SampleIndex
     frame: Bytes
+    number: Count = 0
 
 
 class AskCalls(Message):
