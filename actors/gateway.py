@@ -366,6 +366,7 @@ class Gateway(Sampler):
             prompt_index=session.group.prompt_index,
             place=0,
             frame=np.frombuffer(frame, np.uint8),
+            number=session.saves,
         )
         try:
             await self.ask_trainer(request, Done)
