@@ -27,11 +27,14 @@ from protocols.messages import (
     Done,
     GroupAccepted,
     GroupReady,
+    LackingPictures,
+    OfferPictures,
     ReuseAnswer,
     ScoredSample,
     StoreCalls,
     StoredCalls,
     StoredSamples,
+    StorePictures,
     StoreSamples,
 )
 from protocols.transport import Request
@@ -65,9 +68,6 @@ class SampleStore(HandlesRequests):
         stored = request.message
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
-        if stored.pictures:
-            files = [content.tobytes() for content in stored.pictures]
-            await self._use_spool(request, self._pictures.put_all, files)
 
         def put() -> Group | None:  # the disk may have been full for long
             self._check_holder(request)
@@ -91,6 +91,16 @@ class SampleStore(HandlesRequests):
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
+
+    @handles(OfferPictures)
+    async def offer_pictures(self, request: Request[OfferPictures]) -> LackingPictures:
+        return LackingPictures(names=tuple(self._pictures.lacking(request.message.names)))
+
+    @handles(StorePictures)
+    async def store_pictures(self, request: Request[StorePictures]) -> Done:
+        files = [content.tobytes() for content in request.message.files]
+        await self._use_spool(request, self._pictures.put_all, files)
+        return Done()
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
