@@ -63,6 +63,9 @@ FIRST_TOKENS = 256
 # Time for the calls in progress when the gateway leaves.
 LEAVE_SECONDS = 20.0
 
+# The state of a session of which nothing is known here.
+GONE = "gone"
+
 T = TypeVar("T")
 log = structlog.get_logger()
 
@@ -211,9 +214,8 @@ class Gateway(Sampler):
 
     async def state(self, name: str) -> dict[str, Any]:
         session = await self._find(name)
-        if session is None:
-            known = await self._ask_session(name, opens=False) if self.config.max_sessions else SessionAnswer()
-            return {"id": name, "state": known.state or "gone"}
+        if isinstance(session, str):
+            return {"id": name, "state": session}
         version = session.sample.newest_version
         state = "untrained" if session.group is None else "ended" if session.ended else "open"
         return {"id": name, "state": state, "version": version, "tokens": session.sample.tokens_sampled}
@@ -222,8 +224,8 @@ class Gateway(Sampler):
         """The reward of a session ends it: once its sample is ready, or given up, that is the answer. That of a call is
         stored with its session."""
         session = await self._find(name)
-        if session is None:
-            return await self.state(name) | {"changed": False}
+        if isinstance(session, str):
+            return {"id": name, "state": session, "changed": False}
         return await self._see_through(self._reward(session, value, parts, call))
 
     async def _reward(
@@ -241,8 +243,10 @@ class Gateway(Sampler):
             return {"id": name, "state": "ready" if accepted else "gone", "changed": accepted}
 
     async def end(self, name: str) -> dict[str, Any]:
-        if session := await self._find(name):
-            await self._see_through(self._end(session))
+        session = await self._find(name)
+        if isinstance(session, str):
+            return {"id": name, "state": session}
+        await self._see_through(self._end(session))
         return await self.state(name)
 
     async def delete(self, name: str) -> None:
@@ -255,20 +259,23 @@ class Gateway(Sampler):
             except RefusedError as error:
                 raise ApiError(f"it cannot be deleted any more: {error}", "in_training", 409) from None
 
-    async def _find(self, name: str) -> UserSession | None:
-        """The session that is here, or that another gateway has left."""
-        if (session := self._sessions.get(name)) is None and self.config.max_sessions:
-            async with self._opening.setdefault(name, asyncio.Lock()):
-                answer = await self._ask_session(name, opens=False)
-                if answer.session is not None and name not in self._sessions:
-                    return await self._adopt(answer.session)
-                _check_holder(answer)
-        return session or self._sessions.get(name)
+    async def _find(self, name: str) -> UserSession | str:
+        """The session, if it is here or another gateway has left it; else its state."""
+        if name in self._sessions or not self.config.max_sessions:
+            return self._sessions.get(name, GONE)
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            if name in self._sessions:
+                return self._sessions[name]
+            answer = await self._ask_session(name, opens=False)
+            if answer.session is not None:
+                return await self._adopt(answer.session)
+            _check_holder(answer)
+            return answer.state or GONE
 
     # --- the end of a session
 
     async def _end(self, session: UserSession) -> None:
-        """The session takes no calls any more. It is ready if it has rewards, or the run's functions give one."""
+        """The session takes no calls any more. It is ready if it has rewards, or gateway.score gives it one."""
         async with session.rewarding:
             session.ended = True
             if session.rewarded:
@@ -277,7 +284,7 @@ class Gateway(Sampler):
                 self._drop(session)
             elif session.chat.rewards:
                 await self._finish(session, None, {})
-            elif self.config.reward.functions and session.sample.calls:
+            elif self._settings.score and session.sample.calls:
                 await self._score(session)
             else:
                 await session.save()
@@ -359,6 +366,7 @@ class Gateway(Sampler):
             prompt_index=session.group.prompt_index,
             place=0,
             frame=np.frombuffer(frame, np.uint8),
+            number=session.saves,
         )
         try:
             await self.ask_trainer(request, Done)

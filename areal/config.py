@@ -1129,6 +1129,9 @@ class GatewayConfig(Section):
     )
     max_messages: int = Field(1024, ge=1, description="most messages of a call")
     reward_range: tuple[float, float] = Field((-1.0, 1.0), description="lowest and highest reward that a key may give")
+    score: bool = Field(
+        False, description="whether reward.functions score a session that ends without a reward; else it waits for one"
+    )
 
     def conflicts(self) -> Iterator[str]:
         if self.count and not self.keys:
@@ -1163,7 +1166,10 @@ class ObserveConfig(Section):
     )
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
     metrics_mib: float | None = Field(
-        None, gt=0, description="at this size metrics.jsonl replaces metrics.1.jsonl; null: all steps are kept"
+        None,
+        gt=0,
+        description="at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file its "
+        "older ones; null: all steps are kept",
     )
     events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
@@ -1472,6 +1478,8 @@ class Config(ScoringConfig, metaclass=_Checked):
             )
         if self.trainer.teacher or self.trainer.teacher_key or self.trainer.reference_scorer:
             yield "no scorer scores the tokens of sessions: leave out gateway.share, or trainer.teacher and reference"
+        if self.gateway.score and not self.reward.functions:
+            yield "gateway.score is true, but there are no reward.functions: set them, or gateway.score=false"
 
     @property
     def max_sessions(self) -> int:

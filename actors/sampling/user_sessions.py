@@ -88,6 +88,7 @@ class UserSession:
         self.begun = self.used = asyncio.get_running_loop().time()
         self.first_tokens: list[float] = []  # seconds from the call to its first text, since the last look
         self._save = save
+        self.saves = 0  # how often it was saved
         self._turns: list[AnsweredCall] = []
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
         self._saving = asyncio.Lock()
@@ -139,13 +140,15 @@ class UserSession:
                 return
             turns = [[turn.name, turn.request.model_dump_json(exclude_none=True), turn.mark] for turn in self._turns]
             rewards = [[answer, value] for answer, value in self.chat.rewards.items()]
-            notes = json.dumps({"turns": turns, "rewards": rewards, "ended": self.ended})
+            self.saves += 1
+            notes = json.dumps({"saves": self.saves, "turns": turns, "rewards": rewards, "ended": self.ended})
             if calls := self.sample.calls_so_far():
                 await self._save(self, packed(calls, notes))
 
     async def restore(self, frame: bytes | memoryview) -> None:
         """Become the session that `save` had stored. Raises SampleFailed, ApiError and ValueError."""
         notes = json.loads(notes_of(frame))
+        self.saves = notes["saves"] + 1  # its last gateway may still be at the next one
         self.sample.saved_calls = unpacked(frame)
         for name, body, mark in notes["turns"]:
             request = ChatRequest.model_validate_json(body)

@@ -33,7 +33,7 @@ from areal.models import check_trainable, flash_computes, routing_of
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
-from areal.sight import sight_of
+from areal.sight import Views, sight_of
 from areal.storage.disk import DiskRetry
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.advantages import advantages, gae
@@ -182,7 +182,7 @@ class TrainingEngine:
         self._zero = _open_deepspeed(config, cuda).zero
         torch.manual_seed(seed)
         self.source = model
-        self._pictures = PictureStore(pictures)
+        self._pictures, self._views = PictureStore(pictures), Views()
         self._keep_values = keep_values
         self.values: TokenValues | None = None
         self._control = control_group()
@@ -368,7 +368,7 @@ class TrainingEngine:
         if not any(map(pictures_of, batch)):
             return {}
         sight, names = sight_of(str(self.source)), {name for group in batch for name in pictures_of(group)}
-        views = {name: sight.look(self._pictures.get(name)) for name in names}
+        views = {name: self._views.get(name) or self._views.add(sight.look(self._pictures.get(name))) for name in names}
         return {"sight": sight, "pictures": [[views[name] for name in pictures_of(group)] for group in batch]}
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:

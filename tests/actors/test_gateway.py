@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import sqlite3
 import ssl
 from contextlib import AsyncExitStack
 from hashlib import sha256
@@ -24,7 +25,8 @@ from areal.config import Config
 from areal.result import Result
 from areal.sampled import Generation
 from areal.staleness.ledger import EXPIRED, Batch, Ledger, LedgerSettings
-from areal.storage.saved_calls import notes_of, unpacked
+from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
+from areal.storage.spool import Spool
 from areal.trajectory import Group, Note, Trajectory
 from areal.workflows.parsers import Parsers
 from protocols.errors import BusyError, FencedError, RefusedError
@@ -38,9 +40,11 @@ from protocols.messages import (
     LostLeases,
     Policy,
     RenewLeases,
+    ScoredSample,
     SessionAnswer,
     StoreCalls,
     StoredCalls,
+    StoreSamples,
 )
 
 COUNTS = "opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted"
@@ -55,8 +59,9 @@ def make_config(**gateway) -> Config:
     }
     gateway = {"keys": keys, "share": 1} | gateway
     return Config(
-        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"eval_size": 0},
-        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1}, gateway=gateway,
+        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"source": "addition", "eval_size": 0},
+        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1, "advantage_mean": "batch"}, gateway=gateway,
+        reward={"functions": ["addition"]},
     )  # fmt: skip
 
 
@@ -66,7 +71,7 @@ class City:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.ledger = Ledger(LedgerSettings.of(config))
-        self.spool: dict[str, bytes] = {}
+        self.spool = Spool(sqlite3.connect(":memory:"))
         self.trained: dict[str, Trajectory] = {}
         self.now = 0.0
         self.says: list[str | None] = []
@@ -87,11 +92,9 @@ class City:
 
     async def ask_trainer(self, message, answer):
         if isinstance(message, StoreCalls):
-            unpacked(message.frame.data)
-            self.spool[message.group] = message.frame.tobytes()
-            return None
+            return self.spool.put_calls(message.group, 0, message.prompt_index, message.frame.data, message.number)
         if answer is StoredCalls:
-            return StoredCalls(frame=np.frombuffer(self.spool.get(message.group, b""), np.uint8))
+            return StoredCalls(frame=np.frombuffer(self.spool.calls(message.group, 0), np.uint8))
         (sample,) = message.samples
         trajectory = Trajectory.of_frame(sample.frame.data)
         trajectory.validate()
@@ -237,7 +240,7 @@ async def test_a_call_with_the_same_id_is_answered_once_and_again_by_another_gat
         first = await user.say("hi", Idempotency_Key="1")
         again = await user.say("hi", Idempotency_Key="1")
         assert text_of(first) == text_of(again) == "hello" and len(city.prompts) == 1
-        assert notes_of(city.spool["s0.0"]), "it is stored before it is answered"
+        assert notes_of(city.spool.calls("s0.0", 0)), "it is stored before it is answered"
     async with city.gateway(1) as user:
         assert text_of(await user.say("hi", Idempotency_Key="1")) == "hello" and len(city.prompts) == 1
         assert text_of(await user.say("hi", "hello", "how?", Idempotency_Key="2")) == "fine"
@@ -459,8 +462,7 @@ async def test_a_reward_whose_client_goes_away_is_taken():
 
 
 async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
-    city = City(make_config())
-    city.config.reward.functions["addition"] = 1.0
+    city = City(make_config(score=True))
     city.says = ["2"]
     asked = []
 
@@ -477,6 +479,30 @@ async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
     assert asked == [("1 + 1", ["2"])] and [sample.reward for sample in city.trained.values()] == [0.5]
 
 
+async def test_rewards_of_rows_score_no_session_that_ends_without_one():
+    city = City(make_config(share=0.5))
+    city.says = ["2"]
+    async with city.gateway() as user:
+        await user.say("1 + 1")
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ended", "it waits for its reward"
+        assert (await user.reward(1))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_of_a_session_that_is_not_here_the_master_is_asked_once(city):
+    asked, ask_master = [], city.ask_master
+
+    async def counted(sender, message, *rest):
+        asked.append(message.kind)
+        return await ask_master(sender, message, *rest)
+
+    city.ask_master = counted
+    async with city.gateway() as user:
+        assert (await user.reward(1))[1] == {"id": "anna:s", "state": "gone", "changed": False}
+        assert (await user.ask("sessions/s", method="GET"))[1] == {"id": "anna:s", "state": "gone"}
+    assert asked.count("ask_session") == 2
+
+
 async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun():
     city = City(make_config())
     first, again = [
@@ -486,25 +512,55 @@ async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun
     assert first.session.group == again.session.group
 
 
-async def test_the_trainer_takes_the_calls_of_a_session_from_the_gateway_alone_that_goes_on_with_it():
-    stored = []
-
+async def test_the_trainer_takes_a_session_from_the_gateway_alone_that_goes_on_with_it_also_after_its_restart():
     async def on_disk(what, use, *arguments):
-        return use(*arguments) or b""
+        return use(*arguments)
 
-    spool = SimpleNamespace(put_calls=lambda group, *_: stored.append(group), calls=lambda group, place: b"")
-    store = SampleStore(make_config(), 100, spool, None, on_disk, None)
+    spool = Spool(sqlite3.connect(":memory:"))
+    sample = ScoredSample(place=0, frame=np.frombuffer(trained().frame(), np.uint8), parts={}, discarded=0)
+    rewarded = StoreSamples(group="s0.0", prompt_index=-1, row="", samples=(sample,))
+    saves = [
+        StoreCalls(group="s0.0", prompt_index=-1, place=0, frame=np.frombuffer(saved(text), np.uint8), number=number)
+        for number, text in enumerate(("hello", "hello", "hello, fine"))
+    ]
+    for restart in range(2):
+        store = SampleStore(make_config(), 300, spool, None, on_disk, None)
 
-    async def ask(sender, message):
-        return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
+        async def ask(sender, message, store=store):
+            return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
 
-    of_user = StoreCalls(group="s0.0", prompt_index=-1, place=0, frame=np.zeros(1, np.uint8))
-    await ask("gateway/0#1", of_user)
-    await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
-    with pytest.raises(FencedError, match="gateway/0#2 goes on with s0.0"):
-        await ask("gateway/0#1", of_user)
-    await ask("gateway/0#2", of_user)
-    assert stored == ["s0.0", "s0.0"]
+        if not restart:
+            await ask("gateway/0#1", saves[0])
+            await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
+        for late in (saves[1], rewarded):
+            with pytest.raises(FencedError, match="gateway/0#2 goes on with s0.0"):
+                await ask("gateway/0#1", late)
+        await ask("gateway/0#2", saves[2])
+        assert spool.calls("s0.0", 0) == saved("hello, fine"), "a late sample has not ended it"
+    spool.forget(["s0.0"])
+    assert spool.ids() == [] and spool.holder("s0.0") == ""
+
+
+def trained() -> Trajectory:
+    tokens, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
+    return Trajectory(tokens=tokens, logprobs=logprobs, versions=np.array([-1, 0], np.int32), reward=1.0, finish="stop")
+
+
+def saved(text: str) -> bytes:
+    tokens = np.array(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
+    sampled = Generation(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+    return packed([SavedCall(b"p" * 16, NO_LIMIT, sampled)])
+
+
+async def test_what_is_saved_last_counts_though_it_is_shorter(city):
+    city.says = ["hello"]
+    async with city.gateway(0) as user:
+        answer = await user.say("hi")
+        await user.reward(-0.25, call=answer[1]["id"])
+        assert (await user.reward(1, call=answer[1]["id"]))[1]["changed"]
+    async with city.gateway(1) as user:
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1]
 
 
 async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
@@ -519,12 +575,7 @@ async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
 
 async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an_earlier_attempt():
     store = SampleStore(make_config(), 100, None, None, None, lambda *_: asyncio.Event().wait())
-    columns = {
-        "tokens": np.array([1, 2], np.int32),
-        "logprobs": np.zeros(2, np.float32),
-        "versions": np.array([-1, 0], np.int32),
-    }
-    group = Group("s0.0", -1, (Trajectory(**columns, reward=1.0, finish="stop"),), "", (Note(),))
+    group = Group("s0.0", -1, (trained(),), "", (Note(),))
     first = asyncio.create_task(store._report_ready(group))
     await asyncio.sleep(0)
     with pytest.raises(BusyError):
