@@ -125,6 +125,7 @@ class City:
         async with AsyncExitStack() as used:
             member = SimpleNamespace(
                 config=self.config, directory=Directory(Policy(lineage=0, version=0, folder="")), index=index, bus=None,
+                state="healthy",
                 spawn=spawn, used=used, become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
             )  # fmt: skip
@@ -388,6 +389,16 @@ async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_ga
         assert (await other.reward(1))[1]["state"] == "ready"
     (sample,) = city.trained.values()
     assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}"
+
+
+async def test_a_gateway_that_leaves_takes_rewards_and_no_calls(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        user.gateway.member.state = "draining"
+        status, body, _ = await user.say("hi", "hello", "how are you?")
+        assert (status, body["error"]["code"]) == (503, "leaving")
+        assert (await user.reward(1))[1]["state"] == "ready"
 
 
 async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has_taken(city):
