@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,8 @@ from areal.pictures import decode, digest_of
 SEEING = "qwen2_5_vl"
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 PLACEHOLDER = "<|image_pad|>"
+# Of the patches that `Views` keeps. Those of the largest picture are 24 MiB.
+VIEWED_BYTES = 1 << 28
 
 
 class Picture(NamedTuple):
@@ -134,10 +138,27 @@ def check_pictures(config: Config) -> None:
         raise UserError(f"Prompts have pictures, which {setting} does not take: leave the pictures or the setting out.")
 
 
-@lru_cache(maxsize=64)
-def look(folder: str, content: bytes) -> Picture:
-    """What the processor of the model in `folder` makes of a picture. Raises ValueError, and as `sight_of` does."""
-    return sight_of(folder).look(content)
+class Views:
+    """The latest pictures that one model's processor has looked at, up to `limit` bytes of patches but at least one.
+    Several threads may use it."""
+
+    def __init__(self, limit: int = VIEWED_BYTES) -> None:
+        self._limit = limit
+        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, name: str) -> Picture | None:
+        with self._lock:
+            if name in self._pictures:
+                self._pictures.move_to_end(name)
+            return self._pictures.get(name)
+
+    def add(self, picture: Picture) -> Picture:
+        with self._lock:
+            self._pictures[picture.name] = picture
+            while len(self._pictures) > 1 and sum(p.patches.nbytes for p in self._pictures.values()) > self._limit:
+                self._pictures.popitem(last=False)
+        return picture
 
 
 @lru_cache(maxsize=8)

@@ -92,6 +92,7 @@ class UserSession:
         self.begun = self.used = asyncio.get_running_loop().time()
         self.first_tokens: list[float] = []  # seconds from the call to its first text, since the last look
         self._save = save
+        self.saves = 0  # how often it was saved
         self._turns: list[AnsweredCall] = []
         self._began = time.time()  # as `begun`, for other gateways
         self._rewards: list[tuple[str, float, str]] = []  # of its answers, in the order in which they came
@@ -126,7 +127,10 @@ class UserSession:
         if call is None or (call.done() and (call.cancelled() or call.exception())):
             call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
             call.add_done_callback(note_error)
-        answer = await asyncio.shield(call)
+        await asyncio.wait([call])
+        if call.cancelled():
+            raise ApiError("the session goes on elsewhere, or has ended: ask again", "elsewhere", 409)
+        answer = call.result()
         self.chat.name_answer(name, answer)
         return answer
 
@@ -158,15 +162,16 @@ class UserSession:
             if self.group is None:
                 return
             turns = [[turn.name, turn.request.model_dump_json(exclude_none=True), turn.mark] for turn in self._turns]
-            notes = {"turns": turns, "rewards": self._rewards, "began": self._began}
-            if self.ended:  # whatever is new makes it longer: the trainer keeps the longest
-                notes["ended"] = True
+            self.saves += 1
+            state = {"ended": self.ended, "began": self._began}
+            notes = json.dumps({"saves": self.saves, "turns": turns, "rewards": self._rewards} | state)
             if calls := self.sample.calls_so_far():
-                await self._save(self, packed(calls, json.dumps(notes)))
+                await self._save(self, packed(calls, notes))
 
     async def restore(self, frame: bytes | memoryview) -> None:
         """Become the session that `save` had stored. Raises SampleFailed, ApiError and ValueError."""
         notes = json.loads(notes_of(frame))
+        self.saves = notes["saves"] + 1  # its last gateway may still be at the next one
         self.sample.saved_calls = unpacked(frame)
         for name, body, mark in notes["turns"]:
             request = ChatRequest.model_validate_json(body)
@@ -178,7 +183,7 @@ class UserSession:
             self.sample.messages += map(message_of, self._turns[0].request.messages)
         for name, value, mark in notes["rewards"]:
             self.give_reward(value, name, mark)
-        self.ended = "ended" in notes
+        self.ended = notes["ended"]
         self.begun -= max(0.0, time.time() - notes["began"])
         self._began = notes["began"]
 

@@ -29,10 +29,11 @@ from areal.result import Result
 from areal.sampled import Generation
 from areal.staleness.ledger import EXPIRED, Batch
 from areal.storage.journal import Journal
-from areal.storage.saved_calls import notes_of, unpacked
+from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
+from areal.storage.spool import Spool
 from areal.trajectory import Group, Note, Trajectory
 from areal.workflows.parsers import Parsers
-from protocols.errors import BusyError, FencedError, RefusedError
+from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
     AskCalls,
     AskSession,
@@ -43,6 +44,7 @@ from protocols.messages import (
     LostLeases,
     Policy,
     RenewLeases,
+    ScoredSample,
     SessionAnswer,
     StoreCalls,
     StoredCalls,
@@ -64,8 +66,9 @@ def make_config(**gateway) -> Config:
     }
     gateway = {"keys": keys, "share": 1} | gateway
     return Config(
-        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"eval_size": 0},
-        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1}, gateway=gateway,
+        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"source": "addition", "eval_size": 0},
+        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1, "advantage_mean": "batch"}, gateway=gateway,
+        reward={"functions": ["addition"]},
     )  # fmt: skip
 
 
@@ -76,7 +79,7 @@ class City:
         self.config = config
         self.state = RunState(config, Journal(sqlite3.connect(":memory:")))
         self.ledger = self.state.ledger
-        self.spool: dict[str, bytes] = {}
+        self.spool = Spool(sqlite3.connect(":memory:"))
         self.trained: dict[str, Trajectory] = {}
         self.now = 0.0
         self.says: list[str | None] = []
@@ -100,18 +103,16 @@ class City:
 
     async def ask_trainer(self, message, answer):
         if isinstance(message, StoreCalls):
-            unpacked(message.frame.data)
-            self.spool[message.group] = message.frame.tobytes()
-            return None
+            return self.spool.put_calls(message.group, 0, message.prompt_index, message.frame.data, message.number)
         if answer is StoredCalls:
-            return StoredCalls(frame=np.frombuffer(self.spool.get(message.group, b""), np.uint8))
+            return StoredCalls(frame=np.frombuffer(self.spool.calls(message.group, 0), np.uint8))
         if answer is StoredSamples:
             stored = self.samples.get(message.group)
             if stored:
                 self._report(stored)
             return StoredSamples(places=(0,) if stored else (), start_version=0 if stored else None)
         stored = self.samples.setdefault(message.group, message)
-        self.spool.pop(message.group, None)
+        self.spool.forget([message.group])
         if not self.reports:
             await asyncio.Event().wait()
         return GroupAccepted(accepted=self._report(stored))
@@ -271,7 +272,7 @@ async def test_a_call_with_the_same_id_is_answered_once_and_again_by_another_gat
         first = await user.say("hi", Idempotency_Key="1")
         again = await user.say("hi", Idempotency_Key="1")
         assert text_of(first) == text_of(again) == "hello" and len(city.prompts) == 1
-        assert notes_of(city.spool["s0.0"]), "it is stored before it is answered"
+        assert notes_of(city.spool.calls("s0.0", 0)), "it is stored before it is answered"
     async with city.gateway(1) as user:
         assert text_of(await user.say("hi", Idempotency_Key="1")) == "hello" and len(city.prompts) == 1
         assert text_of(await user.say("hi", "hello", "how?", Idempotency_Key="2")) == "fine"
@@ -402,6 +403,43 @@ async def test_tokens_are_counted_without_a_session(city):
         assert status == 200 and counted["input_tokens"] > 5
         assert (await client.ask("messages/count_tokens", question, key="another"))[0] == 401
         assert not city.ledger.alive and not client.gateway._sessions
+
+
+async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_gateway_that_has_taken_it(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        await user.say("hi", Idempotency_Key="1")
+        for holder in (user, other):  # the master gives it to whoever asks first
+            city.now += 61
+            city.ledger.expire(city.now)
+            await holder.gateway._renew()
+            assert text_of(await holder.say("hi", Idempotency_Key="1")) == "hello"
+        await user.gateway._renew()
+        assert (await user.say("hi", "hello", "how are you?"))[0] == (await user.reward(1))[0] == 409
+        assert text_of(await other.say("hi", "hello", "how are you?")) == "fine"
+        assert (await other.reward(1))[1]["state"] == "ready"
+    (sample,) = city.trained.values()
+    assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}"
+
+
+async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has_taken(city):
+    city.says = ["hello", "late", "fine"]
+    ask_trainer, hold = city.ask_trainer, []
+
+    async def fenced(message, answer):
+        if message.kind == "store_calls" and hold:
+            raise RefusedError("gateway/1#1 goes on with s0.0")
+        return await ask_trainer(message, answer)
+
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        user.gateway.ask_trainer = fenced
+        await user.say("hi")
+        city.now += 61
+        city.ledger.expire(city.now)
+        await other.gateway._renew()
+        hold.append("gateway/1")
+        assert [(await user.say("hi", "hello", "how?"))[0] for _ in range(2)] == [507, 409]
+        assert text_of(await other.say("hi", "hello", "how?")) == "fine"
 
 
 async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_and_else_waits_until_it_expires():
@@ -571,8 +609,7 @@ async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
 
 
 async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
-    city = City(make_config())
-    city.config.reward.functions["addition"] = 1.0
+    city = City(make_config(score=True))
     city.says = ["2"]
     asked = []
 
@@ -589,6 +626,30 @@ async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
     assert asked == [("1 + 1", ["2"])] and [sample.reward for sample in city.trained.values()] == [0.5]
 
 
+async def test_rewards_of_rows_score_no_session_that_ends_without_one():
+    city = City(make_config(share=0.5))
+    city.says = ["2"]
+    async with city.gateway() as user:
+        await user.say("1 + 1")
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ended", "it waits for its reward"
+        assert (await user.reward(1))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_of_a_session_that_is_not_here_the_master_is_asked_once(city):
+    asked, ask_master = [], city.ask_master
+
+    async def counted(sender, message, *rest):
+        asked.append(message.kind)
+        return await ask_master(sender, message, *rest)
+
+    city.ask_master = counted
+    async with city.gateway() as user:
+        assert (await user.reward(1))[1] == {"id": "anna:s", "state": "gone", "changed": False}
+        assert (await user.ask("sessions/s", method="GET"))[1] == {"id": "anna:s", "state": "gone"}
+    assert asked.count("ask_session") == 2
+
+
 async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun():
     city = City(make_config())
     first, again = [
@@ -598,25 +659,55 @@ async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun
     assert first.session.group == again.session.group
 
 
-async def test_the_trainer_takes_the_calls_of_a_session_from_the_gateway_alone_that_goes_on_with_it():
-    stored = []
-
+async def test_the_trainer_takes_a_session_from_the_gateway_alone_that_goes_on_with_it_also_after_its_restart():
     async def on_disk(what, use, *arguments):
-        return use(*arguments) or b""
+        return use(*arguments)
 
-    spool = SimpleNamespace(put_calls=lambda group, *_: stored.append(group), calls=lambda group, place: b"")
-    store = SampleStore(make_config(), 100, spool, None, on_disk, None)
+    spool = Spool(sqlite3.connect(":memory:"))
+    sample = ScoredSample(place=0, frame=np.frombuffer(trained().frame(), np.uint8), parts={}, discarded=0)
+    rewarded = StoreSamples(group="s0.0", prompt_index=-1, row="", samples=(sample,))
+    saves = [
+        StoreCalls(group="s0.0", prompt_index=-1, place=0, frame=np.frombuffer(saved(text), np.uint8), number=number)
+        for number, text in enumerate(("hello", "hello", "hello, fine"))
+    ]
+    for restart in range(2):
+        store = SampleStore(make_config(), 300, spool, None, on_disk, None)
 
-    async def ask(sender, message):
-        return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
+        async def ask(sender, message, store=store):
+            return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
 
-    of_user = StoreCalls(group="s0.0", prompt_index=-1, place=0, frame=np.zeros(1, np.uint8))
-    await ask("gateway/0#1", of_user)
-    await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
-    with pytest.raises(FencedError, match="gateway/0#2 goes on with s0.0"):
-        await ask("gateway/0#1", of_user)
-    await ask("gateway/0#2", of_user)
-    assert stored == ["s0.0", "s0.0"]
+        if not restart:
+            await ask("gateway/0#1", saves[0])
+            await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
+        for late in (saves[1], rewarded):
+            with pytest.raises(RefusedError, match="gateway/0#2 goes on with s0.0"):
+                await ask("gateway/0#1", late)
+        await ask("gateway/0#2", saves[2])
+        assert spool.calls("s0.0", 0) == saved("hello, fine"), "a late sample has not ended it"
+    spool.forget(["s0.0"])
+    assert spool.ids() == [] and spool.holder("s0.0") == ""
+
+
+def trained() -> Trajectory:
+    tokens, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
+    return Trajectory(tokens=tokens, logprobs=logprobs, versions=np.array([-1, 0], np.int32), reward=1.0, finish="stop")
+
+
+def saved(text: str) -> bytes:
+    tokens = np.array(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
+    sampled = Generation(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+    return packed([SavedCall(b"p" * 16, NO_LIMIT, sampled)])
+
+
+async def test_what_is_saved_last_counts_though_it_is_shorter(city):
+    city.says = ["hello"]
+    async with city.gateway(0) as user:
+        answer = await user.say("hi")
+        await user.reward(-0.25, call=answer[1]["id"])
+        assert (await user.reward(1, call=answer[1]["id"]))[1]["changed"]
+    async with city.gateway(1) as user:
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1]
 
 
 async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
@@ -631,12 +722,7 @@ async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
 
 async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an_earlier_attempt():
     store = SampleStore(make_config(), 100, None, None, None, lambda *_: asyncio.Event().wait())
-    columns = {
-        "tokens": np.array([1, 2], np.int32),
-        "logprobs": np.zeros(2, np.float32),
-        "versions": np.array([-1, 0], np.int32),
-    }
-    group = Group("s0.0", -1, (Trajectory(**columns, reward=1.0, finish="stop"),), "", (Note(),))
+    group = Group("s0.0", -1, (trained(),), "", (Note(),))
     first = asyncio.create_task(store._report_ready(group))
     await asyncio.sleep(0)
     with pytest.raises(BusyError):

@@ -13,7 +13,7 @@ from tiny_training import sampled, settings
 from areal.config import GeneratorConfig, SamplingConfig
 from areal.generation.engine import GenerationEngine
 from areal.pictures import DIGESTS, digest_of
-from areal.sight import look, sight_of
+from areal.sight import sight_of
 from areal.storage.pictures import PictureStore
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group
@@ -67,7 +67,7 @@ def model(tmp_path):
 @pytest.mark.slow
 async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_an_update(model, tmp_path):
     pytest.importorskip("torchvision")
-    wide, tall = png(84, 56, 1), png(30, 150, 2)
+    wide, tall, sight = png(84, 56, 1), png(30, 150, 2), sight_of(str(model))
     store = PictureStore(tmp_path / "pictures")
     store.put_all([wide, tall])
     prompts = {"one": [wide], "two": [tall, wide], "none": []}
@@ -76,8 +76,8 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
     for version in range(2):
         groups = []
         for number, (name, contents) in enumerate(prompts.items()):
-            seen = [look(str(model), content) for content in contents]
-            prompt = prompt_with(contents, sight_of(str(model)), [1, 20])
+            seen = [sight.look(content) for content in contents]
+            prompt = prompt_with(contents, sight, [1, 20])
             samples = [await sampled(engine, f"{name} {n}", prompt, SAMPLING, seen) for n in range(2)]
             row = json.dumps({DIGESTS: [digest_of(content) for content in contents]})
             groups.append(Group(name, number, tuple(samples), row))
@@ -91,8 +91,6 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
         trainer.step(groups, version=version, temperature=1.0)
         await engine.load(trainer.publish(tmp_path / f"{version + 1}"), version + 1)
     with pytest.raises(ValueError, match="placeholders of a prompt are not those of its 1 pictures"):
-        await sampled(
-            engine, "wrong", prompt_with([tall], sight_of(str(model)), [1])[:-4], SAMPLING, [look(str(model), tall)]
-        )
+        await sampled(engine, "wrong", prompt_with([tall], sight, [1])[:-4], SAMPLING, [sight.look(tall)])
     await engine.close()
     trainer.close()

@@ -139,6 +139,15 @@ def places_swapped(group):
     return f'"{first}", "{second}"', f'"{second}", "{first}"'
 
 
+def test_a_picture_is_processed_once_for_all_batches(model, batch, monkeypatch):
+    (groups, store), read, get = batch, [], PictureStore.get
+    monkeypatch.setattr(PictureStore, "get", lambda self, name: (read.append(name), get(self, name))[1])
+    engine = training_engine(model, store)
+    first, again = (engine.logprobs(groups, temperature=TEMPERATURE) for _ in range(2))
+    engine.close()
+    assert (first == again).all() and sorted(read) == sorted({*read}) and len(read) == 2
+
+
 def test_a_picture_that_changed_on_disk_is_refused(model, batch, tmp_path):
     store = PictureStore(tmp_path / "pictures")
     store.put_all([png(30, 30, 3)])
