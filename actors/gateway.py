@@ -245,8 +245,8 @@ class Gateway(Sampler):
     ) -> dict[str, Any]:
         name = session.name
         async with session.rewarding:
-            known = session.group is None or session.rewarded
-            if known or mark and mark not in session.marks and (await self._ask_session(name, False, mark)).taken:
+            over = session.group is None or session.rewarded
+            if over or mark and mark not in session.marks and (await self._ask_session(name, False, mark)).taken:
                 return await self._known_reward(name, call, mark) or await self.state(name) | {"changed": False}
             if call is not None:
                 session.give_reward(value, call, mark)
@@ -262,10 +262,10 @@ class Gateway(Sampler):
         has ended the session."""
         if not mark or not self.config.max_sessions:
             return None
-        known = await self._ask_session(name, False, mark)
-        if not known.taken and known.state in REWARDED:
+        answer = await self._ask_session(name, False, mark)
+        if not answer.taken and answer.state in REWARDED:
             raise ApiError(f"session {name} has its reward already: it came with another id", "rewarded", 409)
-        return _taken(name, call) if known.taken else None
+        return _taken(name, call) if answer.taken else None
 
     async def end(self, name: str) -> dict[str, Any]:
         session = await self._find(name)
