@@ -15,7 +15,7 @@ from areal.pictures import DIGESTS, digest_of
 from areal.sight import sight_of
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.engine import TrainingEngine
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Branch, Group, Trajectory
 
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
 TOWER |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.3}
@@ -48,17 +48,33 @@ def sample(pictures, sight, rng, begin):
     return Trajectory(np.array(prompt + answer, np.int32), logprobs, versions, float(rng.random()), "stop")
 
 
+def branching(trajectory, rng):
+    """The sample with more calls of the policy: one that goes on from its picture, one from the middle of its answer,
+    and one without the picture, which samples a placeholder."""
+    prompt, columns = int((trajectory.versions < 0).sum()), [trajectory]
+    branches = [Branch(0, len(trajectory)), Branch(prompt - 2, 5), Branch(prompt + 1, 6), Branch(1, 7)]
+    for branch in branches[1:]:
+        versions = np.array([-1, *[3] * (branch.new - 1)], np.int32)
+        logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, branch.new), 0).astype(np.float32)
+        columns.append(Trajectory(rng.integers(10, 36, branch.new).astype(np.int32), logprobs, versions, 0.0, "stop"))
+    arrays = {name: np.concatenate([getattr(c, name) for c in columns]) for name in ("tokens", "logprobs", "versions")}
+    arrays["tokens"][-1] = PLACEHOLDER
+    return replace(trajectory, **arrays, branches=tuple(branches))
+
+
 @pytest.fixture(scope="module")
 def batch(model, tmp_path_factory):
     """Groups, and the folder of their pictures: two samples that share a picture, two with two of different sizes,
-    one without a picture."""
+    one without a picture, two that branch."""
     rng, sight = np.random.default_rng(0), sight_of(str(model))
     wide, tall = png(84, 56, 1), png(30, 150, 2)
     store = PictureStore(tmp_path_factory.mktemp("run") / "pictures")
     store.put_all([wide, tall])
     groups = []
-    for number, (pictures, count) in enumerate([([wide], 2), ([tall, wide], 2), ([], 1)]):
+    for number, (pictures, count) in enumerate([([wide], 2), ([tall, wide], 2), ([], 1), ([tall, wide], 2)]):
         samples = [sample(pictures, sight, rng, [1, number + 20]) for _ in range(count)]
+        if number == 3:
+            samples = [branching(t, rng) for t in samples]
         row = json.dumps({DIGESTS: [digest_of(picture) for picture in pictures]})
         groups.append(Group(str(number), number, tuple(samples), row))
     return groups, store
@@ -70,7 +86,7 @@ def stock_logprobs(model, trajectory, pictures, sight):
     tokens = torch.from_numpy(trajectory.tokens).long()[None]
     kinds = ((tokens == PLACEHOLDER) & torch.from_numpy(trajectory.versions < 0)).int()
     more = {"mm_token_type_ids": kinds}
-    if pictures:
+    if kinds.any():
         looked = [sight.look(picture) for picture in pictures]
         more["pixel_values"] = torch.from_numpy(np.concatenate([p.patches for p in looked])).double()
         more["image_grid_thw"] = torch.tensor([p.grid for p in looked])
@@ -95,10 +111,11 @@ def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, prefi
     computed = torch.from_numpy(engine.logprobs(groups, temperature=TEMPERATURE))
     _, gradients = step_and_gradients(engine, groups)
     engine.close()
+    rewards = np.array([t.reward for group in groups for t in group.trajectories])
     samples = [(t, store.of_group(group)) for group in groups for t in group.trajectories]
-    rewards = np.array([t.reward for t, _ in samples])
+    sequences = [(sequence, pictures) for t, pictures in samples for sequence in t.sequences()]
     expected, loss, count = [], torch.zeros(()), 0
-    for t, pictures in samples:
+    for t, pictures in sequences:
         logp, sampled = stock_logprobs(whole, t, pictures, sight_of(str(model))), torch.from_numpy(t.sampled[1:])
         expected.append(torch.cat([torch.zeros(1), logp.detach() * sampled]))
         ratio = torch.exp(logp.detach() - torch.from_numpy(t.logprobs)[1:])
