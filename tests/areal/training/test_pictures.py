@@ -17,24 +17,34 @@ from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Branch, Group, Trajectory
 
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
-TOWER |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.3}
-MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "initializer_range": 0.3}
+IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": START, "vision_end_token_id": END}
+# Of each type of model: what its tower has besides, how rotary angles are divided, and other sizes of its text.
+KINDS = {
+    "qwen2_5_vl": ({"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}, [1, 1, 2], {}),
+    "qwen3_vl": (
+        {"depth": 3, "patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        [4, 2, 2],
+        {"head_dim": 16},
+    ),
+}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a tiny Qwen2.5-VL."""
-    folder = tmp_path_factory.mktemp("model")
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    """The folder of a tiny model that sees."""
+    folder, (tower, sections, more) = tmp_path_factory.mktemp("model"), KINDS[request.param]
     torch.manual_seed(0)
-    ids = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": START}
-    text = {**SIZES, "max_position_embeddings": 256, "rope_parameters": MROPE, "tie_word_embeddings": False}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config=TOWER, **ids, vision_end_token_id=END, tie_word_embeddings=False
+    rotary = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+    rotary |= {"mrope_interleaved": True} if "deepstack_visual_indexes" in tower else {}
+    text = {**SIZES, **more, "max_position_embeddings": 256, "rope_parameters": rotary, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(
+        request.param, text_config=text, vision_config={**TOWER, **tower}, tie_word_embeddings=False, **IDS
     )
-    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
-    sizes = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16, "patch_size": 14, "merge_size": 2}
+    unit = 2 * tower["patch_size"]
+    sizes = {"min_pixels": unit**2, "max_pixels": 16 * unit**2, "patch_size": tower["patch_size"], "merge_size": 2}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
     return folder
 
@@ -95,7 +105,7 @@ def stock_logprobs(model, trajectory, pictures, sight):
 
 
 def stock(model):
-    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+    return transformers.AutoModelForImageTextToText.from_pretrained(
         model, dtype=torch.float64, attn_implementation="eager"
     )
 
@@ -104,10 +114,10 @@ def training_engine(model, store, **changes):
     return TrainingEngine(model, settings(max_tokens_per_microbatch=96, **changes), seed=0, pictures=store.folder)
 
 
-@pytest.mark.parametrize("prefix_tree", [True, False])
-def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, prefix_tree):
+@pytest.mark.parametrize("changes", [{"prefix_tree": True, "gradient_checkpointing": True}, {"prefix_tree": False}])
+def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, changes):
     (groups, store), whole = batch, stock(model)
-    engine = training_engine(model, store, prefix_tree=prefix_tree)
+    engine = training_engine(model, store, **changes)
     computed = torch.from_numpy(engine.logprobs(groups, temperature=TEMPERATURE))
     _, gradients = step_and_gradients(engine, groups)
     engine.close()
