@@ -58,8 +58,8 @@ class FrozenTower:
         for number in row.pictures.unique().tolist():
             if number >= 0:
                 places = row.pictures == number
-                own = self._of_picture(number)[level][row.parts[places].cpu()].to(output)
-                vectors[places] = output[places] + own if level else own
+                of_tower = self._of_picture(number)[level][row.parts[places].cpu()].to(output)
+                vectors[places] = output[places] + of_tower if level else of_tower
         return vectors
 
     def _of_picture(self, number: int) -> list[Tensor]:
@@ -68,8 +68,8 @@ class FrozenTower:
             patches = torch.from_numpy(self._patches[number]).to(self._device, self.module.dtype)
             grid = torch.from_numpy(self._grids[number : number + 1]).long().to(self._device)
             with torch.no_grad():
-                seen = self.module(patches, grid_thw=grid)
-            levels = [seen.pooler_output, *(seen.get("deepstack_features") or ())]
+                features = self.module(patches, grid_thw=grid)
+            levels = [features.pooler_output, *(features.get("deepstack_features") or ())]
             self._vectors[number] = [vectors.cpu() for vectors in levels]
         return self._vectors[number]
 
