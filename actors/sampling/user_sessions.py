@@ -60,12 +60,12 @@ class UserSample(SampleSession):
 
 
 class AnsweredCall(NamedTuple):
-    """A finished call: its answer's id, its messages and the rest of its request, as places in the session's parts, and
+    """A finished call: its answer's id, its messages and the other fields of its request, as places in the session's parts, and
     the client's id for it, with its number among the answers."""
 
     name: str
     messages: list[int]
-    rest: int
+    options: int
     mark: str
 
 
@@ -160,11 +160,10 @@ class UserSession:
         return answer
 
     def _add_turn(self, request: ChatRequest, name: str, mark: str) -> None:
-        rest = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
-        *messages, last = (
-            self._parts.setdefault(json.dumps(part), len(self._parts)) for part in [*request.messages, rest]
-        )
-        self._turns.append(AnsweredCall(name, messages, last, mark))
+        options = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
+        parts = [json.dumps(part) for part in [*request.messages, options]]
+        *messages, place = (self._parts.setdefault(part, len(self._parts)) for part in parts)
+        self._turns.append(AnsweredCall(name, messages, place, mark))
 
     async def save(self) -> None:
         """Have the trainer store the calls so far, and what is needed to go on with them."""
@@ -184,7 +183,7 @@ class UserSession:
         self.sample.saved_calls = unpacked(frame)
         parts = [json.loads(part) for part in notes["parts"]]
         for turn in itertools.starmap(AnsweredCall, notes["turns"]):
-            request = ChatRequest(messages=[parts[place] for place in turn.messages], **parts[turn.rest])
+            request = ChatRequest(messages=[parts[place] for place in turn.messages], **parts[turn.options])
             answer = await self.chat.complete(request, turn.name)
             if not self._turns:
                 self.sample.messages += map(message_of, request.messages)
