@@ -45,6 +45,7 @@ from protocols.messages import (
     GroupAccepted,
     GroupStarted,
     LostLeases,
+    Message,
     RenewLeases,
     ScoredSample,
     SessionAnswer,
@@ -67,6 +68,7 @@ LEAVE_SECONDS = 20.0
 GONE = "gone"
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
 
 
@@ -261,11 +263,9 @@ class Gateway(Sampler):
 
     async def _find(self, name: str) -> UserSession | str:
         """The session, if it is here or another gateway has left it; else its state."""
-        if name in self._sessions or not self.config.max_sessions:
-            return self._sessions.get(name, GONE)
         async with self._opening.setdefault(name, asyncio.Lock()):
-            if name in self._sessions:
-                return self._sessions[name]
+            if name in self._sessions or not self.config.max_sessions:
+                return self._sessions.get(name, GONE)
             answer = await self._ask_session(name, opens=False)
             if answer.session is not None:
                 return await self._adopt(answer.session)
@@ -325,10 +325,7 @@ class Gateway(Sampler):
             row=row_text(fields) if self.config.observe.rollouts != "none" else "",
             samples=(sample,),
         )
-        try:
-            accepted = (await self.ask_trainer(request, GroupAccepted)).accepted
-        except RefusedError as error:
-            raise ApiError(f"the session cannot be trained: {error}", "not_stored", 507) from None
+        accepted = (await self._store(session, request, GroupAccepted)).accepted
         session.rewarded = True
         self._count("rewarded" if accepted else "expired")
         self.services.succeeded += accepted
@@ -359,7 +356,6 @@ class Gateway(Sampler):
             self.member.spawn(self.member.ask_master(started, Done), "session started")
 
     async def _save(self, session: UserSession, frame: bytes) -> None:
-        """Raises ApiError if the trainer refuses the calls."""
         assert session.group is not None
         request = StoreCalls(
             group=session.group.group,
@@ -368,28 +364,55 @@ class Gateway(Sampler):
             frame=np.frombuffer(frame, np.uint8),
             number=session.saves,
         )
+        await self._store(session, request, Done)
+
+    async def _store(self, session: UserSession, request: Message, answer: type[M]) -> M:
+        """Raises ApiError if the trainer refuses it. Then the session is forgotten here: it goes on from what is
+        stored, where it is asked for again, or at another gateway already."""
         try:
-            await self.ask_trainer(request, Done)
+            return await self.ask_trainer(request, answer)
         except RefusedError as error:
+            self._drop(session)
             raise ApiError(f"the session cannot be stored: {error}", "not_stored", 507) from None
 
     async def _renew_leases(self) -> None:
         while True:
-            groups = {s.group.group: s for s in self._sessions.values() if s.group is not None}
-            if groups:
-                renewed = await self.member.ask_master(RenewLeases(groups=tuple(groups)), LostLeases)
-                for group in renewed.groups:
-                    self._count("expired")
-                    session = groups[group]
-                    session.group = None  # its calls are served, and none of it is trained
-                    if session.ended:
-                        self._drop(session)
-            if self.config.max_sessions:
-                orphans = await self.member.ask_master(AdoptSessions(count=ADOPTED), Sessions)
-                for orphan in orphans.sessions:
-                    async with self._opening.setdefault(orphan.session, asyncio.Lock()):
-                        await self._adopt(orphan)
+            await self._renew()
             await asyncio.sleep(self.config.master.lease_seconds / 4)
+
+    async def _renew(self) -> None:
+        """Keep the sessions here, and adopt those that were left."""
+        groups = {s.group.group: s for s in self._sessions.values() if s.group is not None}
+        if groups:
+            renewed = await self.member.ask_master(RenewLeases(groups=tuple(groups)), LostLeases)
+            for group in renewed.groups:
+                await self._lose(groups[group])
+        if self.config.max_sessions:
+            orphans = await self.member.ask_master(AdoptSessions(count=ADOPTED), Sessions)
+            for orphan in orphans.sessions:
+                self._adopt_soon(orphan)
+
+    async def _lose(self, session: UserSession) -> None:
+        """The lease of a session has ended: it has expired, or another gateway may have gone on with it."""
+        answer = await self._ask_session(session.name, opens=False)
+        if answer.state == "open":
+            self._drop(session)
+            if answer.session:
+                self._adopt_soon(answer.session)
+            return
+        self._count("expired")
+        session.group = None  # its calls are served, and none of it is trained
+        if session.ended:
+            self._drop(session)
+
+    def _adopt_soon(self, orphan: SessionGroup) -> None:
+        """Leases are renewed while the trainer is away."""
+
+        async def adopt() -> None:
+            async with self._opening.setdefault(orphan.session, asyncio.Lock()):
+                await self._adopt(orphan)
+
+        self.member.spawn(adopt(), "adopt session")
 
     async def _watch(self) -> None:
         while True:

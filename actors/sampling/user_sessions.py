@@ -107,7 +107,10 @@ class UserSession:
         if call is None or (call.done() and (call.cancelled() or call.exception())):
             call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
             call.add_done_callback(note_error)
-        answer = await asyncio.shield(call)
+        await asyncio.wait([call])
+        if call.cancelled():
+            raise ApiError("the session goes on elsewhere, or has ended: ask again", "elsewhere", 409)
+        answer = call.result()
         self.chat.name_answer(name, answer)
         return answer
 

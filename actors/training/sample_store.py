@@ -164,12 +164,12 @@ class SampleStore(HandlesRequests):
         return StoredCalls(frame=np.frombuffer(frame, np.uint8))
 
     def _check_holder(self, request: Request[StoreSamples] | Request[StoreCalls]) -> None:
-        """Raises FencedError if another gateway has asked for the calls of a session since: it lacks these."""
+        """Raises RefusedError if another gateway has asked for the calls of a session since: it lacks these."""
         if request.message.prompt_index < 0:
             group = request.message.group
             holder = self._spool.holder(group)
             if holder not in ("", request.sender):
-                raise FencedError(f"{holder} goes on with {group}")
+                raise RefusedError(f"{holder} goes on with {group}")
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., Any], *arguments: Any) -> Any:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""

@@ -29,7 +29,7 @@ from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
 from areal.storage.spool import Spool
 from areal.trajectory import Group, Note, Trajectory
 from areal.workflows.parsers import Parsers
-from protocols.errors import BusyError, FencedError, RefusedError
+from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
     AskCalls,
     AskSession,
@@ -373,6 +373,43 @@ async def test_tokens_are_counted_without_a_session(city):
         assert not city.ledger.alive and not client.gateway._sessions
 
 
+async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_gateway_that_has_taken_it(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        await user.say("hi", Idempotency_Key="1")
+        for holder in (user, other):  # the master gives it to whoever asks first
+            city.now += 61
+            city.ledger.expire(city.now)
+            await holder.gateway._renew()
+            assert text_of(await holder.say("hi", Idempotency_Key="1")) == "hello"
+        await user.gateway._renew()
+        assert (await user.say("hi", "hello", "how are you?"))[0] == (await user.reward(1))[0] == 409
+        assert text_of(await other.say("hi", "hello", "how are you?")) == "fine"
+        assert (await other.reward(1))[1]["state"] == "ready"
+    (sample,) = city.trained.values()
+    assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}"
+
+
+async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has_taken(city):
+    city.says = ["hello", "late", "fine"]
+    ask_trainer, hold = city.ask_trainer, []
+
+    async def fenced(message, answer):
+        if message.kind == "store_calls" and hold:
+            raise RefusedError("gateway/1#1 goes on with s0.0")
+        return await ask_trainer(message, answer)
+
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        user.gateway.ask_trainer = fenced
+        await user.say("hi")
+        city.now += 61
+        city.ledger.expire(city.now)
+        await other.gateway._renew()
+        hold.append("gateway/1")
+        assert [(await user.say("hi", "hello", "how?"))[0] for _ in range(2)] == [507, 409]
+        assert text_of(await other.say("hi", "hello", "how?")) == "fine"
+
+
 async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_and_else_waits_until_it_expires():
     city = City(make_config(idle_seconds=0.5, session_seconds=1.5))
     city.says = ["hello", "hello"]
@@ -533,7 +570,7 @@ async def test_the_trainer_takes_a_session_from_the_gateway_alone_that_goes_on_w
             await ask("gateway/0#1", saves[0])
             await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
         for late in (saves[1], rewarded):
-            with pytest.raises(FencedError, match="gateway/0#2 goes on with s0.0"):
+            with pytest.raises(RefusedError, match="gateway/0#2 goes on with s0.0"):
                 await ask("gateway/0#1", late)
         await ask("gateway/0#2", saves[2])
         assert spool.calls("s0.0", 0) == saved("hello, fine"), "a late sample has not ended it"
