@@ -165,15 +165,15 @@ def locate(master: str, patience: float) -> tuple[str, Path | None]:
 def _await_name(master: str, patience: float) -> None:
     """Wait for at most `patience` seconds until the name of the master's host is known: a cluster may give it only once
     the master is up. `host_towards` says so if it is not."""
-    begun, told = time.monotonic(), False
-    while (waited := time.monotonic() - begun) < patience:
+    start, warn = time.monotonic(), True
+    while (seconds := time.monotonic() - start) < patience:
         try:
             host_towards(master)
         except UserError as error:
             if not isinstance(error.__cause__, socket.gaierror):
                 return
-            if waited > SILENCE_SECONDS and not told:
-                told = True
+            if seconds > SILENCE_SECONDS and warn:
+                warn = False
                 log.warning("waiting for the master's name", why=str(error), seconds=patience)
         else:
             return
