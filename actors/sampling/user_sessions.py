@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ from areal.storage.saved_calls import notes_of, packed, unpacked
 from areal.workflows.conversation import Keep
 from areal.workflows.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
 from protocols.messages import SessionGroup
+
+MAX_REWARDS = 1024
+"""Of the answers of a session."""
 
 
 class UserSample(SampleSession):
@@ -90,6 +94,8 @@ class UserSession:
         self._save = save
         self.saves = 0  # how often it was saved
         self._turns: list[AnsweredCall] = []
+        self._began = time.time()  # as `begun`, for other gateways
+        self._rewards: list[tuple[str, float, str]] = []  # of its answers, in the order in which they came
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
         self._saving = asyncio.Lock()
 
@@ -97,6 +103,20 @@ class UserSession:
     def full(self) -> bool:
         """Whether it has no room for another call."""
         return bool(self.sample.tokens_sampled) and self.sample.room < self.sample.call_limit
+
+    @property
+    def marks(self) -> list[str]:
+        """The client's ids of the rewards of its answers."""
+        return [mark for _, _, mark in self._rewards if mark]
+
+    def give_reward(self, value: float, answer: str, mark: str) -> None:
+        """Set the reward of an answer, unless it came before with this mark. Raises ApiError."""
+        if mark and mark in self.marks:
+            return
+        if len(self._rewards) >= MAX_REWARDS:
+            raise ApiError(f"a session takes at most {MAX_REWARDS} rewards of its answers", "too_many_rewards")
+        self.chat.give_reward(value, answer)
+        self._rewards.append((answer, value, mark))
 
     async def answer(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
         """What the policy answers, once it is saved. mark: the client's id for the call, or empty: a second call with
@@ -142,9 +162,9 @@ class UserSession:
             if self.group is None:
                 return
             turns = [[turn.name, turn.request.model_dump_json(exclude_none=True), turn.mark] for turn in self._turns]
-            rewards = [[answer, value] for answer, value in self.chat.rewards.items()]
             self.saves += 1
-            notes = json.dumps({"saves": self.saves, "turns": turns, "rewards": rewards, "ended": self.ended})
+            state = {"ended": self.ended, "began": self._began}
+            notes = json.dumps({"saves": self.saves, "turns": turns, "rewards": self._rewards} | state)
             if calls := self.sample.calls_so_far():
                 await self._save(self, packed(calls, notes))
 
@@ -161,9 +181,11 @@ class UserSession:
                 self._calls[mark] = asyncio.create_task(_same(answer))
         if self._turns:
             self.sample.messages += map(message_of, self._turns[0].request.messages)
-        for name, value in notes["rewards"]:
-            self.chat.give_reward(value, name)
+        for name, value, mark in notes["rewards"]:
+            self.give_reward(value, name, mark)
         self.ended = notes["ended"]
+        self.begun -= max(0.0, time.time() - notes["began"])
+        self._began = notes["began"]
 
     def close(self) -> None:
         for call in self._calls.values():
