@@ -60,8 +60,8 @@ class UserSample(SampleSession):
 
 
 class AnsweredCall(NamedTuple):
-    """A finished call: its answer's id, its messages and the other fields of its request, as places in the session's parts, and
-    the client's id for it, with its number among the answers."""
+    """A finished call: its answer's id, its messages and the other fields of its request, as places in the session's
+    parts, and the client's id for it, with its number among the answers."""
 
     name: str
     messages: list[int]
