@@ -52,6 +52,8 @@ class Role:
         return f"the {self.name} needs {devices}" if self.single else f"{count} {self.name}s need {devices}"
 
 
+# Those that compute with the run's model, or make and read its tokens.
+USES_MODEL = frozenset(("trainer", "generator", "rollout_manager", "evaluator", "gateway"))
 # numpy, which the bus imports, would start a thread for each core. vLLM is loaded in a process with one.
 ENGINE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 

@@ -33,7 +33,7 @@ from zlib import crc32
 
 import structlog
 
-from actors.runtime import delays
+from actors.runtime import vitals
 from actors.runtime.actor import CONTROL_SECONDS, Actor, Ending, HandlesRequests, M, first_error
 from actors.runtime.addresses import ListenAddress, new_bus
 from actors.runtime.directory import Directory
@@ -42,7 +42,6 @@ from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
 from areal.config import Config, UserError, explain, from_message
 from areal.devices import CORES, settle
-from areal.models import check_same
 from areal.observe import cpu_profile
 from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
@@ -69,8 +68,6 @@ from protocols.messages import (
 from protocols.network import Network
 from protocols.transport import Bus, Request, Subscriber, ask_until
 
-# The roles that compute with the run's model, or make and read its tokens.
-USES_MODEL = ("trainer", "generator", "rollout_manager", "evaluator", "gateway")
 JOIN_SECONDS = 10.0
 # After this time without an answer to the first request, the actor logs that it is waiting for the master.
 SILENCE_SECONDS = 3.0
@@ -295,8 +292,6 @@ class Membership:
         welcome: Welcome = await first_answer(self.bus, self.master, join, self._patience)
         self.bus.identity.name = welcome.identity
         self.config = from_message(welcome.config)
-        if role in USES_MODEL and welcome.model:
-            await asyncio.to_thread(check_same, Path(self.config.model), welcome.model)
         name = actor_name(welcome.identity)
         self.index = int(name.split("/")[1])
         # Another one at each start, or an engine would draw the random numbers again that it began with.
@@ -397,7 +392,7 @@ class Membership:
             serves=role.serves(),
             activity=str(short or self.activity)[:512],
             shortage=DiskShortage(**asdict(short) | {"waits": short.waits[:512]}) if short else None,
-            stats=role.stats() | delays.longest(),
+            stats=role.stats() | vitals.numbers(),
             engagement=role.engagement(),
             works=(*role.works(), *self.works.report()),
             ended=self.works.take_ended(),

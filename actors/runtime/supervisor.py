@@ -50,7 +50,7 @@ from areal.storage.records import read_records
 from areal.storage.run_folder import read_summary
 from areal.text import shown
 from protocols.addresses import on_this_machine
-from protocols.errors import BusError
+from protocols.errors import BusError, ProtocolVersionError
 from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
 from protocols.transport import Bus, ask_until
@@ -181,14 +181,15 @@ class Supervisor:
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
                 self._master = master = self._add(tasks, "master", 0, ["--resume", str(folder)])
-                await self._until_answers(master, bus, address)
+                if not await self._until_answers(master, bus, address):
+                    return
                 self._folder = folder
                 self._progress_before = self._progress()
                 for role in ROLES.values():
                     for index in range(role.started(config)):
                         words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
                         self._add(tasks, role.name, index, words)
-                tasks.create_task(self._watch(bus, address), name="watch")
+                tasks.create_task(self._watch(master, bus, address, config.master.lost_seconds), name="watch")
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
@@ -257,16 +258,23 @@ class Supervisor:
         except Exception as error:
             self._say(f"the display of the run has failed; the run continues: {error!r}")
 
-    async def _watch(self, bus: Bus, address: str) -> None:
+    async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:
         """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
-        their place in the run and do not end."""
+        their place in the run and do not end, and a master that has stopped to answer, which all others leave."""
         printed: set[str] = set()
+        answering, silent = 0, 0  # the start of the master that has answered last, and looks since then
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 status = await status_of(bus, address, ASK_SECONDS)
             except BusError:  # it is asked again
+                silent += 1
+                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds
+                if lost and (process := master.running):
+                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds:g} s")
+                    kill_group(process)
                 continue
+            answering, silent = master.starts, 0
             for alert in status["alerts"]:
                 if alert not in printed:
                     self._say(alert)
@@ -281,14 +289,23 @@ class Supervisor:
                 self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
                 kill_group(process)
 
-    async def _until_answers(self, master: Child, bus: Bus, address: str) -> None:
+    async def _until_answers(self, master: Child, bus: Bus, address: str) -> bool:
         """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's
-        model."""
+        model. False if it is of another version of this program, which ends the run."""
         showing = asyncio.create_task(self._show_last_lines(master))
+
+        def again(error: BusError) -> bool:
+            return not isinstance(error, ProtocolVersionError)
+
         try:
-            await ask_until(lambda: bus.peer(address).ask(AskStatus(), ASK_SECONDS), pause=0.1)
+            await ask_until(lambda: bus.peer(address).ask(AskStatus(), ASK_SECONDS), again, pause=0.1)
+        except ProtocolVersionError as error:
+            self.user_error = True
+            self._finish(Ending(False, f"The program at {address} is not the master of this run: {error}."))
+            return False
         finally:
             showing.cancel()
+        return True
 
     async def _show_last_lines(self, child: Child) -> None:
         last = ""
@@ -378,14 +395,13 @@ class Supervisor:
         )
         with contextlib.closing(transport):
             out: Backlog | None = None
-            async for line in _lines(reader):
-                child.tail.append(line)
-                new = 1
+            async for lines in _lines(reader):
                 if out is None and self._folder is not None:
                     out = log_file(self._folder / "logs" / f"{child.role}-{child.index}.out")
-                    new = len(child.tail)
+                    out.append(f"{text}\n" for text in child.tail)
+                child.tail.extend(lines)
                 if out is not None:
-                    out.append(f"{text}\n" for text in list(child.tail)[-new:])
+                    out.append(f"{text}\n" for text in lines)
 
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
         """How the run ended, if the end of this child ends it; else None."""
@@ -456,18 +472,18 @@ class Supervisor:
             await asyncio.wait(waited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The lines of an output. Those of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to
-    the start of its line, are cut."""
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
+    """The lines of an output, all that have come at a time: a child may print a gigabyte, and waits for who reads it.
+    Lines of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to the start of its line, are
+    cut."""
     begun = b""  # the last line, whose end has not come yet
     while data := await reader.read(LONGEST_LINE_BYTES):
         *lines, begun = (begun + data).split(b"\n")
         if len(begun) > LONGEST_LINE_BYTES:
             lines, begun = [*lines, begun], b""
-        for line in lines:
-            yield line.decode(errors="replace").rstrip()
+        yield [line.decode(errors="replace").rstrip() for line in lines]
     if begun:
-        yield begun.decode(errors="replace").rstrip()
+        yield [begun.decode(errors="replace").rstrip()]
 
 
 def _how(code: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ from areal.storage.saved_calls import notes_of, packed, unpacked
 from areal.workflows.conversation import Keep
 from areal.workflows.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
 from protocols.messages import SessionGroup
+
+MAX_REWARDS = 1024
+"""Of the answers of a session."""
 
 
 class UserSample(SampleSession):
@@ -88,7 +92,10 @@ class UserSession:
         self.begun = self.used = asyncio.get_running_loop().time()
         self.first_tokens: list[float] = []  # seconds from the call to its first text, since the last look
         self._save = save
+        self.saves = 0  # how often it was saved
         self._turns: list[AnsweredCall] = []
+        self._began = time.time()  # as `begun`, for other gateways
+        self._rewards: list[tuple[str, float, str]] = []  # of its answers, in the order in which they came
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
         self._saving = asyncio.Lock()
 
@@ -96,6 +103,20 @@ class UserSession:
     def full(self) -> bool:
         """Whether it has no room for another call."""
         return bool(self.sample.tokens_sampled) and self.sample.room < self.sample.call_limit
+
+    @property
+    def marks(self) -> list[str]:
+        """The client's ids of the rewards of its answers."""
+        return [mark for _, _, mark in self._rewards if mark]
+
+    def give_reward(self, value: float, answer: str, mark: str) -> None:
+        """Set the reward of an answer, unless it came before with this mark. Raises ApiError."""
+        if mark and mark in self.marks:
+            return
+        if len(self._rewards) >= MAX_REWARDS:
+            raise ApiError(f"a session takes at most {MAX_REWARDS} rewards of its answers", "too_many_rewards")
+        self.chat.give_reward(value, answer)
+        self._rewards.append((answer, value, mark))
 
     async def answer(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
         """What the policy answers, once it is saved. mark: the client's id for the call, or empty: a second call with
@@ -106,7 +127,10 @@ class UserSession:
         if call is None or (call.done() and (call.cancelled() or call.exception())):
             call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
             call.add_done_callback(note_error)
-        answer = await asyncio.shield(call)
+        await asyncio.wait([call])
+        if call.cancelled():
+            raise ApiError("the session goes on elsewhere, or has ended: ask again", "elsewhere", 409)
+        answer = call.result()
         self.chat.name_answer(name, answer)
         return answer
 
@@ -138,14 +162,16 @@ class UserSession:
             if self.group is None:
                 return
             turns = [[turn.name, turn.request.model_dump_json(exclude_none=True), turn.mark] for turn in self._turns]
-            rewards = [[answer, value] for answer, value in self.chat.rewards.items()]
-            notes = json.dumps({"turns": turns, "rewards": rewards, "ended": self.ended})
+            self.saves += 1
+            state = {"ended": self.ended, "began": self._began}
+            notes = json.dumps({"saves": self.saves, "turns": turns, "rewards": self._rewards} | state)
             if calls := self.sample.calls_so_far():
                 await self._save(self, packed(calls, notes))
 
     async def restore(self, frame: bytes | memoryview) -> None:
         """Become the session that `save` had stored. Raises SampleFailed, ApiError and ValueError."""
         notes = json.loads(notes_of(frame))
+        self.saves = notes["saves"] + 1  # its last gateway may still be at the next one
         self.sample.saved_calls = unpacked(frame)
         for name, body, mark in notes["turns"]:
             request = ChatRequest.model_validate_json(body)
@@ -155,9 +181,11 @@ class UserSession:
                 self._calls[mark] = asyncio.create_task(_same(answer))
         if self._turns:
             self.sample.messages += map(message_of, self._turns[0].request.messages)
-        for name, value in notes["rewards"]:
-            self.chat.give_reward(value, name)
+        for name, value, mark in notes["rewards"]:
+            self.give_reward(value, name, mark)
         self.ended = notes["ended"]
+        self.begun -= max(0.0, time.time() - notes["began"])
+        self._began = notes["began"]
 
     def close(self) -> None:
         for call in self._calls.values():

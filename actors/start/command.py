@@ -41,7 +41,7 @@ from areal.processes import (
     tied,
     torchrun,
 )
-from areal.roles import ROLES
+from areal.roles import ROLES, USES_MODEL
 from areal.storage.run_folder import config_of_run, configuration_to_resume, end_of, steps_trained
 from areal.text import sentences_on, shown
 
@@ -411,10 +411,10 @@ async def serve(
 ) -> Ending:
     """Be the master of a run until it has ended."""
     from actors.master import Master
-    from actors.runtime import delays
+    from actors.runtime import vitals
     from actors.runtime.addresses import new_bus
 
-    delays.watch()
+    vitals.watch()
     bus, supervised = new_bus("master/0", network), SUPERVISED in os.environ
     master = Master(bus, config, journal=journal, folder=folder, source=source, supervised=supervised)
     source = None
@@ -494,15 +494,16 @@ def run_monitor(arguments: argparse.Namespace) -> int:
 
 
 def run_role(role: str, arguments: argparse.Namespace) -> int:
-    from actors.runtime import delays
+    from actors.runtime import vitals
     from actors.runtime.logs import configure_logging
 
     configure_logging(role if arguments.index is None else f"{role}/{arguments.index}")
+    config = ask_config(arguments)
     if role == "trainer":
-        join_ranks(arguments)
+        join_ranks(arguments, config)
 
     async def run() -> Ending:
-        delays.watch()
+        vitals.watch()
         if role in ("rollout_manager", "evaluator"):
             from actors.sampling.sessions import contained_task
 
@@ -513,7 +514,6 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         if role in ("generator", "scorer"):
             from areal.generation.engine import prepare
 
-            config = ask_config(arguments)
             prepare(config.generator if role == "generator" else scorer_of(config, arguments.scorer).engine)
         # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.
         ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
@@ -554,14 +554,13 @@ def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"functions": names, "options": {name: overridden({}, arguments.overrides) for name in names}}
 
 
-def join_ranks(arguments: argparse.Namespace) -> None:
+def join_ranks(arguments: argparse.Namespace, config: Config) -> None:
     """Become one of the trainer's ranks. In rank 0 this function returns, and the process becomes the actor; in other
     ranks it does not return. Without torchrun, if there are several ranks, this process is replaced by torchrun."""
     from areal.devices import set_allocator
     from areal.network_interfaces import choose_interface
     from protocols.addresses import host_of
 
-    config = ask_config(arguments)
     set_allocator()
     if "RANK" in os.environ:
         choose_interface(host_of(arguments.master).strip("[]"))
@@ -587,10 +586,15 @@ def scorer_of(config: Config, name: str) -> ScorerConfig:
 
 
 def ask_config(arguments: argparse.Namespace) -> Config:
-    """The configuration of the master. Waits until the master answers. Raises UserError."""
+    """The configuration of the master. Waits until the master answers. Raises UserError, also if this machine has
+    another model than the run: a role that joined with it would take the place of one that has the right one."""
+    from areal.models import check_same
     from protocols.messages import AskConfig
 
-    return from_message(ask_master(arguments, AskConfig()).values)
+    answer = ask_master(arguments, AskConfig())
+    if not USES_MODEL.isdisjoint(arguments.role):
+        check_same(Path(answer.values["model"]), answer.model)
+    return from_message(answer.values)
 
 
 def ask_master(arguments: argparse.Namespace, message: Message) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -196,6 +197,7 @@ def _tensorboard(config: Config, folder: Path) -> Sink:
     from tensorboard.summary import Writer
 
     writer: Writer | None = None
+    most = (config.observe.metrics_mib or math.inf) * (1 << 20)
 
     def send(step: int, numbers: dict[str, float], at: float) -> None:
         nonlocal writer
@@ -210,6 +212,12 @@ def _tensorboard(config: Config, folder: Path) -> Sink:
         except OSError:
             writer = None  # it takes no more
             raise
+        *older, newest = sorted((folder / "tensorboard").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        if newest.stat().st_size > most:
+            writer.close()
+            writer = None
+            for file in older:
+                file.unlink()
 
     return send
 

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import structlog
 import zmq
+from conftest import ROOT
 from helpers import dealer, fill_disk, keys_folder, mounted_small_disk, network
 from pydantic import ValidationError
 
@@ -26,7 +28,7 @@ from actors.mastering import members as members_module
 from actors.mastering.members import next_event
 from actors.runtime.membership import Membership
 from areal.__main__ import main as areal_tool
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.history import History
 from areal.data.sources import open_source
 from areal.desk.timeline import spans
@@ -526,13 +528,19 @@ async def test_an_engine_that_is_started_again_does_not_draw_the_random_numbers_
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
-async def test_a_generator_whose_model_is_another_one_than_the_masters_does_not_join(config):
+async def test_a_trainer_whose_model_is_another_one_than_the_masters_takes_the_place_of_no_other(config):
     model = Path(config.model)
     (model / "config.json").write_text('{"vocab_size": 5}')
-    async with master_of(config):
+    async with master_of(config), callers(config, "trainer") as (trainer,):
         (model / "config.json").write_text('{"vocab_size": 6}')  # as on another machine
-        with pytest.raises(UserError, match=r"is not the model of the run, its config.json differs: copy it from"):
-            await seed_of_start(config, 0)
+        words = ["--role", "trainer", "--master", config.master.address, "--keys", keys_folder()]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, ROOT / "run.py", *words, stderr=asyncio.subprocess.PIPE
+        )
+        _, printed = await process.communicate()
+        await trainer.beat()
+    assert process.returncode == 2
+    assert "is not the model of the run, its config.json differs: copy it from" in printed.decode()
 
 
 # --- whose request it is

@@ -21,6 +21,8 @@ from actors.runtime import supervisor
 from actors.runtime.supervisor import Deaths, Supervisor
 from areal.config import Config
 from areal.processes import ROOT, LenientOutput
+from areal.storage.disk import Backlog
+from protocols.errors import ProtocolVersionError
 from protocols.messages import Status
 from protocols.transport import Bus, Request
 
@@ -292,6 +294,16 @@ async def test_an_output_without_line_feeds_ends_no_child(stage):
     assert len(play.starts("reward")) == 1
 
 
+async def test_a_child_that_prints_much_waits_for_few_writes_and_all_lines_are_kept(stage, tmp_path, monkeypatch):
+    writes, append = [], Backlog.append
+    monkeypatch.setattr(Backlog, "append", lambda file, lines: (writes.append(1), append(file, lines)))
+    play = stage(reward="print(*range(50_000), sep=chr(10))")
+    play.supervisor._folder = tmp_path
+    await play.supervisor.run_roles(["reward"], [], {})
+    assert (tmp_path / "logs" / "reward-0.out").read_text().split() == [str(number) for number in range(50_000)]
+    assert len(writes) < 1_000
+
+
 async def test_a_console_that_nobody_reads_ends_nothing(stage, at_once):
     reading, writing = os.pipe()
     os.close(reading)
@@ -303,6 +315,22 @@ async def test_a_console_that_nobody_reads_ends_nothing(stage, at_once):
 
 
 # --- a whole run
+
+
+async def test_a_master_of_another_version_ends_the_run_with_a_sentence(stage, config, tmp_path):
+    async def refuse(request: Request) -> Status:
+        raise ProtocolVersionError("install the same version of the project on every node")
+
+    play, bus = stage(master="stay()"), Bus("master/0#stand-in", network())
+    bus.serve(config.master.address, refuse, print)
+    async with asyncio.timeout(120):
+        ending = await play.supervisor.run_everything(config, [], network())
+    await bus.close()
+    assert not ending.ok and play.supervisor.user_error
+    assert ending.reason.endswith(
+        "is not the master of this run: install the same version of the project on every node."
+    )
+    assert not processes_mentioning(str(tmp_path))
 
 
 async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_path):
@@ -352,6 +380,22 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     assert [len(play.starts(role)) for role in ("trainer", "generator")] == [1, 2]
     assert play.output.count("generator/0 may hang") == 2
     assert "generator/0 is killed: it has lost its place in the run" in play.output
+
+
+async def test_a_master_that_has_stopped_to_answer_is_killed_and_started_again(
+    whole, config, tmp_path, at_once, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "ASK_SECONDS", 0.5)
+    config = config.model_copy(update={"master": config.master.model_copy(update={"lost_seconds": 1.0})})
+    play = whole()
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
+    await until(lambda: "first failure (reward)" in play.output)
+    (config.folder / "journal.db").unlink()  # without it, its stand-in here does not answer
+    await until(lambda: len(play.starts("master")) == 2)
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert "master/0 is killed: it has not answered for 1 s" in play.output
 
 
 @pytest.mark.parametrize("silent", [None, 600.0])
