@@ -139,14 +139,17 @@ class _Conversation:
             try:
                 state = await gateway.reward(self.name, value, {}, None, mark)
             except ApiError as error:
-                if error.code == "no_calls" or (error.code == "rewarded" and mark in self._taken):
-                    self._world.oracle.fail(Violation(f"{self.name} has the reward {mark}, but is told: {error}"))
+                if error.code == "no_calls":
+                    self._world.oracle.fail(Violation(f"{self.name} has calls, but is told: {error}"))
                 if error.code != "rewarded":
                     raise
                 state = {"state": "ready", "changed": False}
             if state["state"] == "ready":
                 self._world.oracle.rewarded(self.name, value if state["changed"] else None)
-                self._taken |= {mark} if state["changed"] else set()
+            if state["changed"]:
+                self._taken.add(mark)
+            elif mark in self._taken:
+                self._world.oracle.forgotten(self.name)
             return state
 
         self._say(f"rewards {value}: {await self._until(reward)}")
