@@ -32,11 +32,12 @@ from actors.mastering.disks import Disks
 from actors.mastering.evaluation_requests import EvaluationRequests
 from actors.mastering.hangs import Hangs
 from actors.mastering.members import next_event
+from actors.mastering.memory import Memory
 from actors.mastering.rollout_requests import RolloutRequests
 from actors.mastering.run_control import Records, RunControl
 from actors.mastering.session_requests import SessionRequests
 from actors.mastering.training_requests import TrainingRequests
-from actors.runtime import delays
+from actors.runtime import vitals
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
 from actors.watching import prometheus
 from areal.config import Config, UserError, explain
@@ -119,6 +120,7 @@ class Master(HandlesRequests):
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
         self._hangs = Hangs(self.members, config.master.hang_seconds)
         self._disks = Disks()
+        self._memory = Memory(self.members)
         self._model = digests_of(Path(config.model))
 
     @property
@@ -307,19 +309,20 @@ class Master(HandlesRequests):
             self._run.progress.look_for_servers()
             self._run.changed.notify()
             self._disks.look([*self._shortages()], now)
+            self._memory.look()
             if self._run.shortage or self._run.progress.longest_work() or self.members.silent(SILENT_SECONDS):
                 self._run.progress.note_progress()
             self._run.end_if(self._run.failures.verdict(self.ledger.counters, now))
             self.state.compact_if_due()
             counts = self._counts()
-            delay = delays.longest()
+            numbers = vitals.numbers()
             doing = "; ".join([str(self._run.shortage or self._run.progress.who_waits()), *self._hangs.alerts.values()])
-            self.folder.record_heartbeat("master/0", "healthy", doing, counts | delay)
+            self.folder.record_heartbeat("master/0", "healthy", doing, counts | numbers)
             self._numbers = {
                 **{f"groups_{name}": float(n) for name, n in counts.items()},
                 **{f"step_{name}": value for name, value in flat(self.state.last_step or {}).items() if name != "step"},
                 "version": float(self.ledger.version),
-                **delay,
+                **numbers,
             }
             self._remedy_stall()
 
@@ -479,7 +482,13 @@ class Master(HandlesRequests):
         """What the user of the run is told on its console, in the order in which it began within each kind."""
         disks = filter(None, (self.folder.filling, self._disks.alert))
         pauses = filter(None, [self._run.progress.pause])
-        return [*self._run.failures.firsts.values(), *self._hangs.alerts.values(), *disks, *pauses]
+        return [
+            *self._run.failures.firsts.values(),
+            *self._hangs.alerts.values(),
+            *self._memory.alerts.values(),
+            *disks,
+            *pauses,
+        ]
 
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""

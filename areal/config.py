@@ -690,6 +690,11 @@ class TrainerConfig(Section):
         "(docs/running.md)",
     )
     prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
+    fused_head: bool = Field(
+        False,
+        description="on GPUs: take the log-probs of logits, and their gradients, in one pass each, by Triton kernels "
+        "(not tried on a GPU; the self-test with it compares both with float64)",
+    )
     objective: str = Field("decoupled_ppo", description="the policy loss (docs/objectives.md)")
     eps_clip: float = Field(0.2, gt=0, description="pi_theta / pi_prox is clipped at 1 - eps_clip and 1 + eps_clip")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip at 1 + eps_clip_higher; null: eps_clip")
@@ -793,7 +798,8 @@ class TrainerConfig(Section):
     def for_device(self, *, cuda: bool) -> TrainerConfig:
         """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
         values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
-        return self.model_copy(update={key: value for key, value in values.items() if getattr(self, key) == "auto"})
+        values = {key: value for key, value in values.items() if getattr(self, key) == "auto"}
+        return self.model_copy(update={**values, "fused_head": self.fused_head and cuda})
 
     def lr_share(self, step: int, steps: int) -> float:
         """The share of `lr` with which the optimizer step number `step`, from 0, is made. steps: the optimizer steps of
@@ -1160,7 +1166,10 @@ class ObserveConfig(Section):
     )
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
     metrics_mib: float | None = Field(
-        None, gt=0, description="at this size metrics.jsonl replaces metrics.1.jsonl; null: all steps are kept"
+        None,
+        gt=0,
+        description="at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file its "
+        "older ones; null: all steps are kept",
     )
     events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")

@@ -6,12 +6,15 @@ import atexit
 import contextlib
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from areal.config import Config, UserError
 from areal.roles import ROLES
@@ -21,6 +24,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ENGINE_CORES, CORES = "AREAL_ENGINE_CORES", "AREAL_CORES"
 SHARES = "AREAL_SHARES_GPU"  # environment variable of a trainer and a generator that share a GPU at the same time
 DEVICE_FILES = Path("/dev")
+GROUP = Path("/sys/fs/cgroup")  # the control group of this process, as a container sees it
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what torch reads
 ASK_SECONDS = 60.0  # timeout of nvidia-smi; a driver that is not in use may take half of it to wake up
 
@@ -37,10 +41,25 @@ def host_memory() -> int:
     """The memory of this machine in bytes, or of this process's control group if that is less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = (GROUP / "memory.max").read_text().strip()
     except OSError:
         return memory
     return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def resident_memory() -> int:
+    """The memory that this process takes, in bytes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def free_memory() -> int:
+    """What processes may still take of `host_memory`, in bytes."""
+    free = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):  # the group has no limit, or there is no group
+        limit, used = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        cached = re.search(r"^inactive_file (\d+)", (GROUP / "memory.stat").read_text(), re.MULTILINE)
+        return min(free, max(0, limit - used + int(cached[1] if cached else 0)))
+    return free
 
 
 @cache

@@ -33,7 +33,7 @@ from zlib import crc32
 
 import structlog
 
-from actors.runtime import delays
+from actors.runtime import vitals
 from actors.runtime.actor import CONTROL_SECONDS, Actor, Ending, HandlesRequests, M, first_error
 from actors.runtime.addresses import ListenAddress, new_bus
 from actors.runtime.directory import Directory
@@ -392,7 +392,7 @@ class Membership:
             serves=role.serves(),
             activity=str(short or self.activity)[:512],
             shortage=DiskShortage(**asdict(short) | {"waits": short.waits[:512]}) if short else None,
-            stats=role.stats() | delays.longest(),
+            stats=role.stats() | vitals.numbers(),
             engagement=role.engagement(),
             works=(*role.works(), *self.works.report()),
             ended=self.works.take_ended(),

@@ -411,10 +411,10 @@ async def serve(
 ) -> Ending:
     """Be the master of a run until it has ended."""
     from actors.master import Master
-    from actors.runtime import delays
+    from actors.runtime import vitals
     from actors.runtime.addresses import new_bus
 
-    delays.watch()
+    vitals.watch()
     bus, supervised = new_bus("master/0", network), SUPERVISED in os.environ
     master = Master(bus, config, journal=journal, folder=folder, source=source, supervised=supervised)
     source = None
@@ -494,7 +494,7 @@ def run_monitor(arguments: argparse.Namespace) -> int:
 
 
 def run_role(role: str, arguments: argparse.Namespace) -> int:
-    from actors.runtime import delays
+    from actors.runtime import vitals
     from actors.runtime.logs import configure_logging
 
     configure_logging(role if arguments.index is None else f"{role}/{arguments.index}")
@@ -503,7 +503,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         join_ranks(arguments, config)
 
     async def run() -> Ending:
-        delays.watch()
+        vitals.watch()
         if role in ("rollout_manager", "evaluator"):
             from actors.sampling.sessions import contained_task
 

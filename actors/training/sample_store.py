@@ -27,17 +27,17 @@ from protocols.messages import (
     Done,
     GroupAccepted,
     GroupReady,
+    LackingPictures,
+    OfferPictures,
     ReuseAnswer,
     ScoredSample,
     StoreCalls,
     StoredCalls,
     StoredSamples,
+    StorePictures,
     StoreSamples,
 )
 from protocols.transport import Request
-
-# Groups of which it is known who has last asked for their calls.
-ASKERS_KEPT = 4096
 
 
 class SampleStore(HandlesRequests):
@@ -62,18 +62,18 @@ class SampleStore(HandlesRequests):
         self._ask_master = ask_master
         self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._reporting: set[str] = set()  # groups that are complete, while the master is told
-        self._askers: dict[str, str] = {}  # who has last asked for the calls of a group, and so goes on with it
 
     @handles(StoreSamples)
     async def store_samples(self, request: Request[StoreSamples]) -> GroupAccepted:
         stored = request.message
-        self._check_asker(request)
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
-        if stored.pictures:
-            files = [content.tobytes() for content in stored.pictures]
-            await self._use_spool(request, self._pictures.put_all, files)
-        group = await self._use_spool(request, self._spool.put_all, parts, self._size(stored.prompt_index))
+
+        def put() -> Group | None:  # the disk may have been full for long
+            self._check_holder(request)
+            return self._spool.put_all(parts, self._size(stored.prompt_index))
+
+        group = await self._use_spool(request, put)
         return GroupAccepted(accepted=await self._report_ready(group))
 
     def _size(self, prompt_index: int) -> int:
@@ -87,10 +87,20 @@ class SampleStore(HandlesRequests):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
-        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
+        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds, sample.marks)
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
+
+    @handles(OfferPictures)
+    async def offer_pictures(self, request: Request[OfferPictures]) -> LackingPictures:
+        return LackingPictures(names=tuple(self._pictures.lacking(request.message.names)))
+
+    @handles(StorePictures)
+    async def store_pictures(self, request: Request[StorePictures]) -> Done:
+        files = [content.tobytes() for content in request.message.files]
+        await self._use_spool(request, self._pictures.put_all, files)
+        return Done()
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
@@ -135,31 +145,31 @@ class SampleStore(HandlesRequests):
         stored = request.message
         key = stored.group, stored.place
 
-        def put() -> None:  # the disk may have been full for long
-            self._check_asker(request)
-            self._spool.put_calls(*key, stored.prompt_index, stored.frame.data)
+        def put() -> None:
+            self._check_holder(request)
+            self._spool.put_calls(*key, stored.prompt_index, stored.frame.data, stored.number)
+            self._check_holder(request)  # another one may have read the calls before these
 
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             await self._use_spool(request, put)
-        self._check_asker(request)  # another one may have read the calls before these
         return Done()
 
     @handles(AskCalls)
     async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
+        """The calls of a session go to the gateway that goes on with it: from then on, no other may store any."""
         key = request.message.group, request.message.place
-        self._askers.pop(key[0], None)
-        self._askers[key[0]] = request.sender
-        while len(self._askers) > ASKERS_KEPT:
-            del self._askers[next(iter(self._askers))]
+        if request.sender.startswith("gateway/"):
+            await self._use_spool(request, self._spool.hold, key[0], request.sender)
         frame = await self._use_spool(request, self._spool.calls, *key)
         return StoredCalls(frame=np.frombuffer(frame, np.uint8))
 
-    def _check_asker(self, request: Request[StoreSamples] | Request[StoreCalls]) -> None:
-        """Raises FencedError if another gateway has asked for the calls of a session since: it lacks these."""
-        group = request.message.group
-        asker = self._askers.get(group, request.sender)
-        if request.message.prompt_index < 0 and asker != request.sender:
-            raise FencedError(f"{asker} goes on with {group}")
+    def _check_holder(self, request: Request[StoreSamples] | Request[StoreCalls]) -> None:
+        """Raises RefusedError if another gateway has asked for the calls of a session since: it lacks these."""
+        if request.message.prompt_index < 0:
+            group = request.message.group
+            holder = self._spool.holder(group)
+            if holder not in ("", request.sender):
+                raise RefusedError(f"{holder} goes on with {group}")
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., Any], *arguments: Any) -> Any:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
@@ -229,4 +239,5 @@ def _ready_report(group: Group) -> GroupReady:
         tokens=sum(int(t.sampled.sum()) for t in samples),
         discarded=sum(note.discarded for note in group.notes),
         reward_parts=mean_parts(note.parts for note in group.notes),
+        marks=tuple(mark for note in group.notes for mark in note.marks),
     )

@@ -22,7 +22,7 @@ from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked
 from areal.trajectory import Group, Note, Trajectory, of_parts
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 10
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _PARTS = """
     CREATE TABLE parts (
@@ -34,19 +34,20 @@ _PARTS = """
 _UNFINISHED = """
     CREATE TABLE unfinished (
         id TEXT NOT NULL, place INTEGER NOT NULL, prompt_index INTEGER NOT NULL, oldest INTEGER NOT NULL,
-        crc INTEGER NOT NULL, frame BLOB NOT NULL, PRIMARY KEY (id, place)
+        number INTEGER NOT NULL, crc INTEGER NOT NULL, frame BLOB NOT NULL, PRIMARY KEY (id, place)
     );
     CREATE INDEX unfinished_of_prompts ON unfinished (prompt_index);
+    CREATE TABLE holders (id TEXT PRIMARY KEY, holder TEXT NOT NULL);
 """
 _PART = "place, prompt_index, crc, note, row, frame"
 _IF_ROOM = "WHERE (SELECT count(*) FROM parts WHERE id = ?) < ?"
 _PUT = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ?, ? {_IF_ROOM}"
 _FINISHED = "DELETE FROM unfinished WHERE id = ? AND place = ?"
-# What arrives late replaces nothing newer, which has more tokens.
+# What arrives late replaces nothing newer, which has a higher number, or else more tokens.
 _PUT_CALLS = """
-    INSERT INTO unfinished SELECT ?, ?, ?, ?, ?, ? WHERE NOT EXISTS (SELECT 1 FROM parts WHERE id = ? AND place = ?)
-    ON CONFLICT DO UPDATE SET oldest = excluded.oldest, crc = excluded.crc, frame = excluded.frame
-    WHERE length(excluded.frame) > length(frame)
+    INSERT INTO unfinished SELECT ?, ?, ?, ?, ?, ?, ? WHERE NOT EXISTS (SELECT 1 FROM parts WHERE id = ? AND place = ?)
+    ON CONFLICT DO UPDATE SET oldest = excluded.oldest, number = excluded.number, crc = excluded.crc,
+    frame = excluded.frame WHERE (excluded.number, length(excluded.frame)) > (number, length(frame))
 """
 _MOVE_CALLS = """
     UPDATE OR IGNORE unfinished SET id = ?1 WHERE id = ?2 AND place = ?3
@@ -127,13 +128,15 @@ class Spool:
             self._recent[part.id] = recent | self._recent.get(part.id, {})
         return self.complete(part.id, size)
 
-    def put_calls(self, group_id: str, place: int, prompt_index: int, frame: bytes | memoryview) -> None:
+    def put_calls(
+        self, group_id: str, place: int, prompt_index: int, frame: bytes | memoryview, number: int = 0
+    ) -> None:
         """Store the calls so far (areal.storage.saved_calls) of the sample that is to have this place, in place of
-        fewer of its tokens that are stored, and unless the sample itself is. If it raises SpoolError, they are not.
-        Raises ValueError if the frame is not of calls."""
+        those with a lower number, or with the same one and fewer tokens, and unless the sample itself is stored. If it
+        raises SpoolError, they are not. Raises ValueError if the frame is not of calls."""
         oldest = min(int(call.sampled.versions.min()) for call in unpacked(frame))
         crc = _checksum("", place, prompt_index, f"{oldest}", "", frame)
-        row = (group_id, place, prompt_index, oldest, crc, frame, group_id, place)
+        row = (group_id, place, prompt_index, oldest, number, crc, frame, group_id, place)
         self._store(((_PUT_CALLS, row),))
 
     def _store(self, changes: Changes) -> None:
@@ -205,6 +208,14 @@ class Spool:
                 return bytes(frame)
         return b""
 
+    def hold(self, group_id: str, holder: str) -> None:
+        """Note who alone may store more of a group."""
+        self._store((("INSERT OR REPLACE INTO holders VALUES (?, ?)", (group_id, holder)),))
+
+    def holder(self, group_id: str) -> str:
+        """Who alone may store more of a group; empty: anybody."""
+        return next((name for (name,) in self._select("SELECT holder FROM holders WHERE id = ?", group_id)), "")
+
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Return the groups with these ids, in this order. Raises SpoolDamage if some are missing, or one is not as it
         was stored."""
@@ -220,7 +231,8 @@ class Spool:
         """The ids of all groups, in order of arrival, those last of which no sample is finished."""
         with self._lock:  # nothing is stored between the two
             rows = self._select("SELECT id FROM parts GROUP BY id ORDER BY min(seq)")
-            rows += self._select("SELECT DISTINCT id FROM unfinished WHERE id NOT IN (SELECT id FROM parts)")
+            begun = "SELECT id FROM unfinished UNION SELECT id FROM holders"
+            rows += self._select(f"SELECT id FROM ({begun}) WHERE id NOT IN (SELECT id FROM parts)")
         return [group_id for (group_id,) in rows]
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -228,8 +240,8 @@ class Spool:
         ids = list(ids)
         rows = [(group_id,) for group_id in ids]
         with self._transaction() as connection:
-            connection.executemany("DELETE FROM parts WHERE id = ?", rows)
-            connection.executemany("DELETE FROM unfinished WHERE id = ?", rows)
+            for table in ("parts", "unfinished", "holders"):
+                connection.executemany(f"DELETE FROM {table} WHERE id = ?", rows)
             for group_id in ids:
                 self._recent.pop(group_id, None)
 
@@ -269,7 +281,7 @@ class Spool:
                 f"with): {ways_on(self._file.parent)}"
             )
         fields = json.loads(note)
-        notes = (Note(**fields | {"generators": tuple(fields.get("generators", ()))}),)
+        notes = (Note(**fields | {name: tuple(fields.get(name, ())) for name in ("generators", "marks")}),)
         return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 
 

@@ -130,7 +130,9 @@ def test_tensorboard_has_every_record_also_of_a_while_in_which_its_disk_was_full
     board = tmp_path / "board"
     board.mkdir()
     with mounted_small_disk(board, inodes=100):
-        tracker = Tracker(tmp_path, {"tensorboard": tracking._tensorboard(None, board)})
+        tracker = Tracker(
+            tmp_path, {"tensorboard": tracking._tensorboard(SimpleNamespace(observe=ObserveConfig()), board)}
+        )
         write(tmp_path, 1)
         tracker.look()
         hog, refusals_before = fill_disk(board), disk.DiskRetry.refusals
@@ -144,6 +146,19 @@ def test_tensorboard_has_every_record_also_of_a_while_in_which_its_disk_was_full
         files = sorted((board / "tensorboard").iterdir())
         results = {e.step for file in files for e in EventFileLoader(str(file)).Load() if e.summary.value}
     assert len(files) == 2 and results == set(range(1, 200))
+
+
+def test_tensorboard_keeps_the_newest_records_alone_where_metrics_are_bounded(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    most = 4096
+    config = SimpleNamespace(observe=ObserveConfig(metrics_mib=most / (1 << 20)))
+    write(tmp_path, *range(1, 500))
+    Tracker(tmp_path, open_sinks(config, tmp_path)).look()
+    files = sorted((tmp_path / "tensorboard").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    steps = [e.step for file in files for e in EventFileLoader(str(file)).Load() if e.summary.value]
+    assert sum(file.stat().st_size for file in files) < 2 * most + 1024
+    assert len(files) == 2 and steps == list(range(steps[0], 500)) and steps[0] > 1
 
 
 def test_a_sink_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch):

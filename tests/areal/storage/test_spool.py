@@ -201,6 +201,13 @@ def test_the_calls_of_a_sample_are_kept_until_it_is_stored_and_the_longest_ones_
     spool.close()
 
 
+def test_calls_with_a_higher_number_count_though_they_are_fewer():
+    spool = in_memory()
+    for number, versions in ((2, (5, 6)), (1, (5, 6, 7)), (3, (5,)), (3, (4,))):
+        spool.put_calls("s1.0", 0, -2, calls_of(*versions), number)
+    assert versions_of(spool, "s1.0", 0) == [5]
+
+
 def test_the_calls_of_an_earlier_attempt_become_those_of_the_next_one_at_places_that_are_free():
     spool, (first, *_) = in_memory(), parts_of(make_group(1))
     for place in range(3):

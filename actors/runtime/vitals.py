@@ -1,8 +1,10 @@
-"""Measures how late the event loop of this process runs what is due."""
+"""Measures how late the event loop of this process runs what is due, and the memory of this process and its machine."""
 
 from __future__ import annotations
 
 import asyncio
+
+from areal.devices import free_memory, resident_memory
 
 TICK_SECONDS = 0.05
 
@@ -32,9 +34,10 @@ def watch() -> None:
     _watch = _Watch(asyncio.get_running_loop())
 
 
-def longest() -> dict[str, float]:
-    """`loop_delay`: the longest delay since the last call, in seconds. Empty if nothing is measured."""
+def numbers() -> dict[str, float]:
+    """`loop_delay`: the longest delay since the last call, in seconds. `memory`: that of this process, in bytes.
+    `free_memory`: what its machine has left. Empty if nothing is measured."""
     if _watch is None:
         return {}
     seconds, _watch.longest = _watch.longest, 0.0
-    return {"loop_delay": seconds}
+    return {"loop_delay": seconds, "memory": float(resident_memory()), "free_memory": float(free_memory())}
