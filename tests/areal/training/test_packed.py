@@ -327,9 +327,7 @@ def exact_attention(query, key, value, row, *, cap, sinks, chunk, window):
 
 
 @settings(max_examples=15)
-@given(
-    lengths=LENGTHS, chunk=st.integers(1, 60), window=st.none() | st.integers(1, 60), at_once=st.integers(1, 200)
-)
+@given(lengths=LENGTHS, chunk=st.integers(1, 60), window=st.none() | st.integers(1, 60), at_once=st.integers(1, 200))
 @pytest.mark.parametrize("attention", [PACKED_SDPA, PACKED_FLEX])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_softcapping_sinks_and_chunks_are_those_of_each_path_alone_in_any_tree(
