@@ -120,7 +120,7 @@ class Gateway(Sampler):
     async def hand_over(self) -> None:
         """Let the calls in progress end. Other gateways go on with the sessions."""
         for _ in range(int(LEAVE_SECONDS / WATCH_SECONDS)):
-            if not any(session.running for session in self._sessions.values()):
+            if not self._works and not any(session.running for session in self._sessions.values()):
                 break
             await asyncio.sleep(WATCH_SECONDS)
 
@@ -157,6 +157,8 @@ class Gateway(Sampler):
 
     async def open_session(self, name: str, train: bool) -> UserSession:
         """The session of this name, which takes calls. Raises ApiError."""
+        if self.member.state == "draining":
+            raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
         key = name.partition(":")[0]
         if name == f"{key}:{NO_SESSION}":
             name = self._unnamed.get(key, "")
