@@ -910,7 +910,8 @@ def deleted_sessions_stay() -> AbstractContextManager[None]:
     ask_master = Membership.ask_master
 
     async def ask(member: Membership, message: Message, *more: Any) -> Any:
-        return Done() if isinstance(message, DiscardSession) else await ask_master(member, message, *more)
+        deletes = isinstance(message, DiscardSession) and message.reason == "deleted"
+        return Done() if deletes else await ask_master(member, message, *more)
 
     return patch.multiple(Membership, ask_master=ask)
 
