@@ -10,6 +10,7 @@ It starts each role with the command line that a user would type. The exit code 
     3       the master has fenced it; it is restarted at once
     5       somebody else than the supervisor sent it SIGTERM, and it has handed over its work; it is restarted as if it
             had died
+    6       the master has said that the run failed, or was stopped
     others  it died
 
 A supervised master is stopped by SIGINT, and no run ends for a SIGTERM that only the master gets.
@@ -56,7 +57,7 @@ from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
 from protocols.transport import Bus, ask_until
 
-END, FAILED, USER_ERROR, FENCED, ERROR, LEFT = range(6)
+END, FAILED, USER_ERROR, FENCED, ERROR, LEFT, RUN_FAILED = range(7)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
 
@@ -115,6 +116,7 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     pump: asyncio.Task[None] | None = None
     starts: int = 0
+    failed: bool = False  # the run, as it has said at its end
     deaths: Deaths = field(default_factory=Deaths)
     began: float = 0.0  # when this process was started
     identity: str = ""  # as which this process is a member of the run, or was
@@ -214,7 +216,8 @@ class Supervisor:
                 for role in roles:
                     index = sum(child.role == role for child in self.children)
                     self._add(tasks, role, index, arguments + further.get(role, []))
-            self._finish(Ending(True, "every role reached its end"))
+            failures = [child.last_line for child in self.children if child.failed]
+            self._finish(Ending(not failures, failures[0] if failures else "every role reached its end"))
 
         return await self._until_over(work())
 
@@ -342,9 +345,10 @@ class Supervisor:
                 code = await self._end_of(child)
             if ending := self._end_of_run(child, code):
                 return self._finish(ending)
-            if code == END and self._master is None:
+            if code in (END, RUN_FAILED) and self._master is None:
+                child.failed = code == RUN_FAILED
                 return self._say(f"{child.name} has left and is not started again. Last output: {child.last_line}")
-            if code == END:
+            if code in (END, RUN_FAILED):
                 await asyncio.sleep(END_SECONDS)
             if self._summary():
                 return

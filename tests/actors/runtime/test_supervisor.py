@@ -274,6 +274,13 @@ async def test_a_child_has_the_environment_that_it_was_given_at_each_start(stage
     assert (play.folder / "reward.sees").read_text() == "0,1,2 "
 
 
+async def test_children_whose_run_has_failed_elsewhere_are_not_started_again_and_say_why(stage):
+    play = stage(reward="print('the guard')\nsys.exit(6)", generator="time.sleep(0.2)\nprint('the guard')\nsys.exit(6)")
+    ending = await play.supervisor.run_roles(["reward", "generator"], [], {})
+    assert (ending.ok, ending.reason) == (False, "the guard")
+    assert [len(play.starts(role)) for role in ("reward", "generator")] == [1, 1]
+
+
 async def test_a_fenced_child_is_started_again_at_once(stage, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 1000.0)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 1000.0)
