@@ -1,7 +1,7 @@
 """How a model sees: how many tokens a picture takes, where they stand, and at which positions.
 
 A model that sees has a *placeholder*, a token that stands for a part of a picture. The model's tower makes a vector of
-each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL.
+each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL and Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal.config import Config, UserError, explain
 from areal.pictures import decode, digest_of
 
 # The types of models that see, and of their text models; the names of their processors' sizes, and their defaults.
-SEEING = "qwen2_5_vl"
+SEEING = ("qwen2_5_vl", "qwen3_vl")
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 PLACEHOLDER = "<|image_pad|>"
 # Of the patches that `Views` keeps. Those of the largest picture are 24 MiB.
@@ -120,7 +120,7 @@ def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]
 
 def sees(folder: str) -> bool:
     """Whether prompts of the model in `folder` may have pictures."""
-    return _read(Path(folder) / "config.json").get("model_type") == SEEING
+    return _read(Path(folder) / "config.json").get("model_type") in SEEING
 
 
 def check_pictures(config: Config) -> None:
@@ -166,7 +166,9 @@ def sight_of(folder: str) -> Sight:
     """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
     config = _read(Path(folder) / "config.json")
     if not sees(folder):
-        raise UserError(f"the model {folder} does not see pictures here, which {SEEING} alone does: leave them out")
+        raise UserError(
+            f"the model {folder} does not see pictures here, which {' and '.join(SEEING)} alone do: leave them out"
+        )
     settings = _read(Path(folder) / "preprocessor_config.json")
     settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
     of_size = settings.get("size") or {}

@@ -65,7 +65,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 33
+PROTOCOL_VERSION = 34
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -398,19 +398,22 @@ class SessionGroup(Part):
 
 class AskSession(Message):
     """Asks for the open session of this name, which the sender holds from then on if nobody else does. `opens`: open
-    one if there is none and a permit is free."""
+    one if there is none and a permit is free. `mark`: a client's id for a reward, or empty."""
 
     session: Name
     opens: bool
+    mark: Name = ""
 
 
 class SessionAnswer(Message):
     """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name,
-    which another gateway may hold, the `holder`; empty if none is alive."""
+    which another gateway may hold, the `holder`; "trained" if it was, or empty. `taken`: a session of this name became
+    ready with the reward of this mark."""
 
     session: SessionGroup | None = None
     state: Name = ""
     holder: Name = ""
+    taken: bool = False
 
 
 class AdoptSessions(Message):
@@ -698,6 +701,7 @@ class ScoredSample(Part):
     generators: Several[Name] = ()
     began: Number | None = None
     seconds: Number | None = None
+    marks: Several[Name] = ()
 
 
 class StoreSamples(Message):
@@ -851,7 +855,7 @@ class GroupReady(Message):
     """The group's payload is on the trainer's disk. `reward_mean`, `reward_spread`: of the rewards of its samples, the
     mean and the standard deviation. `signal`: these rewards, or those of tokens, differ. `tokens`: number of sampled
     tokens in it. `discarded`: number of tokens that were sampled for the group and are in none of its
-    trajectories. `reward_parts`: the mean of each part of the rewards."""
+    trajectories. `reward_parts`: the mean of each part of the rewards. `marks`: as in areal.trajectory.Note."""
 
     group: Name
     start_version: int
@@ -861,6 +865,7 @@ class GroupReady(Message):
     tokens: Count = 0
     discarded: Count = 0
     reward_parts: dict[str, Number] = {}
+    marks: Several[Name] = ()
 
 
 class GroupAccepted(Message):

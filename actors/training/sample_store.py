@@ -87,7 +87,7 @@ class SampleStore(HandlesRequests):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
-        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
+        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds, sample.marks)
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
@@ -239,4 +239,5 @@ def _ready_report(group: Group) -> GroupReady:
         tokens=sum(int(t.sampled.sum()) for t in samples),
         discarded=sum(note.discarded for note in group.notes),
         reward_parts=mean_parts(note.parts for note in group.notes),
+        marks=tuple(mark for note in group.notes for mark in note.marks),
     )

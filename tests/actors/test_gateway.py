@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import sqlite3
 import ssl
+import time
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ import pytest
 from scripted_policy import END, byte_tokenizer
 
 from actors.gateway import Gateway
+from actors.mastering.changes import Rewarded, Stepped
+from actors.mastering.run_state import RunState
 from actors.mastering.session_requests import SessionRequests
 from actors.runtime.directory import Directory
 from actors.training.sample_store import SampleStore
@@ -24,7 +27,8 @@ from actors.watching.prometheus import Numbers
 from areal.config import Config
 from areal.result import Result
 from areal.sampled import Generation
-from areal.staleness.ledger import EXPIRED, Batch, Ledger, LedgerSettings
+from areal.staleness.ledger import EXPIRED, Batch
+from areal.storage.journal import Journal
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
 from areal.storage.spool import Spool
 from areal.trajectory import Group, Note, Trajectory
@@ -44,8 +48,11 @@ from protocols.messages import (
     SessionAnswer,
     StoreCalls,
     StoredCalls,
+    StoredSamples,
     StoreSamples,
 )
+
+STEPPED = "step_seconds", "starved_seconds", "groups_left_over"
 
 COUNTS = "opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted"
 USER, JUDGE = "user's key", "judge's key"
@@ -70,14 +77,18 @@ class City:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.ledger = Ledger(LedgerSettings.of(config))
+        self.state = RunState(config, Journal(sqlite3.connect(":memory:")))
+        self.ledger = self.state.ledger
         self.spool = Spool(sqlite3.connect(":memory:"))
         self.trained: dict[str, Trajectory] = {}
         self.now = 0.0
         self.says: list[str | None] = []
         self.prompts: list[str] = []
+        self.samples: dict[str, StoreSamples] = {}
+        self.reports = True  # whether the master hears of samples
         run = SimpleNamespace(
-            ledger=self.ledger, config=config, now=lambda: self.now, changed=SimpleNamespace(notify=lambda: None),
+            ledger=self.ledger, state=self.state, config=config, now=lambda: self.now,
+            changed=SimpleNamespace(notify=lambda: None),
             member=lambda request, *roles: SimpleNamespace(identity=request.sender),
             free_sessions=lambda: self.ledger.session_capacity, meter=SimpleNamespace(begin=lambda: None),
         )  # fmt: skip
@@ -95,13 +106,34 @@ class City:
             return self.spool.put_calls(message.group, 0, message.prompt_index, message.frame.data, message.number)
         if answer is StoredCalls:
             return StoredCalls(frame=np.frombuffer(self.spool.calls(message.group, 0), np.uint8))
-        (sample,) = message.samples
+        if answer is StoredSamples:
+            stored = self.samples.get(message.group)
+            if stored:
+                self._report(stored)
+            return StoredSamples(places=(0,) if stored else (), start_version=0 if stored else None)
+        stored = self.samples.setdefault(message.group, message)
+        self.spool.forget([message.group])
+        if not self.reports:
+            await asyncio.Event().wait()
+        return GroupAccepted(accepted=self._report(stored))
+
+    def _report(self, stored: StoreSamples) -> bool:
+        (sample,) = stored.samples
         trajectory = Trajectory.of_frame(sample.frame.data)
         trajectory.validate()
-        report = self.ledger.ready(message.group, trajectory.start_version, signal=False)
+        report = self.ledger.ready(stored.group, trajectory.start_version, signal=False)
         if report == "accepted":
-            self.trained[message.group] = trajectory
-        return GroupAccepted(accepted=report in ("accepted", "unchanged"))
+            self.trained[stored.group] = trajectory
+            numbers = {"row": -1, "version": 0, "mean": trajectory.reward, "spread": 0.0, "tokens": 1, "discarded": 0}
+            self.state.emit(Rewarded(group=stored.group, signal=False, parts={}, marks=sample.marks, **numbers))
+        return report in ("accepted", "unchanged")
+
+    def train(self) -> None:
+        version = self.ledger.version
+        batch = self.ledger.next_batch(version)
+        assert isinstance(batch, Batch)
+        self.ledger.commit(version)
+        self.state.emit(Stepped(metrics=dict.fromkeys(STEPPED, 0.0), groups=batch.group_ids))
 
     async def sample(self, call) -> Generation:
         self.prompts.append(TOKENIZER.decode(call.tokens))
@@ -125,6 +157,7 @@ class City:
         async with AsyncExitStack() as used:
             member = SimpleNamespace(
                 config=self.config, directory=Directory(Policy(lineage=0, version=0, folder="")), index=index, bus=None,
+                state="healthy",
                 spawn=spawn, used=used, become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
             )  # fmt: skip
@@ -390,6 +423,31 @@ async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_ga
     assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}"
 
 
+async def test_each_message_of_a_session_is_stored_once_though_each_call_repeats_those_before(city):
+    city.says = [f"answer {n}" for n in range(6)]
+    texts = ["question 0"]
+    async with city.gateway(0) as user:
+        for n in range(5):
+            texts += [text_of(await user.say(*texts, Idempotency_Key=f"{n}")), f"question {n + 1}"]
+    notes = notes_of(city.spool.calls("s0.0", 0))
+    assert [notes.count(text) for text in texts[:-2]] == [1] * 9
+    async with city.gateway(1) as user:
+        assert text_of(await user.say(*texts[:-2], Idempotency_Key="4")) == "answer 4"
+        assert text_of(await user.say(*texts)) == "answer 5"
+        assert (await user.reward(1))[1]["state"] == "ready"
+    assert [len(sample.branches) for sample in city.trained.values()] == [0]
+
+
+async def test_a_gateway_that_leaves_takes_rewards_and_no_calls(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        user.gateway.member.state = "draining"
+        status, body, _ = await user.say("hi", "hello", "how are you?")
+        assert (status, body["error"]["code"]) == (503, "leaving")
+        assert (await user.reward(1))[1]["state"] == "ready"
+
+
 async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has_taken(city):
     city.says = ["hello", "late", "fine"]
     ask_trainer, hold = city.ask_trainer, []
@@ -488,7 +546,7 @@ async def test_a_reward_whose_client_goes_away_is_taken():
     async with city.gateway() as user:
         user.gateway.ask_trainer = slow
         await user.say("hi")
-        reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None))  # as its handler does
+        reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None, ""))  # as its handler does
         await waiting.wait()
         reward.cancel()
         await asyncio.gather(reward, return_exceptions=True)
@@ -496,6 +554,84 @@ async def test_a_reward_whose_client_goes_away_is_taken():
         go_on.set()
         assert (await later)[1] == {"id": "anna:s", "state": "ready", "changed": False}
     assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_a_reward_with_an_id_is_answered_alike_however_often_it_comes_and_whoever_is_asked(city):
+    city.says = ["hello", "fine", "other"]
+    taken, call = ({"id": "anna:s", "state": state, "changed": True} for state in ("ready", "open"))
+    async with city.gateway(0) as user:
+        answer = (await user.say("hi"))[1]["id"]
+        assert await user.reward(0.5, call=answer, id="a") == (200, call)
+        assert await user.reward(-1, call=answer, id="b") == (200, call)
+        assert await user.reward(0.5, call=answer, id="a") == (200, call), "b is not undone"
+        await user.say("hi", "hello", "how?")
+    async with city.gateway(1) as user:
+        assert await user.reward(0.5, call=answer, id="a") == (200, call)
+        assert user.gateway._sessions["anna:s"].chat.rewards == {answer: -1}
+        assert await asyncio.gather(*(user.reward(1, id="c") for _ in "12")) == [(200, taken)] * 2
+    (sample,) = city.trained.values()
+    assert sample.reward == 0, "1 for the session, and -1 for its answer"
+    async with city.gateway(2) as user:
+        for _ in range(2):
+            assert await user.reward(1, id="c") == (200, taken)
+            assert await user.reward(-1, call=answer, id="b") == (200, call)
+            status, body = await user.reward(1, id="d")
+            assert (status, body["error"]["code"]) == (409, "rewarded") and "another id" in body["error"]["message"]
+            if not city.ledger.version:
+                await user.say("hi", session="t")
+                await user.reward(1, session="t")
+                city.train()
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "trained"
+
+
+async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_the_same_name(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        first = await user.reward(1, id="a")
+        await user.say("hi", "hello", "how?")
+        assert await user.reward(1, id="a") == first
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        assert (await user.reward(-1, id="b"))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1, -1]
+
+
+async def test_a_reward_that_is_stored_when_its_gateway_is_lost_counts_and_its_repeat_hears_so(city):
+    city.says = ["hello"]
+    city.reports = False
+    async with city.gateway(0) as user:
+        await user.say("hi")
+        reward = asyncio.create_task(user.reward(1, id="a"))
+        while not city.samples:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        reward.cancel()
+    assert city.ledger.left_sessions() == ["s0.0"] and not city.ledger.ready_count
+    async with city.gateway(1) as user:
+        assert await user.reward(1, id="a") == (200, {"id": "anna:s", "state": "ready", "changed": True})
+        assert (await user.reward(-1, id="b"))[0] == 409
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_a_reward_that_was_taken_and_is_undone_is_not_said_to_count(city):
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        await user.reward(1, id="a")
+        await user.ask("sessions/s", method="DELETE")
+        assert (await user.reward(1, id="a"))[1] == {"id": "anna:s", "state": "gone", "changed": False}
+    assert not city.state.receipts
+
+
+async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
+    city.says = ["hello"]
+    async with city.gateway(0) as user:
+        await user.say("hi")
+    began = time.time()
+    monkeypatch.setattr("actors.sampling.user_sessions.time", SimpleNamespace(time=lambda: began + 1000))
+    async with city.gateway(1) as user:
+        await user.ask("sessions/s", method="GET")
+        session = user.gateway._sessions["anna:s"]
+        assert 1000 <= asyncio.get_running_loop().time() - session.begun < 1100
 
 
 async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():

@@ -20,27 +20,40 @@ from areal.trajectory import Group
 
 SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=24)
 CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=8, kv_cache_gib=0.1, max_model_len=192)
-WIDTH = {"hidden_size": 64, "intermediate_size": 96}
+WIDTH = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.2}
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-TEXT = {**WIDTH, **HEADS, "vocab_size": 64, "max_position_embeddings": 256, "rope_parameters": MROPE}
-TOWER = {**WIDTH, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14, "window_size": 56}
+TEXT = {**WIDTH, **HEADS, "vocab_size": 64, "max_position_embeddings": 256, "eos_token_id": 2}
+TOWER = {**WIDTH, "num_heads": 2, "out_hidden_size": 64}
 IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+# Of each type of model: what its tower has besides, how rotary angles are divided, and other sizes of its text.
+KINDS = {
+    "qwen2_5_vl": ({"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}, [4, 6, 6], {}),
+    "qwen3_vl": (
+        {"depth": 3, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        [6, 5, 5],
+        {"head_dim": 32},
+    ),
+}
 
 
-@pytest.fixture
-def model(tmp_path):
+@pytest.fixture(params=KINDS)
+def model(request, tmp_path):
     torch.manual_seed(0)
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={**TEXT, "initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id": 2},
-        vision_config={**TOWER, "fullatt_block_indexes": [1], "initializer_range": 0.2},
+    kind, (tower, sections, more) = request.param, KINDS[request.param]
+    rotary = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+    rotary |= {"mrope_interleaved": True} if kind == "qwen3_vl" else {}
+    config = transformers.AutoConfig.for_model(
+        kind,
+        text_config={**TEXT, **more, "rope_parameters": rotary, "tie_word_embeddings": False},
+        vision_config={**TOWER, **tower},
         tie_word_embeddings=False,
         **IDS,
     )
-    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    words = [names.get(token, f"w{token}") for token in range(64)]
-    words[5], words[6] = names["image_token"], names["video_token"]
+    names |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
+    words = [f"w{token}" for token in range(64)]
+    words[5:9] = names.values()
     raw = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": "w0"}
     file = tmp_path / "tokenizer.json"
     file.write_text(
@@ -51,15 +64,13 @@ def model(tmp_path):
     )
     tokenizer.save_pretrained(tmp_path / "model")
     # Without `image_mean` vLLM's own normalisation would leave the pixels as bytes, 0.1 nats off.
-    sizes = {
-        "patch_size": 14,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "min_pixels": 28 * 28,
-        "max_pixels": 28 * 28 * 16,
-    }
-    for name, kind in ("preprocessor", "image"), ("video_preprocessor", "video"):
-        said = {f"{kind}_processor_type": f"Qwen2VL{kind.title()}Processor", "processor_class": "Qwen2_5_VLProcessor"}
+    unit = 2 * tower["patch_size"]
+    sizes = {"patch_size": tower["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
+    sizes |= {"min_pixels": unit**2, "max_pixels": 16 * unit**2}
+    family = "Qwen3VL" if kind == "qwen3_vl" else "Qwen2VL"
+    processor = "Qwen3VLProcessor" if kind == "qwen3_vl" else "Qwen2_5_VLProcessor"
+    for name, part in ("preprocessor", "Qwen2VLImage"), ("video_preprocessor", f"{family}Video"):
+        said = {f"{part[7:].lower()}_processor_type": f"{part}Processor", "processor_class": processor}
         (tmp_path / "model" / f"{name}_config.json").write_text(json.dumps(sizes | said))
     return tmp_path / "model"
 
