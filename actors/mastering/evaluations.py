@@ -92,7 +92,7 @@ class Evaluations:
         if version in self._state.evaluations or version in self._state.not_evaluated:
             return  # the run has gone back to this version
         healthy = self._members.with_role("generator")
-        generators = sorted((m for m in healthy if not m.serving), key=lambda m: m.index)
+        generators = sorted((m for m in healthy if m.held is None), key=lambda m: m.index)
         if due := self.due:
             self._drop(version, f"version {due.version} is still being evaluated")
         elif not generators or not self._members.with_role("evaluator"):
