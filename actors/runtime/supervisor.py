@@ -266,7 +266,7 @@ class Supervisor:
 
     async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:
         """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
-        their place in the run and do not end, and a master that has stopped to answer, which all others leave."""
+        their place in the run and do not end, and a master that has stopped to answer, before all others leave it."""
         printed: set[str] = set()
         answering, silent = 0, 0  # the start of the master that has answered last, and looks since then
         while True:
@@ -275,9 +275,9 @@ class Supervisor:
                 status = await status_of(bus, address, ASK_SECONDS)
             except BusError:  # it is asked again
                 silent += 1
-                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds
+                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds / 2
                 if lost and (process := master.running):
-                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds:g} s")
+                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds / 2:g} s")
                     kill_group(process)
                 continue
             answering, silent = master.starts, 0

@@ -402,7 +402,7 @@ async def test_a_master_that_has_stopped_to_answer_is_killed_and_started_again(
     await until(lambda: len(play.starts("master")) == 2)
     (tmp_path / "end").write_text("0")
     assert (await running).ok
-    assert "master/0 is killed: it has not answered for 1 s" in play.output
+    assert "master/0 is killed: it has not answered for 0.5 s" in play.output
 
 
 @pytest.mark.parametrize("silent", [None, 600.0])
