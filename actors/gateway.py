@@ -39,12 +39,14 @@ from protocols.errors import BusError, RefusedError
 from protocols.messages import (
     AdoptSessions,
     AskCalls,
+    AskSamples,
     AskSession,
     DiscardSession,
     Done,
     GroupAccepted,
     GroupStarted,
     LostLeases,
+    Message,
     RenewLeases,
     ScoredSample,
     SessionAnswer,
@@ -52,6 +54,7 @@ from protocols.messages import (
     Sessions,
     StoreCalls,
     StoredCalls,
+    StoredSamples,
     StoreSamples,
 )
 
@@ -62,11 +65,13 @@ ADOPTED = 64
 FIRST_TOKENS = 256
 # Time for the calls in progress when the gateway leaves.
 LEAVE_SECONDS = 20.0
-
+# The states of a session that has its reward.
+REWARDED = ("ready", "batched", "trained")
 # The state of a session of which nothing is known here.
 GONE = "gone"
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
 
 
@@ -115,7 +120,7 @@ class Gateway(Sampler):
     async def hand_over(self) -> None:
         """Let the calls in progress end. Other gateways go on with the sessions."""
         for _ in range(int(LEAVE_SECONDS / WATCH_SECONDS)):
-            if not any(session.running for session in self._sessions.values()):
+            if not self._works and not any(session.running for session in self._sessions.values()):
                 break
             await asyncio.sleep(WATCH_SECONDS)
 
@@ -152,6 +157,8 @@ class Gateway(Sampler):
 
     async def open_session(self, name: str, train: bool) -> UserSession:
         """The session of this name, which takes calls. Raises ApiError."""
+        if self.member.state == "draining":
+            raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
         key = name.partition(":")[0]
         if name == f"{key}:{NO_SESSION}":
             name = self._unnamed.get(key, "")
@@ -184,8 +191,8 @@ class Gateway(Sampler):
             _check_holder(answer)
             if group is None and self._settings.without_permit == "wait":
                 raise ApiError("as many sessions are open as may be: try again later", "no_permit", 429)
-        if group is not None and group.resumed:
-            return await self._adopt(group)
+        if group is not None and group.resumed:  # if it turns out to be ready, this is another one
+            return await self._adopt(group) or await self._begin(name, train)
         self._count("opened" if group else "untrained")
         return self._add(name, group)
 
@@ -194,8 +201,8 @@ class Gateway(Sampler):
         self._sessions[name] = session
         return session
 
-    async def _adopt(self, group: SessionGroup) -> UserSession:
-        """Go on with a session whose gateway was lost, with what the trainer has of it."""
+    async def _adopt(self, group: SessionGroup) -> UserSession | None:
+        """Go on with a session whose gateway was lost, with what the trainer has of it. None: it has its reward."""
         here = self._sessions.get(group.session)
         if here is not None and here.group is not None and here.group.group == group.group:
             return here
@@ -209,6 +216,11 @@ class Gateway(Sampler):
                 log.warning("a session cannot go on", session=group.session, error=str(error))
                 await self._discard(session, "failed")
                 return self._add(group.session, None)
+        else:  # its gateway may have been lost before the master heard that the sample is stored
+            question = AskSamples(group=group.group, prompt_index=group.prompt_index)
+            if (await self.ask_trainer(question, StoredSamples)).places:
+                self._drop(session)
+                return None
         log.info("a session goes on here", session=group.session, group=group.group)
         return session
 
@@ -220,27 +232,42 @@ class Gateway(Sampler):
         state = "untrained" if session.group is None else "ended" if session.ended else "open"
         return {"id": name, "state": state, "version": version, "tokens": session.sample.tokens_sampled}
 
-    async def reward(self, name: str, value: float, parts: dict[str, float], call: str | None) -> dict[str, Any]:
+    async def reward(
+        self, name: str, value: float, parts: dict[str, float], call: str | None, mark: str
+    ) -> dict[str, Any]:
         """The reward of a session ends it: once its sample is ready, or given up, that is the answer. That of a call is
-        stored with its session."""
+        stored with its session. mark: the client's id for it, or empty: a repeat has the same answer."""
         session = await self._find(name)
         if isinstance(session, str):
-            return {"id": name, "state": session, "changed": False}
-        return await self._see_through(self._reward(session, value, parts, call))
+            return await self._known_reward(name, call, mark) or {"id": name, "state": session, "changed": False}
+        return await self._see_through(self._reward(session, value, parts, call, mark))
 
     async def _reward(
-        self, session: UserSession, value: float, parts: dict[str, float], call: str | None
+        self, session: UserSession, value: float, parts: dict[str, float], call: str | None, mark: str
     ) -> dict[str, Any]:
         name = session.name
         async with session.rewarding:
-            if session.group is None or session.rewarded:
-                return await self.state(name) | {"changed": False}
+            over = session.group is None or session.rewarded
+            if over or mark and mark not in session.marks and (await self._ask_session(name, False, mark)).taken:
+                return await self._known_reward(name, call, mark) or await self.state(name) | {"changed": False}
             if call is not None:
-                session.chat.give_reward(value, call)
+                session.give_reward(value, call, mark)
                 await session.save()
-                return await self.state(name) | {"changed": True}
-            accepted = await self._finish(session, value, parts)
-            return {"id": name, "state": "ready" if accepted else "gone", "changed": accepted}
+                return _taken(name, call)
+            accepted = await self._finish(session, value, parts, mark)
+            if mark:  # what the trainer has may be of a request before
+                accepted = await self._known_reward(name, call, mark) is not None
+            return _taken(name, call) if accepted else {"id": name, "state": GONE, "changed": False}
+
+    async def _known_reward(self, name: str, call: str | None, mark: str) -> dict[str, Any] | None:
+        """The answer to a reward that came before with this mark; None: there is none. Raises ApiError if another one
+        has ended the session."""
+        if not mark or not self.config.max_sessions:
+            return None
+        answer = await self._ask_session(name, False, mark)
+        if not answer.taken and answer.state in REWARDED:
+            raise ApiError(f"session {name} has its reward already: it came with another id", "rewarded", 409)
+        return _taken(name, call) if answer.taken else None
 
     async def end(self, name: str) -> dict[str, Any]:
         session = await self._find(name)
@@ -261,14 +288,12 @@ class Gateway(Sampler):
 
     async def _find(self, name: str) -> UserSession | str:
         """The session, if it is here or another gateway has left it; else its state."""
-        if name in self._sessions or not self.config.max_sessions:
-            return self._sessions.get(name, GONE)
         async with self._opening.setdefault(name, asyncio.Lock()):
-            if name in self._sessions:
-                return self._sessions[name]
+            if name in self._sessions or not self.config.max_sessions:
+                return self._sessions.get(name, GONE)
             answer = await self._ask_session(name, opens=False)
             if answer.session is not None:
-                return await self._adopt(answer.session)
+                return await self._adopt(answer.session) or (await self._ask_session(name, opens=False)).state or GONE
             _check_holder(answer)
             return answer.state or GONE
 
@@ -300,7 +325,9 @@ class Gateway(Sampler):
                 return self._drop(session)
             await self._finish(session, score, session.sample.reward_parts)
 
-    async def _finish(self, session: UserSession, reward: float | None, parts: dict[str, float]) -> bool:
+    async def _finish(
+        self, session: UserSession, reward: float | None, parts: dict[str, float], mark: str = ""
+    ) -> bool:
         """Have the trainer store the sample. Returns False if it is not trained: it was deleted, or has expired."""
         group = session.group
         assert group is not None
@@ -318,6 +345,7 @@ class Gateway(Sampler):
             parts=parts,
             discarded=max(0, session.sample.tokens_sampled - int(trajectory.sampled.sum())),
             generators=tuple(session.sample.generators),
+            marks=(*session.marks, *filter(None, [mark])),
         )
         request = StoreSamples(
             group=group.group,
@@ -325,10 +353,7 @@ class Gateway(Sampler):
             row=row_text(fields) if self.config.observe.rollouts != "none" else "",
             samples=(sample,),
         )
-        try:
-            accepted = (await self.ask_trainer(request, GroupAccepted)).accepted
-        except RefusedError as error:
-            raise ApiError(f"the session cannot be trained: {error}", "not_stored", 507) from None
+        accepted = (await self._store(session, request, GroupAccepted)).accepted
         session.rewarded = True
         self._count("rewarded" if accepted else "expired")
         self.services.succeeded += accepted
@@ -349,8 +374,8 @@ class Gateway(Sampler):
 
     # --- the master and the trainer
 
-    async def _ask_session(self, name: str, opens: bool) -> SessionAnswer:
-        return await self.member.ask_master(AskSession(session=name, opens=opens), SessionAnswer)
+    async def _ask_session(self, name: str, opens: bool, mark: str = "") -> SessionAnswer:
+        return await self.member.ask_master(AskSession(session=name, opens=opens, mark=mark), SessionAnswer)
 
     def _report_start(self, session: UserSession, version: int) -> None:
         if session.group is not None:
@@ -359,7 +384,6 @@ class Gateway(Sampler):
             self.member.spawn(self.member.ask_master(started, Done), "session started")
 
     async def _save(self, session: UserSession, frame: bytes) -> None:
-        """Raises ApiError if the trainer refuses the calls."""
         assert session.group is not None
         request = StoreCalls(
             group=session.group.group,
@@ -368,28 +392,55 @@ class Gateway(Sampler):
             frame=np.frombuffer(frame, np.uint8),
             number=session.saves,
         )
+        await self._store(session, request, Done)
+
+    async def _store(self, session: UserSession, request: Message, answer: type[M]) -> M:
+        """Raises ApiError if the trainer refuses it. Then the session is forgotten here: it goes on from what is
+        stored, where it is asked for again, or at another gateway already."""
         try:
-            await self.ask_trainer(request, Done)
+            return await self.ask_trainer(request, answer)
         except RefusedError as error:
+            self._drop(session)
             raise ApiError(f"the session cannot be stored: {error}", "not_stored", 507) from None
 
     async def _renew_leases(self) -> None:
         while True:
-            groups = {s.group.group: s for s in self._sessions.values() if s.group is not None}
-            if groups:
-                renewed = await self.member.ask_master(RenewLeases(groups=tuple(groups)), LostLeases)
-                for group in renewed.groups:
-                    self._count("expired")
-                    session = groups[group]
-                    session.group = None  # its calls are served, and none of it is trained
-                    if session.ended:
-                        self._drop(session)
-            if self.config.max_sessions:
-                orphans = await self.member.ask_master(AdoptSessions(count=ADOPTED), Sessions)
-                for orphan in orphans.sessions:
-                    async with self._opening.setdefault(orphan.session, asyncio.Lock()):
-                        await self._adopt(orphan)
+            await self._renew()
             await asyncio.sleep(self.config.master.lease_seconds / 4)
+
+    async def _renew(self) -> None:
+        """Keep the sessions here, and adopt those that were left."""
+        groups = {s.group.group: s for s in self._sessions.values() if s.group is not None}
+        if groups:
+            renewed = await self.member.ask_master(RenewLeases(groups=tuple(groups)), LostLeases)
+            for group in renewed.groups:
+                await self._lose(groups[group])
+        if self.config.max_sessions:
+            orphans = await self.member.ask_master(AdoptSessions(count=ADOPTED), Sessions)
+            for orphan in orphans.sessions:
+                self._adopt_soon(orphan)
+
+    async def _lose(self, session: UserSession) -> None:
+        """The lease of a session has ended: it has expired, or another gateway may have gone on with it."""
+        answer = await self._ask_session(session.name, opens=False)
+        if answer.state == "open":
+            self._drop(session)
+            if answer.session:
+                self._adopt_soon(answer.session)
+            return
+        self._count("expired")
+        session.group = None  # its calls are served, and none of it is trained
+        if session.ended:
+            self._drop(session)
+
+    def _adopt_soon(self, orphan: SessionGroup) -> None:
+        """Leases are renewed while the trainer is away."""
+
+        async def adopt() -> None:
+            async with self._opening.setdefault(orphan.session, asyncio.Lock()):
+                await self._adopt(orphan)
+
+        self.member.spawn(adopt(), "adopt session")
 
     async def _watch(self) -> None:
         while True:
@@ -412,6 +463,11 @@ class Gateway(Sampler):
             await self._end(session)
         elif session.group is not None and now - session.begun >= self._settings.session_seconds:
             await self._discard(session, "expired")
+
+
+def _taken(name: str, call: str | None) -> dict[str, Any]:
+    """The answer to a reward that counts."""
+    return {"id": name, "state": "ready" if call is None else "open", "changed": True}
 
 
 def _check_holder(answer: SessionAnswer) -> None:

@@ -44,8 +44,9 @@ from areal.config import Config, SamplingConfig, UserError
 from areal.devices import shares_devices
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
+from areal.pictures import digest_of
 from areal.sampled import Generation, joined
-from areal.sight import Picture, look
+from areal.sight import Picture, Views, sight_of
 from areal.storage.disk import DiskRetry
 from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
@@ -58,7 +59,9 @@ from protocols.messages import (
     EndJobs,
     Engagement,
     Generate,
+    GeneratePictured,
     JobFailed,
+    LackingPictures,
     Logprobs,
     Message,
     NewSequence,
@@ -95,6 +98,7 @@ class Engine(Protocol):
         *,
         first_version: int | None = None,
         pictures: Sequence[Picture] = (),
+        cache_salt: str = "",
     ) -> AsyncGenerator[Generation, None]: ...
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
@@ -219,6 +223,7 @@ class Generator(Actor):
         member.serve(self._weights)
         self._receiver = DirectReceiver(member.bus, self.directory, self.config.generator.devices)
         self._flows = Flows[_New](lambda new: new.tokens.nbytes + 16, _columns, member.spawn)
+        self._views = Views()
         self._loaded = Notifier()
         self._samples = member.works.unless_other("sample", self._steps)  # one for all sequences
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine
@@ -274,18 +279,30 @@ class Generator(Actor):
 
     @handles(Generate)
     async def generate(self, request: Request[Generate]) -> Done:
+        return self._begin(request, [()] * len(request.message.prompts))
+
+    @handles(GeneratePictured)
+    async def generate_pictured(self, request: Request[GeneratePictured]) -> Done | LackingPictures:
+        new = dict([await asyncio.to_thread(self._look, content.tobytes()) for content in request.message.files])
+        names = {name for of_prompt in request.message.pictures for name in of_prompt}
+        views = new | {name: view for name in names - new.keys() if (view := self._views.get(name))}
+        if lacking := names - views.keys():
+            return LackingPictures(names=tuple(lacking))
+        return self._begin(request, [[views[name] for name in of_prompt] for of_prompt in request.message.pictures])
+
+    def _begin(self, request: Request[Any], pictures: Sequence[Sequence[Picture | Exception]]) -> Done:
+        """Begin the sequences of a request. pictures: of each prompt, as in `_Prompt`. Raises BusyError."""
         if self.member.state == "draining":
             raise BusyError("this generator accepts no sequences: it is draining")
         message, owner = request.message, request.owner
         prompts = [prompt.tolist() for prompt in message.prompts]
-        pictures = [await asyncio.to_thread(self._look, content.tobytes()) for content in message.pictures]
         sequences = {
             new.job: functools.partial(
                 self._sample,
                 _name(owner, new.job),
                 request.sender,
                 new,
-                _Prompt(prompts[new.prompt], [pictures[number] for number in new.pictures]),
+                _Prompt(prompts[new.prompt], pictures[new.prompt]),
             )
             for new in message.sequences
         }
@@ -300,12 +317,14 @@ class Generator(Actor):
         self._loaded.notify()
         return Done()
 
-    def _look(self, content: bytes) -> Picture | Exception:
-        """What the engine gets of a picture, or why it cannot."""
+    def _look(self, content: bytes) -> tuple[str, Picture | Exception]:
+        """The digest of a picture, and what the engine gets of it, or why it cannot."""
         try:
-            return look(self.config.model, content)
+            picture = sight_of(self.config.model).look(content)
         except (UserError, ValueError) as error:
-            return error
+            return digest_of(content), error
+        self._views.add(picture)
+        return picture.name, picture
 
     async def _sample(
         self, name: str, sender: str, new: NewSequence, prompt: _Prompt, add: Callable[[_New], None]
@@ -322,7 +341,12 @@ class Generator(Actor):
             if self._engine.version < new.min_version:
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
             sampled = self._engine.generate(
-                name, prompt.tokens, sampling, first_version=new.first_version, pictures=prompt.seen()
+                name,
+                prompt.tokens,
+                sampling,
+                first_version=new.first_version,
+                pictures=prompt.seen(),
+                cache_salt=new.cache_salt,
             )
             with self.member.working("sampling", "sample", self._samples):
                 async with contextlib.aclosing(sampled) as parts:

@@ -33,7 +33,7 @@ from actors.sampling.sessions import SampleSession
 from areal.config import UserError
 from areal.data.rows import Row
 from areal.generation.routing import groups_that_fit, plan_moves
-from areal.pictures import DIGESTS
+from areal.pictures import DIGESTS, digest_of
 from areal.programs.outside import SandboxError
 from areal.sight import check_pictures
 from areal.storage.saved_calls import SavedCall, packed, unpacked
@@ -48,8 +48,10 @@ from protocols.messages import (
     GroupAccepted,
     GroupFailed,
     GroupStarted,
+    LackingPictures,
     LostLeases,
     Member,
+    OfferPictures,
     Permit,
     Permits,
     RenewLeases,
@@ -57,6 +59,7 @@ from protocols.messages import (
     StoreCalls,
     StoredCalls,
     StoredSamples,
+    StorePictures,
     StoreSamples,
 )
 
@@ -321,7 +324,7 @@ class RolloutManager(Sampler):
         self, permit: Permit, place: int, session: SampleSession, row: Row, start: _GroupStart, begun: bool
     ) -> _Scored | SampleFailed:
         """Sample and score one sample. begun: the trainer may have calls of it."""
-        began = time.time()
+        began, at = time.time(), time.monotonic()
         try:
             if begun:
                 session.saved_calls = await self._calls(permit, place)
@@ -331,7 +334,7 @@ class RolloutManager(Sampler):
             discarded = session.tokens_sampled - int(sample.sampled.sum())
             note = Note(session.reward_parts, max(0, discarded))
             if self._keeps_rollouts:
-                note = Note(*note[:2], (*session.generators,), began, time.time() - began)
+                note = Note(*note[:2], (*session.generators,), began, time.monotonic() - at)
             return _Scored(place, sample, note)
         except SampleFailed as failure:
             if session.first_version is None:
@@ -419,7 +422,6 @@ class RolloutManager(Sampler):
             group=permit.group,
             prompt_index=permit.prompt_index,
             row=row_text(fields) if fields else "",
-            pictures=tuple(np.frombuffer(content, np.uint8) for content in row.pictures),
             samples=tuple(
                 ScoredSample(
                     place=sample.place, frame=np.frombuffer(sample.sample.frame(), np.uint8), **sample.note._asdict()
@@ -428,10 +430,19 @@ class RolloutManager(Sampler):
             ),
         )
         try:
+            if row.pictures:
+                await self._store_pictures(row.pictures)
             await self.ask_trainer(request, GroupAccepted)
         except RefusedError as error:
             return error
         return None
+
+    async def _store_pictures(self, contents: Sequence[bytes]) -> None:
+        """Have the trainer store those of the pictures that it lacks. Raises RefusedError."""
+        files = {digest_of(content): np.frombuffer(content, np.uint8) for content in contents}
+        lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names
+        if lacking:
+            await self.ask_trainer(StorePictures(files=tuple(files[name] for name in lacking)), Done)
 
     @property
     def _keeps_rollouts(self) -> bool:

@@ -1,17 +1,19 @@
 """How a model sees: how many tokens a picture takes, where they stand, and at which positions.
 
 A model that sees has a *placeholder*, a token that stands for a part of a picture. The model's tower makes a vector of
-each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL.
+each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL and Qwen3-VL.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +22,11 @@ from areal.config import Config, UserError, explain
 from areal.pictures import decode, digest_of
 
 # The types of models that see, and of their text models; the names of their processors' sizes, and their defaults.
-SEEING = "qwen2_5_vl"
+SEEING = ("qwen2_5_vl", "qwen3_vl")
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 PLACEHOLDER = "<|image_pad|>"
+# Of the patches that `Views` keeps. Those of the largest picture are 24 MiB.
+VIEWED_BYTES = 1 << 28
 
 
 class Picture(NamedTuple):
@@ -116,7 +120,7 @@ def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]
 
 def sees(folder: str) -> bool:
     """Whether prompts of the model in `folder` may have pictures."""
-    return _read(Path(folder) / "config.json").get("model_type") == SEEING
+    return _read(Path(folder) / "config.json").get("model_type") in SEEING
 
 
 def check_pictures(config: Config) -> None:
@@ -134,10 +138,27 @@ def check_pictures(config: Config) -> None:
         raise UserError(f"Prompts have pictures, which {setting} does not take: leave the pictures or the setting out.")
 
 
-@lru_cache(maxsize=64)
-def look(folder: str, content: bytes) -> Picture:
-    """What the processor of the model in `folder` makes of a picture. Raises ValueError, and as `sight_of` does."""
-    return sight_of(folder).look(content)
+class Views:
+    """The latest pictures that one model's processor has looked at, up to `limit` bytes of patches but at least one.
+    Several threads may use it."""
+
+    def __init__(self, limit: int = VIEWED_BYTES) -> None:
+        self._limit = limit
+        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, name: str) -> Picture | None:
+        with self._lock:
+            if name in self._pictures:
+                self._pictures.move_to_end(name)
+            return self._pictures.get(name)
+
+    def add(self, picture: Picture) -> Picture:
+        with self._lock:
+            self._pictures[picture.name] = picture
+            while len(self._pictures) > 1 and sum(p.patches.nbytes for p in self._pictures.values()) > self._limit:
+                self._pictures.popitem(last=False)
+        return picture
 
 
 @lru_cache(maxsize=8)
@@ -145,7 +166,9 @@ def sight_of(folder: str) -> Sight:
     """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
     config = _read(Path(folder) / "config.json")
     if not sees(folder):
-        raise UserError(f"the model {folder} does not see pictures here, which {SEEING} alone does: leave them out")
+        raise UserError(
+            f"the model {folder} does not see pictures here, which {' and '.join(SEEING)} alone do: leave them out"
+        )
     settings = _read(Path(folder) / "preprocessor_config.json")
     settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
     of_size = settings.get("size") or {}

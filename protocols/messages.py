@@ -18,11 +18,14 @@
 | rollout_manager, evaluator, gateway | reward | OpenFlow | stream of CompletionsScored |
 | rollout_manager | scorer | OpenFlow | stream of TokensScored |
 | rollout_manager, evaluator, gateway | generator | Generate | Done |
+| rollout_manager, evaluator, gateway | generator | GeneratePictured | Done, LackingPictures |
 | rollout_manager, evaluator, gateway | reward | Score | Done |
 | rollout_manager | scorer | ScoreTokens | Done |
 | rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
 | rollout_manager | trainer | AskSamples | StoredSamples |
 | rollout_manager, gateway | trainer | StoreSamples | GroupAccepted |
+| rollout_manager | trainer | OfferPictures | LackingPictures |
+| rollout_manager | trainer | StorePictures | Done |
 | rollout_manager, gateway | trainer | StoreCalls | Done |
 | rollout_manager, gateway | trainer | AskCalls | StoredCalls |
 | generator | trainer | TakeDevices | Done |
@@ -62,7 +65,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 33
+PROTOCOL_VERSION = 34
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -395,19 +398,22 @@ class SessionGroup(Part):
 
 class AskSession(Message):
     """Asks for the open session of this name, which the sender holds from then on if nobody else does. `opens`: open
-    one if there is none and a permit is free."""
+    one if there is none and a permit is free. `mark`: a client's id for a reward, or empty."""
 
     session: Name
     opens: bool
+    mark: Name = ""
 
 
 class SessionAnswer(Message):
     """`session`: None if the sender does not hold it. `state`: that in the ledger of the last session of this name,
-    which another gateway may hold, the `holder`; empty if none is alive."""
+    which another gateway may hold, the `holder`; "trained" if it was, or empty. `taken`: a session of this name became
+    ready with the reward of this mark."""
 
     session: SessionGroup | None = None
     state: Name = ""
     holder: Name = ""
+    taken: bool = False
 
 
 class AdoptSessions(Message):
@@ -486,12 +492,11 @@ class JobFailed(Part):
 
 class NewSequence(Part):
     """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message.
-    `first_version`: of the first token of its sample; None: nothing of it is sampled yet. `pictures`: the numbers of
-    those of its prompt, in order."""
+    `first_version`: of the first token of its sample; None: nothing of it is sampled yet. `cache_salt`: it shares the
+    KV cache of a prefix with sequences of the same one alone."""
 
     job: int
     prompt: int
-    pictures: Several[Count] = ()
     temperature: Annotated[Number, Field(ge=0)]
     top_p: Annotated[Number, Field(gt=0, le=1)]
     top_k: Count = 0
@@ -500,6 +505,7 @@ class NewSequence(Part):
     min_new_tokens: Count = 0
     min_version: int
     first_version: int | None = None
+    cache_salt: Name = ""
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")
@@ -508,20 +514,37 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new
 
 class Generate(Message):
     """Sample sequences, each of which continues one of `prompts` (int32 [T]). Their tokens come on the flow, as
-    TokenColumns. `pictures`: files, each once."""
+    TokenColumns."""
 
     flow: int
     prompts: Several[Int32s]
     sequences: Several[NewSequence]
-    pictures: Several[Bytes] = ()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if not all(0 <= sequence.prompt < len(self.prompts) for sequence in self.sequences):
             raise ValueError("a sequence names a prompt that is not there")
-        if any(number >= len(self.pictures) for sequence in self.sequences for number in sequence.pictures):
-            raise ValueError("a sequence names a picture that is not there")
         return self
+
+
+class GeneratePictured(Generate):
+    """Generate with `pictures`: of each prompt the digests of its own, in order. Nothing is begun if the generator
+    lacks one: then the same is sent with the `files` of those that it lacks."""
+
+    pictures: Several[Several[Name]]
+    files: Several[Bytes] = ()
+
+    @model_validator(mode="after")
+    def _has_pictures(self) -> Self:
+        if len(self.pictures) != len(self.prompts):
+            raise ValueError("there are not as many lists of pictures as prompts")
+        return self
+
+
+class LackingPictures(Message):
+    """Digests of pictures that the one who was asked does not have."""
+
+    names: Several[Name]
 
 
 FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
@@ -680,18 +703,30 @@ class ScoredSample(Part):
     generators: Several[Name] = ()
     began: Number | None = None
     seconds: Number | None = None
+    marks: Several[Name] = ()
 
 
 class StoreSamples(Message):
     """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
-    ready if it is complete, or that it is not accepted. `row`: of areal.trajectory.row_text, or empty. `pictures`: the
-    files of those of the row."""
+    ready if it is complete, or that it is not accepted. `row`: of areal.trajectory.row_text, or empty. The pictures
+    that it names are stored already."""
 
     group: Name
     prompt_index: PromptIndex
     row: str
-    pictures: Several[Bytes] = ()
     samples: Annotated[Several[ScoredSample], Field(min_length=1)]
+
+
+class OfferPictures(Message):
+    """Asks which of these pictures, by their digests, the trainer has not stored."""
+
+    names: Several[Name]
+
+
+class StorePictures(Message):
+    """Files of pictures for the run's record; the answer says that all are on disk."""
+
+    files: Several[Bytes]
 
 
 class AskSamples(Message):
@@ -822,7 +857,7 @@ class GroupReady(Message):
     """The group's payload is on the trainer's disk. `reward_mean`, `reward_spread`: of the rewards of its samples, the
     mean and the standard deviation. `signal`: these rewards, or those of tokens, differ. `tokens`: number of sampled
     tokens in it. `discarded`: number of tokens that were sampled for the group and are in none of its
-    trajectories. `reward_parts`: the mean of each part of the rewards."""
+    trajectories. `reward_parts`: the mean of each part of the rewards. `marks`: as in areal.trajectory.Note."""
 
     group: Name
     start_version: int
@@ -832,6 +867,7 @@ class GroupReady(Message):
     tokens: Count = 0
     discarded: Count = 0
     reward_parts: dict[str, Number] = {}
+    marks: Several[Name] = ()
 
 
 class GroupAccepted(Message):

@@ -81,7 +81,7 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
     def sources(row: dict, *names: str) -> str:
         return json.dumps([{"base": f"configs/data/deepcoder-{name}.yaml", "source": rows(row)} for name in names])
 
-    def configure(example: str, *more: str) -> Config:
+    def configure(example: str, *overrides: str) -> Config:
         replaced = {
             "distillation": lambda: [f"scorers.teacher.model={tiny_model}"],
             "mcp_tools": lambda: [f"rollout_manager.workflow_options.servers.shop.command={sys.executable}"],
@@ -101,7 +101,7 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
             f"master.address=tcp://127.0.0.1:{free_port}",
             f"run_dir={tmp_path / 'runs'}",
             *replaced(),
-            *more,
+            *overrides,
         ]
         return load_config(file, values)
 
@@ -162,30 +162,32 @@ def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
         assert all(step["reward_mean"] == 0 and step["kl_teacher"] is not None for step in metrics)
 
 
-@pytest.mark.slow  # a run with a user's HTTP beside it
-def test_sessions_of_users_are_trained_though_their_gateway_is_killed(tiny_model, free_port, tmp_path):
-    overrides = [f"model={tiny_model}", f"run_dir={tmp_path}", f"gateway.port={free_port}", "steps=6", "batch_size=8"]
+@pytest.mark.slow  # a run with users' HTTP beside it, in which each role is started again
+def test_sessions_of_users_are_trained_once_though_each_role_is_killed(tiny_model, free_port, tmp_path):
+    overrides = [f"model={tiny_model}", f"run_dir={tmp_path}", f"gateway.port={free_port}", "steps=8", "batch_size=8"]
     overrides += ["data.eval_size=4", "generator.kv_cache_gib=0.25", "sampling.max_new_tokens=16"]
     users = [sys.executable, str(ROOT / "configs/examples/gateway/users.py"), *overrides]
-    metrics, killed = tmp_path / "gateway" / "metrics.jsonl", []
+    metrics, to_kill = tmp_path / "gateway" / "metrics.jsonl", ["generator", "trainer", "master", "gateway"]
     with subprocess.Popen(users, env=os.environ | {"PYTHONPATH": str(ROOT)}) as started:
         try:
-            for _ in range(480):
+            for _ in range(600):
                 if started.poll() is not None:
                     break
-                if not killed and metrics.exists() and metrics.read_text().count("\n") >= 2:
-                    killed = [p.pid for p in descendants(started.pid) if "--role gateway" in p.command]
-                    for pid in killed:
-                        os.kill(pid, signal.SIGKILL)
+                steps = metrics.read_text().count("\n") if metrics.exists() else 0
+                if to_kill and steps > 4 - len(to_kill):
+                    role = to_kill.pop()
+                    for process in descendants(started.pid):
+                        if f"--role {role} " in f"{process.command} ":
+                            os.kill(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     started.wait(0.5)
-            assert started.poll() == 0 and killed
+            assert started.poll() == 0 and not to_kill
         finally:
             started.kill()
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [step["sessions_trained"] for step in steps] == [8] * 6
+    assert [step["sessions_trained"] for step in steps] == [8] * 8
     assert all(prompt < 0 for step in steps for prompt in step["prompts"])
-    assert len({prompt for step in steps for prompt in step["prompts"]}) == 48, "each session is trained once"
+    assert len({prompt for step in steps for prompt in step["prompts"]}) == 64, "each session is trained once"
     assert main(["audit", str(metrics.parent)]) == 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -42,7 +43,7 @@ from areal.result import Result
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
 from areal.sampled import Generation
-from areal.sight import look
+from areal.sight import sight_of
 from areal.text import shown
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores, Trajectory
@@ -161,7 +162,7 @@ class OneEngine:
 
     def __init__(self, engine: GenerationEngine, model: str, clock: _Clock) -> None:
         self._engine = engine
-        self._model = model
+        self._look = functools.cache(lambda content: sight_of(model).look(content))
         self._clock = clock
         self._numbers = itertools.count()
 
@@ -169,7 +170,7 @@ class OneEngine:
         """Raises SampleFailed."""
         number = f"{next(self._numbers)}"
         try:
-            pictures = [look(self._model, content) for content in call.sample.pictures]
+            pictures = [self._look(content) for content in call.sample.pictures]
             parts = self._engine.generate(number, call.tokens.tolist(), call.sampling, pictures=pictures)
             with self._clock.timed("sampling"):
                 async with contextlib.aclosing(parts):

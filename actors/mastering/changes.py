@@ -47,7 +47,7 @@ class PublishedChange(Change):
 
 class Rewarded(Change):
     """A group became ready at `version`. mean, spread: of the rewards of its samples. tokens, discarded: how many were
-    sampled for these, and for others."""
+    sampled for these, and for others. marks: the ids that a user gave the rewards of a session."""
 
     group: str
     row: int
@@ -58,6 +58,7 @@ class Rewarded(Change):
     parts: dict[str, float]
     tokens: int
     discarded: int
+    marks: tuple[str, ...] = ()
 
 
 class TokensDiscarded(Change):

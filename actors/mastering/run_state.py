@@ -45,6 +45,7 @@ from areal.staleness.ledger import (
     Event,
     Ledger,
     LedgerSettings,
+    Opened,
     Renewed,
     Requeued,
     event_of,
@@ -58,11 +59,13 @@ from protocols.messages import EvaluationDone, Member, Policy
 # Number of events after which a snapshot replaces them, or that of the rows in the snapshot if it is higher. It bounds
 # the journal, and the replay at a restart.
 COMPACT_EVENTS = 10_000
+# Rewards of sessions that are known after they were taken: whoever repeats one of the last hears so.
+RECEIPTS = 10_000
 # The attributes of `RunState` that a snapshot has as they are.
 PLAIN = (
     "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "reward_parts",
     "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
-    "rollbacks", "abandoning", "added_rewards",
+    "rollbacks", "abandoning", "added_rewards", "receipts",
 )  # fmt: skip
 
 
@@ -108,6 +111,9 @@ class RunState:
         # rewards.
         self.scored, self.score = 0, 0.0
         self.discarded: list[tuple[int, str]] = []
+        # The session that became ready, by its name and a mark of its rewards, and for the last one of a name by that
+        # alone.
+        self.receipts: dict[str, str] = {}
         self.seconds = 0.0
         self.last_step: dict[str, Any] = {}
         self._restore()
@@ -230,10 +236,14 @@ class RunState:
                 self._drop(group_id)
             case Requeued(group_id):
                 self._drop(group_id)
+            case Opened(session=session):
+                self.receipts.pop(session, None)
             case LedgerSettings(steps=steps) if steps != self.ledger.settings.steps:
                 self.not_evaluated.pop(steps, None)  # it is evaluated after all, as the last version
 
     def _drop(self, group: str) -> None:
+        if group in self.rewards:
+            self.receipts = {key: of for key, of in self.receipts.items() if of != group}
         self._forget_reward(group)
         self.tokens_discarded += self.tokens.pop(group, 0)
 
@@ -288,8 +298,14 @@ class RunState:
         shown = rewarded.model_dump(include={"mean", "spread", "signal", "version", "tokens"})
         if rewarded.row >= 0:  # a session has none
             self.history.finished(rewarded.row, **shown)
-        if not self.ledger.group(rewarded.group):  # filtered
+        group = self.ledger.group(rewarded.group)
+        if group is None:  # filtered
             self._drop(rewarded.group)
+        elif group.session:
+            keys = [group.session, *(f"{group.session} {mark}" for mark in rewarded.marks)]
+            self.receipts |= dict.fromkeys(keys, group.group_id)
+            while len(self.receipts) > RECEIPTS:
+                del self.receipts[next(iter(self.receipts))]
 
     def _apply_rows_scored(self, scored: RowsScoredChange) -> None:
         if self._partial != (scored.version, scored.conditions):

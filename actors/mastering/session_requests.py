@@ -40,11 +40,13 @@ class SessionRequests(HandlesRequests):
             seconds = self._run.config.master.lease_seconds
             if self._run.free_sessions():
                 group = ledger.open_session(name, owner, self._run.now(), seconds) or group
+        receipts, mark = self._run.state.receipts, request.message.mark
+        taken = bool(mark) and f"{name} {mark}" in receipts
         if group is None:
-            return SessionAnswer()
+            return SessionAnswer(state="trained" if name in receipts else "", taken=taken)
         mine = group.state is GroupState.OPEN and group.owner == owner
         session = _described(group, resumed) if mine else None
-        return SessionAnswer(session=session, state=group.state.value, holder=group.owner)
+        return SessionAnswer(session=session, state=group.state.value, holder=group.owner, taken=taken)
 
     def _adopt(self, owner: str, groups: list[str]) -> list[LedgerGroup]:
         return self._run.ledger.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)

@@ -80,6 +80,7 @@ class TrainingRequests(HandlesRequests):
                 parts=ready.reward_parts,
                 tokens=ready.tokens,
                 discarded=ready.discarded,
+                marks=ready.marks,
             )
             self._run.state.emit(rewarded)
             self._run.progress.note_progress()

@@ -2,13 +2,15 @@
 
 It starts each role with the command line that a user would type. The exit code of a process (a child) means:
 
-    0       of the master: the run reached its end. Of another role: so it was told by the master; it is not restarted
+    0       of the master: the run reached its end. Of another role: so the master said, which ends itself soon; if it
+            does not, a plug-in has ended the process, and it died
     1       of the master: the run failed, and the last line of its output says why. Of another role: it died
     2       at its first start, before a step was trained: something that the user supplied has to be changed, and the
             run ends. Later: it died
     3       the master has fenced it; it is restarted at once
     5       somebody else than the supervisor sent it SIGTERM, and it has handed over its work; it is restarted as if it
             had died
+    6       the master has said that the run failed, or was stopped
     others  it died
 
 A supervised master is stopped by SIGINT, and no run ends for a SIGTERM that only the master gets.
@@ -55,7 +57,7 @@ from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
 from protocols.transport import Bus, ask_until
 
-END, FAILED, USER_ERROR, FENCED, ERROR, LEFT = range(6)
+END, FAILED, USER_ERROR, FENCED, ERROR, LEFT, RUN_FAILED = range(7)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
 
@@ -73,6 +75,8 @@ STOP_SECONDS = 10.0
 # How long to read a dead child's output if a process that the child left behind still holds the pipe open.
 LAST_WORDS_SECONDS = 1.0
 ASK_SECONDS = 2.0
+# How long the master may take to end after the first of the other roles, which is when it has written the summary.
+END_SECONDS = 6.0
 # The interval of looks at the status of the run, and the time that an actor which is no member any more has to end.
 LOOK_SECONDS, FENCED_SECONDS = 2.0, 15.0
 
@@ -112,6 +116,7 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     pump: asyncio.Task[None] | None = None
     starts: int = 0
+    failed: bool = False  # the run, as it has said at its end
     deaths: Deaths = field(default_factory=Deaths)
     began: float = 0.0  # when this process was started
     identity: str = ""  # as which this process is a member of the run, or was
@@ -189,7 +194,7 @@ class Supervisor:
                     for index in range(role.started(config)):
                         words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
                         self._add(tasks, role.name, index, words)
-                tasks.create_task(self._watch(bus, address), name="watch")
+                tasks.create_task(self._watch(master, bus, address, config.master.lost_seconds), name="watch")
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
@@ -211,7 +216,8 @@ class Supervisor:
                 for role in roles:
                     index = sum(child.role == role for child in self.children)
                     self._add(tasks, role, index, arguments + further.get(role, []))
-            self._finish(Ending(True, "every role reached its end"))
+            failures = [child.last_line for child in self.children if child.failed]
+            self._finish(Ending(not failures, failures[0] if failures else "every role reached its end"))
 
         return await self._until_over(work())
 
@@ -258,16 +264,23 @@ class Supervisor:
         except Exception as error:
             self._say(f"the display of the run has failed; the run continues: {error!r}")
 
-    async def _watch(self, bus: Bus, address: str) -> None:
+    async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:
         """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
-        their place in the run and do not end."""
+        their place in the run and do not end, and a master that has stopped to answer, which all others leave."""
         printed: set[str] = set()
+        answering, silent = 0, 0  # the start of the master that has answered last, and looks since then
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 status = await status_of(bus, address, ASK_SECONDS)
             except BusError:  # it is asked again
+                silent += 1
+                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds
+                if lost and (process := master.running):
+                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds:g} s")
+                    kill_group(process)
                 continue
+            answering, silent = master.starts, 0
             for alert in status["alerts"]:
                 if alert not in printed:
                     self._say(alert)
@@ -332,15 +345,18 @@ class Supervisor:
                 code = await self._end_of(child)
             if ending := self._end_of_run(child, code):
                 return self._finish(ending)
+            if code in (END, RUN_FAILED) and self._master is None:
+                child.failed = code == RUN_FAILED
+                return self._say(f"{child.name} has left and is not started again. Last output: {child.last_line}")
+            if code in (END, RUN_FAILED):
+                await asyncio.sleep(END_SECONDS)
             if self._summary():
                 return
-            if code == END:
-                return self._say(f"{child.name} has left and is not started again. Last output: {child.last_line}")
             pause = child.deaths.pause(loop.time() - child.began, self._progress())
             if pause is None:
                 return self._finish(Ending(False, self._gave_up(child, code)))
             pause = 0.0 if code == FENCED else pause
-            why = f". Last output: {child.last_line}" if code > 0 else ""
+            why = f". Last output: {child.last_line}" if code >= 0 else ""
             self._say(f"{child.name} {_how(code)}, and is started again in {pause:g} s{why}")
             await asyncio.sleep(pause)
 
@@ -388,14 +404,13 @@ class Supervisor:
         )
         with contextlib.closing(transport):
             out: Backlog | None = None
-            async for line in _lines(reader):
-                child.tail.append(line)
-                new = 1
+            async for lines in _lines(reader):
                 if out is None and self._folder is not None:
                     out = log_file(self._folder / "logs" / f"{child.role}-{child.index}.out")
-                    new = len(child.tail)
+                    out.append(f"{text}\n" for text in child.tail)
+                child.tail.extend(lines)
                 if out is not None:
-                    out.append(f"{text}\n" for text in list(child.tail)[-new:])
+                    out.append(f"{text}\n" for text in lines)
 
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
         """How the run ended, if the end of this child ends it; else None."""
@@ -466,18 +481,18 @@ class Supervisor:
             await asyncio.wait(waited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The lines of an output. Those of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to
-    the start of its line, are cut."""
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
+    """The lines of an output, all that have come at a time: a child may print a gigabyte, and waits for who reads it.
+    Lines of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to the start of its line, are
+    cut."""
     begun = b""  # the last line, whose end has not come yet
     while data := await reader.read(LONGEST_LINE_BYTES):
         *lines, begun = (begun + data).split(b"\n")
         if len(begun) > LONGEST_LINE_BYTES:
             lines, begun = [*lines, begun], b""
-        for line in lines:
-            yield line.decode(errors="replace").rstrip()
+        yield [line.decode(errors="replace").rstrip() for line in lines]
     if begun:
-        yield begun.decode(errors="replace").rstrip()
+        yield [begun.decode(errors="replace").rstrip()]
 
 
 def _how(code: int) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
 from actors.sampling.flows import Job
 from areal.config import SamplingConfig
+from areal.pictures import digest_of
 from areal.result import Result, RewardError
 from areal.sampled import Finish, Generation, TokenTable, split
 from areal.workflows.conversation import Keep
@@ -19,6 +21,7 @@ from protocols.messages import (
     SAMPLING,
     Cause,
     Generate,
+    GeneratePictured,
     JobFailed,
     Member,
     Message,
@@ -61,10 +64,11 @@ class SampleState:
     request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
     `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
     `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
-    asked, in order. `pictures`: the files of those of the prompt.
+    asked, in order. `pictures`: the files of those of the prompt. `cache_salt`: of whose text the KV cache may be used.
     """
 
     pictures: Sequence[bytes] = ()
+    cache_salt = ""
 
     def __init__(
         self,
@@ -118,28 +122,32 @@ class Call(Job):
         self._table = TokenTable()
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[Call]) -> Generate:
-        prompts: dict[bytes, tuple[int, np.ndarray]] = {}  # the number of each, and its tokens
-        pictures: dict[bytes, int] = {}  # the number of each
+    def request(flow: int, jobs: Sequence[Call], lacking: Collection[str] = ()) -> Generate:
+        prompts: dict[tuple[bytes, tuple[bytes, ...]], tuple[int, np.ndarray]] = {}  # the number and the tokens of each
         new = []
         for call in jobs:
             tokens, sampling = call.tokens, call.sampling
-            prompt, _ = prompts.setdefault(tokens.tobytes(), (len(prompts), tokens))
+            key = tokens.tobytes(), tuple(call.sample.pictures)
+            prompt, _ = prompts.setdefault(key, (len(prompts), tokens))
             new.append(
                 NewSequence(
                     job=call.number,
                     prompt=prompt,
-                    pictures=tuple(pictures.setdefault(content, len(pictures)) for content in call.sample.pictures),
                     **{name: getattr(sampling, name) for name in SAMPLING},
                     min_version=call.min_version,
                     first_version=call.sample.first_version,
+                    cache_salt=call.sample.cache_salt,
                 )
             )
-        return Generate(
-            flow=flow,
-            prompts=tuple(tokens for _, tokens in prompts.values()),
-            sequences=tuple(new),
-            pictures=tuple(np.frombuffer(content, np.uint8) for content in pictures),
+        tokens_of_all = tuple(tokens for _, tokens in prompts.values())
+        everything: dict[str, Any] = {"flow": flow, "prompts": tokens_of_all, "sequences": tuple(new)}
+        names = {content: digest_of(content) for _, pictures in prompts for content in pictures}
+        if not names:
+            return Generate(**everything)
+        return GeneratePictured(
+            **everything,
+            pictures=tuple(tuple(names[content] for content in pictures) for _, pictures in prompts),
+            files=tuple(np.frombuffer(content, np.uint8) for content, name in names.items() if name in lacking),
         )
 
     @staticmethod

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -29,7 +29,7 @@ from protocols.errors import (
     StreamBrokenError,
     from_code,
 )
-from protocols.messages import EndJobs, JobFailed, Message, OpenFlow
+from protocols.messages import EndJobs, JobFailed, LackingPictures, Message, OpenFlow
 from protocols.transport import Peer, Request
 
 # Timeout of a flow's stream, which breaks much earlier if its server falls silent.
@@ -83,8 +83,8 @@ class Job:
 class Kind(Protocol[J]):
     """A class of jobs, as the asker sees it."""
 
-    def request(self, flow: int, jobs: Sequence[J]) -> Message:
-        """The request to begin these jobs on a flow."""
+    def request(self, flow: int, jobs: Sequence[J], lacking: Collection[str] = ()) -> Message:
+        """The request to begin these jobs on a flow. lacking: the pictures that the server does not have."""
 
     def deliver(self, part: Message, jobs: dict[int, J]) -> Sequence[JobFailed]:
         """Give the results in a part of the stream to their jobs, and remove the jobs that have ended. Jobs that are
@@ -172,7 +172,11 @@ class Flow(Generic[J]):
         if not jobs:
             return
         try:
-            await self._ask(self._kind.request(self._number, jobs))
+            lacking: set[str] = set()
+            request = self._kind.request(self._number, jobs)
+            while isinstance(answer := await self._ask(request), LackingPictures):
+                lacking |= {*answer.names}  # it grows: a server lacks nothing that a request has
+                request = self._kind.request(self._number, jobs, lacking)
         except (DeadlineError, StreamBrokenError):  # the server may or may not have begun them: the flow breaks
             raise
         except (MalformedError, ValueError) as error:  # the latter: of values that no message may have
@@ -190,8 +194,8 @@ class Flow(Generic[J]):
             if job := self._jobs.pop(number, None):
                 job.fail(error)
 
-    async def _ask(self, message: Message) -> None:
-        await self._peer.ask(message, CONTROL_SECONDS)
+    async def _ask(self, message: Message) -> Message:
+        return await self._peer.ask(message, CONTROL_SECONDS)
 
 
 class Flows(Generic[R]):

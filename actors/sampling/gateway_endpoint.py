@@ -5,7 +5,7 @@
 | POST /v1/chat/completions, /v1/responses, /v1/messages | as inside a sample, with headers of the session |
 | POST /v1/sessions {"id": ...} | a session and a key of its own |
 | GET /v1/sessions/ID | its state |
-| POST /v1/sessions/ID/reward {"reward": ..., "call": ...} | its state, once the reward is stored |
+| POST /v1/sessions/ID/reward {"reward": ..., "call": ..., "id": ...} | its state, once the reward is stored |
 | POST /v1/sessions/ID/end | its state |
 | DELETE /v1/sessions/ID | {}, once none of it will be trained |
 """
@@ -40,10 +40,12 @@ class SessionRequest(BaseModel):
 
 
 class SessionReward(BaseModel):
-    """reward: of the session, or of the answer with the id `call`; by parts: their sum."""
+    """reward: of the session, or of the answer with the id `call`; by parts: their sum. id: the client's own; a repeat
+    with it is answered as the first one."""
 
     reward: float | dict[str, float] = Field(union_mode="left_to_right")
     call: str | None = None
+    id: str = Field("", max_length=100)
 
     def total(self, bounds: tuple[float, float]) -> float:
         """Raises ApiError if it is out of bounds."""
@@ -64,7 +66,9 @@ class ServesSessions(Protocol):
     def tokenizer(self) -> Any: ...
     async def open_session(self, name: str, train: bool) -> UserSession: ...
     async def state(self, name: str) -> dict[str, Any]: ...
-    async def reward(self, name: str, value: float, parts: dict[str, float], call: str | None) -> dict[str, Any]: ...
+    async def reward(
+        self, name: str, value: float, parts: dict[str, float], call: str | None, mark: str
+    ) -> dict[str, Any]: ...
     async def end(self, name: str) -> dict[str, Any]: ...
     async def delete(self, name: str) -> None: ...
 
@@ -150,7 +154,7 @@ class GatewayEndpoint(OpenAIEndpoint):
         session = self._named(request, "reward", "reward_all")
         body = parse(SessionReward, await body_of(request))
         value = body.total(self._settings.reward_range)
-        return web.json_response(await self._sessions.reward(session, value, body.parts, body.call))
+        return web.json_response(await self._sessions.reward(session, value, body.parts, body.call, body.id))
 
     async def _end(self, request: web.Request) -> web.Response:
         return web.json_response(await self._sessions.end(self._named(request, "serve")))

@@ -7,10 +7,12 @@ requests again, which are saved with the tokens: each finds its own.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +28,13 @@ from areal.workflows.conversation import Keep
 from areal.workflows.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
 from protocols.messages import SessionGroup
 
+MAX_REWARDS = 1024
+"""Of the answers of a session."""
+
 
 class UserSample(SampleSession):
     """The sample of a session. Each call has `call_limit` tokens; all together have `gateway.max_session_tokens`.
-    `newest_version`: of its last token."""
+    `newest_version`: of its last token. Only sessions of the same key see by the time of an answer what was asked."""
 
     newest_version: int | None = None
     on_first: Callable[[], None] | None = None
@@ -40,6 +45,7 @@ class UserSample(SampleSession):
         total = services.config.gateway.max_session_tokens
         sampling = services.config.sampling.model_copy(update={"max_new_tokens": total})
         super().__init__(services, row, sampling, group.min_version if group else 0, on_start=on_start)
+        self.cache_salt = name.partition(":")[0]
         self.call_limit = services.config.sampling.max_new_tokens
 
     async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
@@ -54,12 +60,13 @@ class UserSample(SampleSession):
         super().count(versions)
 
 
-@dataclass
-class AnsweredCall:
-    """A finished call: its answer's id, its request, and the client's id for it, with its number among the answers."""
+class AnsweredCall(NamedTuple):
+    """A finished call: its answer's id, its messages and the other fields of its request, as places in the session's
+    parts, and the client's id for it, with its number among the answers."""
 
     name: str
-    request: ChatRequest
+    messages: list[int]
+    options: int
     mark: str
 
 
@@ -90,6 +97,9 @@ class UserSession:
         self._save = save
         self.saves = 0  # how often it was saved
         self._turns: list[AnsweredCall] = []
+        self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
+        self._began = time.time()  # as `begun`, for other gateways
+        self._rewards: list[tuple[str, float, str]] = []  # of its answers, in the order in which they came
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
         self._saving = asyncio.Lock()
 
@@ -97,6 +107,20 @@ class UserSession:
     def full(self) -> bool:
         """Whether it has no room for another call."""
         return bool(self.sample.tokens_sampled) and self.sample.room < self.sample.call_limit
+
+    @property
+    def marks(self) -> list[str]:
+        """The client's ids of the rewards of its answers."""
+        return [mark for _, _, mark in self._rewards if mark]
+
+    def give_reward(self, value: float, answer: str, mark: str) -> None:
+        """Set the reward of an answer, unless it came before with this mark. Raises ApiError."""
+        if mark and mark in self.marks:
+            return
+        if len(self._rewards) >= MAX_REWARDS:
+            raise ApiError(f"a session takes at most {MAX_REWARDS} rewards of its answers", "too_many_rewards")
+        self.chat.give_reward(value, answer)
+        self._rewards.append((answer, value, mark))
 
     async def answer(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
         """What the policy answers, once it is saved. mark: the client's id for the call, or empty: a second call with
@@ -107,7 +131,10 @@ class UserSession:
         if call is None or (call.done() and (call.cancelled() or call.exception())):
             call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
             call.add_done_callback(note_error)
-        answer = await asyncio.shield(call)
+        await asyncio.wait([call])
+        if call.cancelled():
+            raise ApiError("the session goes on elsewhere, or has ended: ask again", "elsewhere", 409)
+        answer = call.result()
         self.chat.name_answer(name, answer)
         return answer
 
@@ -124,7 +151,7 @@ class UserSession:
             if not self.sample.messages:
                 self.sample.messages += map(message_of, request.messages)
             answer = await self.chat.complete(request, name, on_text)
-            self._turns.append(AnsweredCall(name, request, mark))
+            self._add_turn(request, name, mark)
             await self.save()
         except SampleFailed as failure:
             raise ApiError(f"the call has failed: {failure}", "call_failed") from None
@@ -133,15 +160,20 @@ class UserSession:
             self.used = loop.time()
         return answer
 
+    def _add_turn(self, request: ChatRequest, name: str, mark: str) -> None:
+        options = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
+        parts = [json.dumps(part) for part in [*request.messages, options]]
+        *messages, place = (self._parts.setdefault(part, len(self._parts)) for part in parts)
+        self._turns.append(AnsweredCall(name, messages, place, mark))
+
     async def save(self) -> None:
         """Have the trainer store the calls so far, and what is needed to go on with them."""
         async with self._saving:
             if self.group is None:
                 return
-            turns = [[turn.name, turn.request.model_dump_json(exclude_none=True), turn.mark] for turn in self._turns]
-            rewards = [[answer, value] for answer, value in self.chat.rewards.items()]
             self.saves += 1
-            notes = json.dumps({"saves": self.saves, "turns": turns, "rewards": rewards, "ended": self.ended})
+            turns = {"parts": [*self._parts], "turns": self._turns, "rewards": self._rewards}
+            notes = json.dumps({"saves": self.saves, "ended": self.ended, "began": self._began} | turns)
             if calls := self.sample.calls_so_far():
                 await self._save(self, packed(calls, notes))
 
@@ -150,17 +182,20 @@ class UserSession:
         notes = json.loads(notes_of(frame))
         self.saves = notes["saves"] + 1  # its last gateway may still be at the next one
         self.sample.saved_calls = unpacked(frame)
-        for name, body, mark in notes["turns"]:
-            request = ChatRequest.model_validate_json(body)
-            answer = await self.chat.complete(request, name)
-            self._turns.append(AnsweredCall(name, request, mark))
-            if mark:
-                self._calls[mark] = asyncio.create_task(_same(answer))
-        if self._turns:
-            self.sample.messages += map(message_of, self._turns[0].request.messages)
-        for name, value in notes["rewards"]:
-            self.chat.give_reward(value, name)
+        parts = [json.loads(part) for part in notes["parts"]]
+        for turn in itertools.starmap(AnsweredCall, notes["turns"]):
+            request = ChatRequest(messages=[parts[place] for place in turn.messages], **parts[turn.options])
+            answer = await self.chat.complete(request, turn.name)
+            if not self._turns:
+                self.sample.messages += map(message_of, request.messages)
+            self._add_turn(request, turn.name, turn.mark)
+            if turn.mark:
+                self._calls[turn.mark] = asyncio.create_task(_same(answer))
+        for name, value, mark in notes["rewards"]:
+            self.give_reward(value, name, mark)
         self.ended = notes["ended"]
+        self.begun -= max(0.0, time.time() - notes["began"])
+        self._began = notes["began"]
 
     def close(self) -> None:
         for call in self._calls.values():

@@ -27,11 +27,14 @@ from protocols.messages import (
     Done,
     GroupAccepted,
     GroupReady,
+    LackingPictures,
+    OfferPictures,
     ReuseAnswer,
     ScoredSample,
     StoreCalls,
     StoredCalls,
     StoredSamples,
+    StorePictures,
     StoreSamples,
 )
 from protocols.transport import Request
@@ -65,9 +68,6 @@ class SampleStore(HandlesRequests):
         stored = request.message
         with explain(ValueError, f"group {stored.group}: {{why}}", RefusedError):
             parts = {sample.place: self._part(stored, sample) for sample in stored.samples}
-        if stored.pictures:
-            files = [content.tobytes() for content in stored.pictures]
-            await self._use_spool(request, self._pictures.put_all, files)
 
         def put() -> Group | None:  # the disk may have been full for long
             self._check_holder(request)
@@ -87,10 +87,20 @@ class SampleStore(HandlesRequests):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
-        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds)
+        note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds, sample.marks)
         return SpoolPart(
             Group(stored.group, stored.prompt_index, (trajectory,), stored.row, (note,)), sample.frame.data
         )
+
+    @handles(OfferPictures)
+    async def offer_pictures(self, request: Request[OfferPictures]) -> LackingPictures:
+        return LackingPictures(names=tuple(self._pictures.lacking(request.message.names)))
+
+    @handles(StorePictures)
+    async def store_pictures(self, request: Request[StorePictures]) -> Done:
+        files = [content.tobytes() for content in request.message.files]
+        await self._use_spool(request, self._pictures.put_all, files)
+        return Done()
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
@@ -154,12 +164,12 @@ class SampleStore(HandlesRequests):
         return StoredCalls(frame=np.frombuffer(frame, np.uint8))
 
     def _check_holder(self, request: Request[StoreSamples] | Request[StoreCalls]) -> None:
-        """Raises FencedError if another gateway has asked for the calls of a session since: it lacks these."""
+        """Raises RefusedError if another gateway has asked for the calls of a session since: it lacks these."""
         if request.message.prompt_index < 0:
             group = request.message.group
             holder = self._spool.holder(group)
             if holder not in ("", request.sender):
-                raise FencedError(f"{holder} goes on with {group}")
+                raise RefusedError(f"{holder} goes on with {group}")
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., Any], *arguments: Any) -> Any:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
@@ -229,4 +239,5 @@ def _ready_report(group: Group) -> GroupReady:
         tokens=sum(int(t.sampled.sum()) for t in samples),
         discarded=sum(note.discarded for note in group.notes),
         reward_parts=mean_parts(note.parts for note in group.notes),
+        marks=tuple(mark for note in group.notes for mark in note.marks),
     )

@@ -29,7 +29,7 @@ from areal.storage.database import copy_store, new_identity, note_program, open_
 from areal.storage.disk import RETRY_SECONDS, DiskRetry, DiskShortageError, Shortage
 from areal.storage.run_folder import ways_out
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 # A disk that takes longer for a transaction does not answer. Who asks the master is told so before the request's end.
 SILENT_SECONDS = 5.0
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files

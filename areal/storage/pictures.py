@@ -18,6 +18,10 @@ class PictureStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def lacking(self, digests: Iterable[str]) -> list[str]:
+        """Those of which there is no file."""
+        return [digest for digest in digests if not (self.folder / digest).exists()]
+
     def put_all(self, contents: Iterable[bytes]) -> None:
         """Write the files of pictures that are not there yet. They are on disk when this returns. Raises OSError."""
         for content in contents:

@@ -22,7 +22,7 @@ from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked
 from areal.trajectory import Group, Note, Trajectory, of_parts
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _PARTS = """
     CREATE TABLE parts (
@@ -281,7 +281,7 @@ class Spool:
                 f"with): {ways_on(self._file.parent)}"
             )
         fields = json.loads(note)
-        notes = (Note(**fields | {"generators": tuple(fields.get("generators", ()))}),)
+        notes = (Note(**fields | {name: tuple(fields.get(name, ())) for name in ("generators", "marks")}),)
         return Group(group_id, prompt_index, (Trajectory.of_frame(frame),), row, notes)
 
 

@@ -33,7 +33,7 @@ from areal.models import check_trainable, flash_computes, routing_of
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
-from areal.sight import sight_of
+from areal.sight import Views, sight_of
 from areal.storage.disk import DiskRetry
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.advantages import advantages, gae
@@ -182,7 +182,7 @@ class TrainingEngine:
         self._zero = _open_deepspeed(config, cuda).zero
         torch.manual_seed(seed)
         self.source = model
-        self._pictures = PictureStore(pictures)
+        self._pictures, self._views = PictureStore(pictures), Views()
         self._keep_values = keep_values
         self.values: TokenValues | None = None
         self._control = control_group()
@@ -217,7 +217,7 @@ class TrainingEngine:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
         config = self.config
         self._module = self._reader.read(self.source)
-        head = Head(self._module)
+        head = Head(self._module, fused=config.fused_head)
         self._replay = RouteReplay(self._module, routing_of(self.source)) if config.routing == "replay" else None
         self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
@@ -275,7 +275,7 @@ class TrainingEngine:
         if not self.config.kl_coef or self.config.reference_scorer or adapted:
             return None
         module = self._reader.read(folder).requires_grad_(False).eval()
-        head, reference = Head(module), module
+        head, reference = Head(module, fused=self.config.fused_head), module
         if self._stage < 3:
             module.to(self.device)
         else:
@@ -368,7 +368,7 @@ class TrainingEngine:
         if not any(map(pictures_of, batch)):
             return {}
         sight, names = sight_of(str(self.source)), {name for group in batch for name in pictures_of(group)}
-        views = {name: sight.look(self._pictures.get(name)) for name in names}
+        views = {name: self._views.get(name) or self._views.add(sight.look(self._pictures.get(name))) for name in names}
         return {"sight": sight, "pictures": [[views[name] for name in pictures_of(group)] for group in batch]}
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:

@@ -1,12 +1,14 @@
 """The vision of a model in training: its tower, which is not trained, and the positions of pictures.
 
-The trainer computes the text model of the wrapper. Two hooks give it what the wrapper has beside: the vectors of a
-picture in place of its placeholders' embeddings, and rotary angles by time, height and width.
+The trainer computes the text model of the wrapper. Hooks give it what the wrapper has beside: the vectors of a picture
+in place of its placeholders' embeddings, others that are added to what the first layers give at these (DeepStack,
+arXiv 2406.04334), and rotary angles by time, height and width.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,14 @@ class FrozenTower:
     def __init__(self, module: torch.nn.Module, folder: Path, device: torch.device) -> None:
         self._row: PackedRow | None = None
         embedding = module.get_input_embeddings()
-        self.module, sections = _read_tower(folder, next(module.parameters()).dtype)
+        self.module, rotary = _read_tower(folder, next(module.parameters()).dtype)
         self.module.to(device)
         self._device = device
-        self._axis = torch.arange(3).repeat_interleave(torch.tensor(sections)).to(device)
-        embedding.register_forward_hook(self._put_vectors)
+        self._axis = _axes(rotary).to(device)
+        layers = [part for part in module.modules() if type(part).__name__.endswith("DecoderLayer")]
+        levels = len(getattr(self.module, "deepstack_visual_indexes", ()))
+        for level, part in enumerate([embedding, *layers[:levels]]):
+            part.register_forward_hook(partial(self._put_vectors, level))
         for part in module.modules():
             if type(part).__name__.endswith("RotaryEmbedding"):
                 part.register_forward_hook(self._rotate)
@@ -38,13 +43,14 @@ class FrozenTower:
         """Set the pictures of the rows that follow."""
         self._grids = batch.grids
         self._patches = np.split(batch.patches, np.cumsum(self._grids.prod(1))[:-1])
-        self._vectors: dict[int, Tensor] = {}
+        self._vectors: dict[int, list[Tensor]] = {}
 
     def follow(self, row: PackedRow) -> None:
         """Set the row of the next forward pass, and of what its backward pass computes again."""
         self._row = row
 
-    def _put_vectors(self, embedding: Any, inputs: Any, output: Tensor) -> Tensor | None:
+    def _put_vectors(self, level: int, part: Any, inputs: Any, output: Tensor) -> Tensor | None:
+        """What embeddings (level 0) or a layer give, [1, T, H], with the tower's vectors of this level."""
         row = self._row
         if row is None or row.pictures is None or row.parts is None:
             return None
@@ -52,16 +58,19 @@ class FrozenTower:
         for number in row.pictures.unique().tolist():
             if number >= 0:
                 places = row.pictures == number
-                vectors[places] = self._of_picture(number)[row.parts[places].cpu()].to(output)
+                of_tower = self._of_picture(number)[level][row.parts[places].cpu()].to(output)
+                vectors[places] = output[places] + of_tower if level else of_tower
         return vectors
 
-    def _of_picture(self, number: int) -> Tensor:
-        """The vectors of a picture of the batch, [parts, H], in host memory."""
+    def _of_picture(self, number: int) -> list[Tensor]:
+        """The vectors of a picture of the batch by their levels, each [parts, H], in host memory."""
         if number not in self._vectors:
             patches = torch.from_numpy(self._patches[number]).to(self._device, self.module.dtype)
             grid = torch.from_numpy(self._grids[number : number + 1]).long().to(self._device)
             with torch.no_grad():
-                self._vectors[number] = self.module(patches, grid_thw=grid).pooler_output.cpu()
+                features = self.module(patches, grid_thw=grid)
+            levels = [features.pooler_output, *(features.get("deepstack_features") or ())]
+            self._vectors[number] = [vectors.cpu() for vectors in levels]
         return self._vectors[number]
 
     def _rotate(self, rotary: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -75,13 +84,22 @@ class FrozenTower:
         return tuple((turn(angles) * rotary.attention_scaling).to(output[0].dtype) for turn in (torch.cos, torch.sin))
 
 
-def _read_tower(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, list[int]]:
-    """The tower, and how many angles of a head are by each of the three positions."""
-    from transformers import AutoConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+def _axes(rotary: dict[str, Any]) -> Tensor:
+    """By which of the three positions each angle of a head is, int64 [D / 2]. rotary: the parameters of the text."""
+    _, height, width = sections = rotary["mrope_section"]
+    if not rotary.get("mrope_interleaved"):
+        return torch.arange(3).repeat_interleave(torch.tensor(sections))
+    axes = torch.zeros(sum(sections), dtype=torch.int64)
+    axes[1 : 3 * height : 3], axes[2 : 3 * width : 3] = 1, 2
+    return axes
+
+
+def _read_tower(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The tower, and the rotary parameters of the text."""
+    from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config, dtype=dtype)
+    tower = AutoModel.from_config(config.vision_config, dtype=dtype)
     stored = {re.sub(r"^.*\bvisual\.", "", name): tensor for name, tensor in beside_text(folder, 0, 1)}
     tower.load_state_dict(stored)
-    return tower.requires_grad_(False).eval(), config.get_text_config().rope_parameters["mrope_section"]
+    return tower.requires_grad_(False).eval(), config.get_text_config().rope_parameters

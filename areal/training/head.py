@@ -60,15 +60,23 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         curve: LogitCurve,
+        fused: bool,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         top, normaliser, entropy = hidden.new_full((3, len(hidden)), math.nan, dtype=torch.float32)
         logps = hidden.new_empty(len(targets), dtype=torch.float32)
         for part, tokens in _parts(distribution, len(hidden), AT_ONCE // len(weight)):
-            scores = curve.scores(linear(hidden[part], weight, bias), temperature)
+            scores, places = linear(hidden[part], weight, bias), (distribution[tokens] - part.start, targets[tokens])
+            if fused:
+                from areal.training.fused import reduce
+
+                top[part], normaliser[part], entropy[part] = reduce(scores, curve.scale / temperature)
+                logps[tokens] = curve.scores(scores[places], temperature) - top[distribution[tokens]]
+                continue
+            scores = curve.scores(scores, temperature)
             top[part] = scores.amax(-1)
             scores -= top[part, None]
-            logps[tokens] = scores[distribution[tokens] - part.start, targets[tokens]]
+            logps[tokens] = scores[places]
             powers = scores.exp() if with_entropy else scores.exp_()
             sums = powers.sum(-1)
             normaliser[part] = sums.log()
@@ -77,7 +85,7 @@ class _LinearLogprobs(torch.autograd.Function):
             del scores, powers  # before the next ones are made
         # `top` and `normaliser` stay apart: in their sum, the small normaliser of a likely token would be lost.
         context.save_for_backward(hidden, weight, bias, distribution, targets, top, normaliser, entropy)
-        context.temperature, context.curve = temperature, curve
+        context.temperature, context.curve, context.fused = temperature, curve, fused
         context.set_materialize_grads(False)  # most losses do not depend on the entropies
         return logps - normaliser[distribution], entropy[distribution]
 
@@ -87,34 +95,47 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, distribution, targets, top, normaliser, entropy = context.saved_tensors
         factor = context.curve.scale / context.temperature
         gradient = torch.zeros_like(targets, dtype=torch.float32) if gradient is None else gradient * factor
-        sums = torch.zeros_like(top).index_add_(0, distribution, gradient)[:, None]
-        pulls = None
+        sums = torch.zeros_like(top).index_add_(0, distribution, gradient)
+        pulls = torch.zeros_like(top)
         if of_entropy is not None:
-            pulls = torch.zeros_like(top).index_add_(0, distribution, of_entropy * factor)[:, None]
+            pulls.index_add_(0, distribution, of_entropy * factor)
+        rows = top, normaliser, entropy, sums, pulls
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if context.needs_input_grad[1] else None
         d_bias = torch.empty_like(bias) if context.needs_input_grad[2] else None
         for words, tokens in _parts(targets, len(weight), AT_ONCE // max(1, len(hidden))):
-            logits = linear(hidden, weight[words], None if bias is None else bias[words])
-            scores = context.curve.scores(logits, context.temperature)
-            slope = context.curve.slope(scores, context.temperature)
-            logps = scores.sub_(top[:, None]).sub_(normaliser[:, None])
-            if pulls is None:
-                d = logps.exp_().mul_(-sums)
-            else:  # the entropy's derivative by a score is -p (log p + entropy)
-                d = logps.exp()
-                d *= logps.add_(entropy[:, None]).mul_(-pulls).sub_(sums)
-            d.index_put_((distribution[tokens], targets[tokens] - words.start), gradient[tokens], accumulate=True)
-            if slope is not None:
-                d *= slope
+            d = linear(hidden, weight[words], None if bias is None else bias[words])
+            places = distribution[tokens], targets[tokens] - words.start
+            if context.fused:
+                from areal.training.fused import differentiate
+
+                d = differentiate(d, factor, rows, places, gradient[tokens])
+            else:
+                scores = context.curve.scores(d, context.temperature)
+                slope = context.curve.slope(scores, context.temperature)
+                d = _differentiate(scores, rows, of_entropy is not None)
+                d.index_put_(places, gradient[tokens], accumulate=True)
+                if slope is not None:
+                    d *= slope
+                del scores, slope
             if d_bias is not None:
-                d_bias[words] = d.sum(0)
+                d_bias[words] = d.sum(0, dtype=torch.float32)
             d = d.to(hidden.dtype)
             if d_weight is not None:
                 d_weight[words] = d.T @ hidden
             d_hidden += d @ weight[words]
-            del logits, scores, logps, d
-        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None, None
+            del d
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, *(None,) * 6
+
+
+def _differentiate(scores: Tensor, rows: tuple[Tensor, ...], of_entropy: bool) -> Tensor:
+    """The derivative by the scores [U, W], which are overwritten, apart from that of the targets' own log-probs."""
+    top, normaliser, entropy, sums, pulls = (values[:, None] for values in rows)
+    scores -= top
+    if not of_entropy:
+        return scores.exp_().mul_(-sums * (-normaliser).exp())  # so that the normaliser takes no pass of its own
+    scores -= normaliser  # the entropy's derivative by a score is -p (log p + entropy)
+    return scores.exp().mul_(scores.add_(entropy).mul_(-pulls).sub_(sums))
 
 
 def _parts(keys: Tensor, count: int, size: int) -> Iterator[tuple[slice, Tensor | slice]]:
@@ -137,14 +158,16 @@ def linear_logprobs(
     targets: Tensor,
     temperature: float,
     curve: LogitCurve = LogitCurve(),
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies, in fp32.
 
     hidden: [U, H]; weight: [V, H]; bias: [V]; distribution: [S], which of the U rows each token is drawn from; targets:
-    [S]. Returns [S] and [S], in nats. Where gradients are off, entropies are NaN: no pass without gradients reads them,
-    and they take a third of the time beside the product (measured on a CPU with 152k words).
+    [S]. fused: by the kernels of `fused`, unless the curve has a cap. Returns [S] and [S], in nats. Where gradients are
+    off, entropies may be NaN: no pass without gradients reads them, and they take a third of the time beside the
+    product (measured on a CPU with 152k words).
     """
-    inputs = (hidden, weight, bias, distribution, targets, temperature, curve)
+    inputs = (hidden, weight, bias, distribution, targets, temperature, curve, fused and curve.cap == math.inf)
     return _LinearLogprobs.apply(*inputs, torch.is_grad_enabled())
 
 
@@ -153,10 +176,12 @@ class Head:
 
     The model's own forward pass runs with a module in the head's place that keeps the hidden states. Then the head is
     called with these, from within the model's forward method and as a module, because ZeRO 3 gathers the weights of
-    modules when they are called. Raises UserError if the model's head is not a linear layer.
+    modules when they are called. fused: see `linear_logprobs`. Raises UserError if the model's head is not a linear
+    layer.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, fused: bool = False) -> None:
+        self.fused = fused
         self.curve = LogitCurve()
         self.critic: ValueHead | None = None
         self._model = model
@@ -248,7 +273,8 @@ class Head:
     ) -> tuple[Tensor, Tensor]:
         """The head's new forward method."""
         head = self._linear
-        return linear_logprobs(hidden, head.weight, head.bias, distribution, targets, temperature, self.curve)
+        inputs = hidden, head.weight, head.bias, distribution, targets
+        return linear_logprobs(*inputs, temperature, self.curve, self.fused)
 
 
 class ValueHead(torch.nn.Linear):

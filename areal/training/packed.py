@@ -193,7 +193,8 @@ def _pictures(
     for member in members if sight and distinct else ():
         length, of_group = len(member.sequence), pictures[member.group]
         column = np.full((length, 5), -1, np.int32)
-        starts = sight.starts(member.sequence.tokens, of_group)  # type: ignore[union-attr]
+        of_prompt = np.where(member.sequence.sampled, -1, member.sequence.tokens)
+        starts = sight.starts(of_prompt, of_group)  # type: ignore[union-attr]
         for start, picture in zip(starts, of_group, strict=False):
             column[start : start + picture.tokens, 0] = numbers[picture.name]
             column[start : start + picture.tokens, 1] = np.arange(picture.tokens)

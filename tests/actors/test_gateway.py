@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import sqlite3
 import ssl
+import time
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from types import SimpleNamespace
@@ -17,19 +18,23 @@ import pytest
 from scripted_policy import END, byte_tokenizer
 
 from actors.gateway import Gateway
+from actors.mastering.changes import Rewarded, Stepped
+from actors.mastering.run_state import RunState
 from actors.mastering.session_requests import SessionRequests
 from actors.runtime.directory import Directory
+from actors.sampling.calls import Call
 from actors.training.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
 from areal.config import Config
 from areal.result import Result
 from areal.sampled import Generation
-from areal.staleness.ledger import EXPIRED, Batch, Ledger, LedgerSettings
+from areal.staleness.ledger import EXPIRED, Batch
+from areal.storage.journal import Journal
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
 from areal.storage.spool import Spool
 from areal.trajectory import Group, Note, Trajectory
 from areal.workflows.parsers import Parsers
-from protocols.errors import BusyError, FencedError, RefusedError
+from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
     AskCalls,
     AskSession,
@@ -44,8 +49,11 @@ from protocols.messages import (
     SessionAnswer,
     StoreCalls,
     StoredCalls,
+    StoredSamples,
     StoreSamples,
 )
+
+STEPPED = "step_seconds", "starved_seconds", "groups_left_over"
 
 COUNTS = "opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted"
 USER, JUDGE = "user's key", "judge's key"
@@ -70,14 +78,19 @@ class City:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.ledger = Ledger(LedgerSettings.of(config))
+        self.state = RunState(config, Journal(sqlite3.connect(":memory:")))
+        self.ledger = self.state.ledger
         self.spool = Spool(sqlite3.connect(":memory:"))
         self.trained: dict[str, Trajectory] = {}
         self.now = 0.0
         self.says: list[str | None] = []
         self.prompts: list[str] = []
+        self.salts: list[str] = []
+        self.samples: dict[str, StoreSamples] = {}
+        self.reports = True  # whether the master hears of samples
         run = SimpleNamespace(
-            ledger=self.ledger, config=config, now=lambda: self.now, changed=SimpleNamespace(notify=lambda: None),
+            ledger=self.ledger, state=self.state, config=config, now=lambda: self.now,
+            changed=SimpleNamespace(notify=lambda: None),
             member=lambda request, *roles: SimpleNamespace(identity=request.sender),
             free_sessions=lambda: self.ledger.session_capacity, meter=SimpleNamespace(begin=lambda: None),
         )  # fmt: skip
@@ -95,16 +108,38 @@ class City:
             return self.spool.put_calls(message.group, 0, message.prompt_index, message.frame.data, message.number)
         if answer is StoredCalls:
             return StoredCalls(frame=np.frombuffer(self.spool.calls(message.group, 0), np.uint8))
-        (sample,) = message.samples
+        if answer is StoredSamples:
+            stored = self.samples.get(message.group)
+            if stored:
+                self._report(stored)
+            return StoredSamples(places=(0,) if stored else (), start_version=0 if stored else None)
+        stored = self.samples.setdefault(message.group, message)
+        self.spool.forget([message.group])
+        if not self.reports:
+            await asyncio.Event().wait()
+        return GroupAccepted(accepted=self._report(stored))
+
+    def _report(self, stored: StoreSamples) -> bool:
+        (sample,) = stored.samples
         trajectory = Trajectory.of_frame(sample.frame.data)
         trajectory.validate()
-        report = self.ledger.ready(message.group, trajectory.start_version, signal=False)
+        report = self.ledger.ready(stored.group, trajectory.start_version, signal=False)
         if report == "accepted":
-            self.trained[message.group] = trajectory
-        return GroupAccepted(accepted=report in ("accepted", "unchanged"))
+            self.trained[stored.group] = trajectory
+            numbers = {"row": -1, "version": 0, "mean": trajectory.reward, "spread": 0.0, "tokens": 1, "discarded": 0}
+            self.state.emit(Rewarded(group=stored.group, signal=False, parts={}, marks=sample.marks, **numbers))
+        return report in ("accepted", "unchanged")
+
+    def train(self) -> None:
+        version = self.ledger.version
+        batch = self.ledger.next_batch(version)
+        assert isinstance(batch, Batch)
+        self.ledger.commit(version)
+        self.state.emit(Stepped(metrics=dict.fromkeys(STEPPED, 0.0), groups=batch.group_ids))
 
     async def sample(self, call) -> Generation:
         self.prompts.append(TOKENIZER.decode(call.tokens))
+        self.salts.append(Call.request(0, [call]).sequences[0].cache_salt)
         text = self.says.pop(0)
         if text is None:
             await asyncio.Event().wait()
@@ -125,6 +160,7 @@ class City:
         async with AsyncExitStack() as used:
             member = SimpleNamespace(
                 config=self.config, directory=Directory(Policy(lineage=0, version=0, folder="")), index=index, bus=None,
+                state="healthy",
                 spawn=spawn, used=used, become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
             )  # fmt: skip
@@ -329,6 +365,17 @@ async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
         assert status == 409 and "in the batch that is trained now" in body["error"]["message"]
 
 
+async def test_the_sessions_of_a_key_share_their_prefixes_with_no_other_key():
+    keys = {name: {"sha256": sha256(key.encode()).hexdigest()} for name, key in (("anna", USER), ("bert", JUDGE))}
+    city = City(make_config(keys=keys))
+    city.says = ["hello"] * 3
+    async with city.gateway() as user:
+        for key in (USER, USER, JUDGE):
+            own = (await user.ask("sessions", {}, key))[1]["api_key"]
+            await user.ask("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, own)
+    assert city.salts == ["anna", "anna", "bert"]
+
+
 async def test_quotas_of_a_key(city):
     keys = {"anna": {"sha256": sha256(USER.encode()).hexdigest(), "calls_per_minute": 3, "sessions": 2}}
     city = City(make_config(keys=keys))
@@ -371,6 +418,68 @@ async def test_tokens_are_counted_without_a_session(city):
         assert status == 200 and counted["input_tokens"] > 5
         assert (await client.ask("messages/count_tokens", question, key="another"))[0] == 401
         assert not city.ledger.alive and not client.gateway._sessions
+
+
+async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_gateway_that_has_taken_it(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        await user.say("hi", Idempotency_Key="1")
+        for holder in (user, other):  # the master gives it to whoever asks first
+            city.now += 61
+            city.ledger.expire(city.now)
+            await holder.gateway._renew()
+            assert text_of(await holder.say("hi", Idempotency_Key="1")) == "hello"
+        await user.gateway._renew()
+        assert (await user.say("hi", "hello", "how are you?"))[0] == (await user.reward(1))[0] == 409
+        assert text_of(await other.say("hi", "hello", "how are you?")) == "fine"
+        assert (await other.reward(1))[1]["state"] == "ready"
+    (sample,) = city.trained.values()
+    assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}"
+
+
+async def test_each_message_of_a_session_is_stored_once_though_each_call_repeats_those_before(city):
+    city.says = [f"answer {n}" for n in range(6)]
+    texts = ["question 0"]
+    async with city.gateway(0) as user:
+        for n in range(5):
+            texts += [text_of(await user.say(*texts, Idempotency_Key=f"{n}")), f"question {n + 1}"]
+    notes = notes_of(city.spool.calls("s0.0", 0))
+    assert [notes.count(text) for text in texts[:-2]] == [1] * 9
+    async with city.gateway(1) as user:
+        assert text_of(await user.say(*texts[:-2], Idempotency_Key="4")) == "answer 4"
+        assert text_of(await user.say(*texts)) == "answer 5"
+        assert (await user.reward(1))[1]["state"] == "ready"
+    assert [len(sample.branches) for sample in city.trained.values()] == [0]
+
+
+async def test_a_gateway_that_leaves_takes_rewards_and_no_calls(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        user.gateway.member.state = "draining"
+        status, body, _ = await user.say("hi", "hello", "how are you?")
+        assert (status, body["error"]["code"]) == (503, "leaving")
+        assert (await user.reward(1))[1]["state"] == "ready"
+
+
+async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has_taken(city):
+    city.says = ["hello", "late", "fine"]
+    ask_trainer, hold = city.ask_trainer, []
+
+    async def fenced(message, answer):
+        if message.kind == "store_calls" and hold:
+            raise RefusedError("gateway/1#1 goes on with s0.0")
+        return await ask_trainer(message, answer)
+
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        user.gateway.ask_trainer = fenced
+        await user.say("hi")
+        city.now += 61
+        city.ledger.expire(city.now)
+        await other.gateway._renew()
+        hold.append("gateway/1")
+        assert [(await user.say("hi", "hello", "how?"))[0] for _ in range(2)] == [507, 409]
+        assert text_of(await other.say("hi", "hello", "how?")) == "fine"
 
 
 async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_and_else_waits_until_it_expires():
@@ -451,7 +560,7 @@ async def test_a_reward_whose_client_goes_away_is_taken():
     async with city.gateway() as user:
         user.gateway.ask_trainer = slow
         await user.say("hi")
-        reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None))  # as its handler does
+        reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None, ""))  # as its handler does
         await waiting.wait()
         reward.cancel()
         await asyncio.gather(reward, return_exceptions=True)
@@ -459,6 +568,84 @@ async def test_a_reward_whose_client_goes_away_is_taken():
         go_on.set()
         assert (await later)[1] == {"id": "anna:s", "state": "ready", "changed": False}
     assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_a_reward_with_an_id_is_answered_alike_however_often_it_comes_and_whoever_is_asked(city):
+    city.says = ["hello", "fine", "other"]
+    taken, call = ({"id": "anna:s", "state": state, "changed": True} for state in ("ready", "open"))
+    async with city.gateway(0) as user:
+        answer = (await user.say("hi"))[1]["id"]
+        assert await user.reward(0.5, call=answer, id="a") == (200, call)
+        assert await user.reward(-1, call=answer, id="b") == (200, call)
+        assert await user.reward(0.5, call=answer, id="a") == (200, call), "b is not undone"
+        await user.say("hi", "hello", "how?")
+    async with city.gateway(1) as user:
+        assert await user.reward(0.5, call=answer, id="a") == (200, call)
+        assert user.gateway._sessions["anna:s"].chat.rewards == {answer: -1}
+        assert await asyncio.gather(*(user.reward(1, id="c") for _ in "12")) == [(200, taken)] * 2
+    (sample,) = city.trained.values()
+    assert sample.reward == 0, "1 for the session, and -1 for its answer"
+    async with city.gateway(2) as user:
+        for _ in range(2):
+            assert await user.reward(1, id="c") == (200, taken)
+            assert await user.reward(-1, call=answer, id="b") == (200, call)
+            status, body = await user.reward(1, id="d")
+            assert (status, body["error"]["code"]) == (409, "rewarded") and "another id" in body["error"]["message"]
+            if not city.ledger.version:
+                await user.say("hi", session="t")
+                await user.reward(1, session="t")
+                city.train()
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "trained"
+
+
+async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_the_same_name(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        first = await user.reward(1, id="a")
+        await user.say("hi", "hello", "how?")
+        assert await user.reward(1, id="a") == first
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        assert (await user.reward(-1, id="b"))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1, -1]
+
+
+async def test_a_reward_that_is_stored_when_its_gateway_is_lost_counts_and_its_repeat_hears_so(city):
+    city.says = ["hello"]
+    city.reports = False
+    async with city.gateway(0) as user:
+        await user.say("hi")
+        reward = asyncio.create_task(user.reward(1, id="a"))
+        while not city.samples:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        reward.cancel()
+    assert city.ledger.left_sessions() == ["s0.0"] and not city.ledger.ready_count
+    async with city.gateway(1) as user:
+        assert await user.reward(1, id="a") == (200, {"id": "anna:s", "state": "ready", "changed": True})
+        assert (await user.reward(-1, id="b"))[0] == 409
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_a_reward_that_was_taken_and_is_undone_is_not_said_to_count(city):
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        await user.reward(1, id="a")
+        await user.ask("sessions/s", method="DELETE")
+        assert (await user.reward(1, id="a"))[1] == {"id": "anna:s", "state": "gone", "changed": False}
+    assert not city.state.receipts
+
+
+async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
+    city.says = ["hello"]
+    async with city.gateway(0) as user:
+        await user.say("hi")
+    began = time.time()
+    monkeypatch.setattr("actors.sampling.user_sessions.time", SimpleNamespace(time=lambda: began + 1000))
+    async with city.gateway(1) as user:
+        await user.ask("sessions/s", method="GET")
+        session = user.gateway._sessions["anna:s"]
+        assert 1000 <= asyncio.get_running_loop().time() - session.begun < 1100
 
 
 async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
@@ -533,7 +720,7 @@ async def test_the_trainer_takes_a_session_from_the_gateway_alone_that_goes_on_w
             await ask("gateway/0#1", saves[0])
             await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
         for late in (saves[1], rewarded):
-            with pytest.raises(FencedError, match="gateway/0#2 goes on with s0.0"):
+            with pytest.raises(RefusedError, match="gateway/0#2 goes on with s0.0"):
                 await ask("gateway/0#1", late)
         await ask("gateway/0#2", saves[2])
         assert spool.calls("s0.0", 0) == saved("hello, fine"), "a late sample has not ended it"

@@ -18,13 +18,13 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
 from areal.config import Config, ObserveConfig
 from areal.data.rows import Row
-from areal.pictures import DIGESTS
+from areal.pictures import DIGESTS, digest_of
 from areal.programs.outside import SandboxError
 from areal.trajectory import Note, TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.sandbox_tasks import RowError
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
-from protocols.messages import Member, Permit, Policy
+from protocols.messages import LackingPictures, Member, Permit, Policy
 
 PROMPT, SAMPLED = 5, 9
 
@@ -271,21 +271,24 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
 
 
 @pytest.mark.parametrize("rollouts", ["all", "none"])
-async def test_the_trainer_gets_the_pictures_of_a_group_and_their_names(rollouts):
+async def test_the_trainer_gets_the_pictures_of_a_group_that_it_lacks_and_their_names(rollouts):
     sent = []
 
     async def ask(request, answer):
         sent.append(request)
+        return LackingPictures(names=(digest_of(b"new"),))
 
     manager = alone(RolloutManager)
     manager.config = manager.config.model_copy(update={"observe": ObserveConfig(rollouts=rollouts)})
     manager.ask_trainer = ask
     scored = _Scored(0, await workflow(None, None), Note())
     permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
-    await manager._store(permit, Row(0, "", "", None, {"answer": 1, DIGESTS: ["a"]}, (b"the file",)), [scored])
+    await manager._store(permit, Row(0, "", "", None, {"answer": 1, DIGESTS: ["a"]}, (b"old", b"new")), [scored])
     await manager._store(permit, Row(0, "", "", None, {"answer": 1}), [scored])
-    assert [[content.tobytes() for content in request.pictures] for request in sent] == [[b"the file"], []]
-    assert json.loads(sent[0].row)[DIGESTS] == ["a"] and bool(sent[1].row) == (rollouts == "all")
+    offer, files, pictured, plain = sent
+    assert offer.names == (digest_of(b"old"), digest_of(b"new"))
+    assert [content.tobytes() for content in files.files] == [b"new"]
+    assert json.loads(pictured.row)[DIGESTS] == ["a"] and bool(plain.row) == (rollouts == "all")
 
 
 async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all_tokens_of_its_samples():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from actors.training.sample_store import SampleStore
-from areal.config import Config
+from areal.config import Config, TrainerConfig
+from areal.pictures import digest_of
 from areal.trajectory import Trajectory
-from protocols.messages import ScoredSample, StoreSamples
+from protocols.messages import OfferPictures, ScoredSample, StorePictures, StoreSamples
+from protocols.transport import Request
 
 ROUTES = np.uint8([[0, 0, 0, 0], [1, 0, 7, 2], [3, 5, 0, 6]])
 SAMPLE = Trajectory(np.array([4, 5, 6]), np.array([0, -1, -2]), np.array([-1, 0, 0]), 1.0, "stop")
@@ -48,3 +52,20 @@ def test_a_sample_without_the_routes_of_the_model_is_refused_where_they_are_repl
     else:
         with pytest.raises(ValueError, match=sentence):
             part("replay")
+
+
+async def test_pictures_that_are_stored_are_not_asked_for_again(tmp_path):
+    async def on_disk(what: str, use: Any, *arguments: Any) -> Any:
+        return use(*arguments)
+
+    nothing: Any = None
+    config: Any = SimpleNamespace(trainer=TrainerConfig(), pictures_folder=tmp_path / "pictures")
+    store = SampleStore(config, 100, nothing, nothing, on_disk, nothing)
+
+    def asked(message: Any) -> Any:
+        return store.dispatch(Request(message, "rollout_manager/0#a", asyncio.get_running_loop().time() + 60, b""))
+
+    names = digest_of(b"one"), digest_of(b"two")
+    assert (await asked(OfferPictures(names=names))).names == names
+    await asked(StorePictures(files=(np.frombuffer(b"two", np.uint8),)))
+    assert (await asked(OfferPictures(names=names))).names == names[:1]

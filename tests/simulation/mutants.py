@@ -63,6 +63,7 @@ from protocols.codec import Frame, decode_header, encode_header
 from protocols.errors import RefusedError
 from protocols.messages import (
     AskRecovery,
+    AskSamples,
     DiscardSession,
     Done,
     GroupAccepted,
@@ -881,12 +882,36 @@ def left_sessions_begin_anew() -> AbstractContextManager[None]:
     return patch.multiple(UserSession, restore=nothing)
 
 
+def rewards_without_receipts() -> AbstractContextManager[None]:
+    """The master forgets the ids of rewards at each step."""
+    apply = RunState._apply_stepped
+
+    def forget(state: RunState, change: Any) -> None:
+        apply(state, change)
+        state.receipts.clear()
+
+    return patch.multiple(RunState, _apply_stepped=forget)
+
+
+def stored_sessions_begin_anew() -> AbstractContextManager[None]:
+    """Who goes on with a session does not ask whether its sample is stored."""
+    ask_trainer = Gateway.ask_trainer
+
+    async def ask(gateway: Gateway, request: Message, answer: Any) -> Any:
+        if isinstance(request, AskSamples):
+            return StoredSamples(places=(), start_version=None)
+        return await ask_trainer(gateway, request, answer)
+
+    return patch.multiple(Gateway, ask_trainer=ask)
+
+
 def deleted_sessions_stay() -> AbstractContextManager[None]:
     """A gateway forgets a session that is to be deleted, and does not tell the master."""
     ask_master = Membership.ask_master
 
     async def ask(member: Membership, message: Message, *more: Any) -> Any:
-        return Done() if isinstance(message, DiscardSession) else await ask_master(member, message, *more)
+        deletes = isinstance(message, DiscardSession) and message.reason == "deleted"
+        return Done() if deletes else await ask_master(member, message, *more)
 
     return patch.multiple(Membership, ask_master=ask)
 
@@ -1008,6 +1033,8 @@ MUTANTS: dict[str, Mutant] = {
     "answers before they are saved": answers_before_they_are_saved,
     "calls sampled again": calls_sampled_again,
     "left sessions begin anew": left_sessions_begin_anew,
+    "rewards without receipts": rewards_without_receipts,
+    "stored sessions begin anew": stored_sessions_begin_anew,
     "deleted sessions stay": deleted_sessions_stay,
     "sessions trained twice": sessions_trained_twice,
     "sessions of two gateways": sessions_of_two_gateways,

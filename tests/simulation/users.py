@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from areal.workflows.openai_api import ApiError, ChatRequest
 from protocols.errors import BusError
+from simulation.book import Violation
 from simulation.incarnation import Incarnation
 from simulation.loop import FaultyLoop, WorldScheduler
 from simulation.oracle import Oracle
@@ -21,7 +22,7 @@ KEY = "users"
 # Seconds between a user and a gateway, at most, and after which a user asks again.
 LATENCY, PATIENCE = 0.02, 6.0
 # How a conversation ends, with weights.
-ENDS = {"reward": 6, "late": 2, "twice": 3, "never": 2, "silent": 2, "delete": 1, "talk on": 2}
+ENDS = {"reward": 6, "late": 2, "twice": 3, "never": 2, "silent": 2, "delete": 1, "talk on": 4}
 # Statuses that mean: not here or not now.
 AGAIN = (409, 429, 500, 507)
 
@@ -69,6 +70,7 @@ class _Conversation:
         self._messages = [{"role": "user", "content": f"{number}"}]
         self._group = ""
         self._gateway: Incarnation | None = None
+        self._taken: set[str] = set()  # the ids of the rewards that are said to count
         self._value = random.choice((-1.0, -0.25, 0.5, 1.0))
 
     async def go_on(self) -> None:
@@ -96,6 +98,9 @@ class _Conversation:
                 if isinstance(error, BaseException) and not isinstance(error, Lost):
                     raise error
         elif end != "never":
+            await self._reward(self._value)
+        if end == "reward":  # whoever has lost the answer asks again
+            await asyncio.sleep(2.0)
             await self._reward(self._value)
         if end == "talk on":
             await self._turn(f"{self._number}-after")
@@ -128,10 +133,23 @@ class _Conversation:
         return await self._until(call)
 
     async def _reward(self, value: float) -> None:
+        mark = f"{self._number}{value:+}" if self._number % 3 else ""  # some rewards have no id
+
         async def reward(gateway: Any) -> Any:
-            state = await gateway.reward(self.name, value, {}, None)
+            try:
+                state = await gateway.reward(self.name, value, {}, None, mark)
+            except ApiError as error:
+                if error.code == "no_calls":
+                    self._world.oracle.fail(Violation(f"{self.name} has calls, but is told: {error}"))
+                if error.code != "rewarded":
+                    raise
+                state = {"state": "ready", "changed": False}
             if state["state"] == "ready":
                 self._world.oracle.rewarded(self.name, value if state["changed"] else None)
+            if mark and state["changed"]:
+                self._taken.add(mark)
+            elif mark in self._taken:
+                self._world.oracle.forgotten(self.name)
             return state
 
         self._say(f"rewards {value}: {await self._until(reward)}")

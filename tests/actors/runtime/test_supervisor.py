@@ -21,6 +21,7 @@ from actors.runtime import supervisor
 from actors.runtime.supervisor import Deaths, Supervisor
 from areal.config import Config
 from areal.processes import ROOT, LenientOutput
+from areal.storage.disk import Backlog
 from protocols.errors import ProtocolVersionError
 from protocols.messages import Status
 from protocols.transport import Bus, Request
@@ -273,6 +274,13 @@ async def test_a_child_has_the_environment_that_it_was_given_at_each_start(stage
     assert (play.folder / "reward.sees").read_text() == "0,1,2 "
 
 
+async def test_children_whose_run_has_failed_elsewhere_are_not_started_again_and_say_why(stage):
+    play = stage(reward="print('the guard')\nsys.exit(6)", generator="time.sleep(0.2)\nprint('the guard')\nsys.exit(6)")
+    ending = await play.supervisor.run_roles(["reward", "generator"], [], {})
+    assert (ending.ok, ending.reason) == (False, "the guard")
+    assert [len(play.starts(role)) for role in ("reward", "generator")] == [1, 1]
+
+
 async def test_a_fenced_child_is_started_again_at_once(stage, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 1000.0)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 1000.0)
@@ -291,6 +299,16 @@ async def test_an_output_without_line_feeds_ends_no_child(stage):
     play = stage(reward=f"{bar}print('\\nand so on')\nsys.exit(2)")
     assert (await play.supervisor.run_roles(["reward"], [], {})).reason == "and so on"
     assert len(play.starts("reward")) == 1
+
+
+async def test_a_child_that_prints_much_waits_for_few_writes_and_all_lines_are_kept(stage, tmp_path, monkeypatch):
+    writes, append = [], Backlog.append
+    monkeypatch.setattr(Backlog, "append", lambda file, lines: (writes.append(1), append(file, lines)))
+    play = stage(reward="print(*range(50_000), sep=chr(10))")
+    play.supervisor._folder = tmp_path
+    await play.supervisor.run_roles(["reward"], [], {})
+    assert (tmp_path / "logs" / "reward-0.out").read_text().split() == [str(number) for number in range(50_000)]
+    assert len(writes) < 1_000
 
 
 async def test_a_console_that_nobody_reads_ends_nothing(stage, at_once):
@@ -371,6 +389,22 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     assert "generator/0 is killed: it has lost its place in the run" in play.output
 
 
+async def test_a_master_that_has_stopped_to_answer_is_killed_and_started_again(
+    whole, config, tmp_path, at_once, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "ASK_SECONDS", 0.5)
+    config = config.model_copy(update={"master": config.master.model_copy(update={"lost_seconds": 1.0})})
+    play = whole()
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
+    await until(lambda: "first failure (reward)" in play.output)
+    (config.folder / "journal.db").unlink()  # without it, its stand-in here does not answer
+    await until(lambda: len(play.starts("master")) == 2)
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert "master/0 is killed: it has not answered for 1 s" in play.output
+
+
 @pytest.mark.parametrize("silent", [None, 600.0])
 async def test_a_child_that_starts_is_left_alone_while_one_before_it_loses_its_place(
     whole, config, tmp_path, at_once, monkeypatch, silent
@@ -434,15 +468,14 @@ async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, con
     assert (len(play.starts("master")), len(play.starts("generator"))) == (1, 1)
 
 
-async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, config, tmp_path):
-    play = whole()
+async def test_a_child_that_a_plugin_has_ended_with_0_is_started_again(whole, config, tmp_path, at_once, monkeypatch):
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.0)
+    play = whole(rollout_manager="os._exit(0) if start == 1 else stay()")
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
-    await until(play.everybody_is_up)
-    os.kill(play.pid("generator"), signal.SIGTERM)
-    await until(lambda: "generator/0 has left and is not started again" in play.output)
+    await until(lambda: len(play.starts("rollout_manager")) == 2)
     (tmp_path / "end").write_text("0")
     assert (await running).ok
-    assert len(play.starts("generator")) == 1
+    assert "rollout_manager/0 exited with 0, and is started again" in play.output
 
 
 async def test_a_child_that_somebody_else_told_to_leave_is_started_again(whole, config, tmp_path, at_once):

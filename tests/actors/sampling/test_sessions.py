@@ -23,6 +23,7 @@ from actors.sampling.sessions import SampleSession, contained_task
 from areal.config import Config, UserError
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad
+from areal.pictures import digest_of
 from areal.programs.outside import Outcome, SandboxError, open_sandbox
 from areal.programs.slots import Programs
 from areal.result import Result
@@ -40,7 +41,7 @@ from protocols.errors import (
     RefusedError,
     StreamBrokenError,
 )
-from protocols.messages import Member, Policy
+from protocols.messages import Generate, Member, Policy
 
 
 class Cluster:
@@ -227,15 +228,17 @@ async def test_a_sample_whose_generator_does_not_answer_to_another_one_continues
     assert [name for name, _ in streams.asked] == ["0", "1", "1"]
 
 
-def test_calls_that_begin_together_send_each_picture_once():
+def test_calls_name_the_pictures_of_their_prompts_and_send_those_that_the_generator_lacks():
     config, frames = Cluster().config, []
     for pictures in ([b"a", b"b"], [b"b", b"b"], []):
         sample = SampleState(config.sampling, 0, None, None, lambda version: None)
         sample.pictures = pictures
         frames.append(Call(sample, np.int32([1]), 4, None))
-    request = Call.request(0, frames)
-    assert [content.tobytes() for content in request.pictures] == [b"a", b"b"]
-    assert [sequence.pictures for sequence in request.sequences] == [(0, 1), (1, 1), ()]
+    a, b = digest_of(b"a"), digest_of(b"b")
+    request, more = Call.request(0, frames), Call.request(0, frames, [b])
+    assert [request.pictures[sequence.prompt] for sequence in request.sequences] == [(a, b), (b, b), ()]
+    assert [content.tobytes() for content in more.files] == [b"b"] and not request.files
+    assert type(Call.request(0, frames[2:])) is Generate
 
 
 class Streams:

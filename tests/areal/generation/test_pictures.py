@@ -13,34 +13,47 @@ from tiny_training import sampled, settings
 from areal.config import GeneratorConfig, SamplingConfig
 from areal.generation.engine import GenerationEngine
 from areal.pictures import DIGESTS, digest_of
-from areal.sight import look, sight_of
+from areal.sight import sight_of
 from areal.storage.pictures import PictureStore
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group
 
 SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=24)
 CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=8, kv_cache_gib=0.1, max_model_len=192)
-WIDTH = {"hidden_size": 64, "intermediate_size": 96}
+WIDTH = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.2}
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-TEXT = {**WIDTH, **HEADS, "vocab_size": 64, "max_position_embeddings": 256, "rope_parameters": MROPE}
-TOWER = {**WIDTH, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14, "window_size": 56}
+TEXT = {**WIDTH, **HEADS, "vocab_size": 64, "max_position_embeddings": 256, "eos_token_id": 2}
+TOWER = {**WIDTH, "num_heads": 2, "out_hidden_size": 64}
 IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+# Of each type of model: what its tower has besides, how rotary angles are divided, and other sizes of its text.
+KINDS = {
+    "qwen2_5_vl": ({"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}, [4, 6, 6], {}),
+    "qwen3_vl": (
+        {"depth": 3, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        [6, 5, 5],
+        {"head_dim": 32},
+    ),
+}
 
 
-@pytest.fixture
-def model(tmp_path):
+@pytest.fixture(params=KINDS)
+def model(request, tmp_path):
     torch.manual_seed(0)
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={**TEXT, "initializer_range": 0.2, "tie_word_embeddings": False, "eos_token_id": 2},
-        vision_config={**TOWER, "fullatt_block_indexes": [1], "initializer_range": 0.2},
+    kind, (tower, sections, more) = request.param, KINDS[request.param]
+    rotary = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+    rotary |= {"mrope_interleaved": True} if kind == "qwen3_vl" else {}
+    config = transformers.AutoConfig.for_model(
+        kind,
+        text_config={**TEXT, **more, "rope_parameters": rotary, "tie_word_embeddings": False},
+        vision_config={**TOWER, **tower},
         tie_word_embeddings=False,
         **IDS,
     )
-    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    words = [names.get(token, f"w{token}") for token in range(64)]
-    words[5], words[6] = names["image_token"], names["video_token"]
+    names |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
+    words = [f"w{token}" for token in range(64)]
+    words[5:9] = names.values()
     raw = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": "w0"}
     file = tmp_path / "tokenizer.json"
     file.write_text(
@@ -51,15 +64,13 @@ def model(tmp_path):
     )
     tokenizer.save_pretrained(tmp_path / "model")
     # Without `image_mean` vLLM's own normalisation would leave the pixels as bytes, 0.1 nats off.
-    sizes = {
-        "patch_size": 14,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "min_pixels": 28 * 28,
-        "max_pixels": 28 * 28 * 16,
-    }
-    for name, kind in ("preprocessor", "image"), ("video_preprocessor", "video"):
-        said = {f"{kind}_processor_type": f"Qwen2VL{kind.title()}Processor", "processor_class": "Qwen2_5_VLProcessor"}
+    unit = 2 * tower["patch_size"]
+    sizes = {"patch_size": tower["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
+    sizes |= {"min_pixels": unit**2, "max_pixels": 16 * unit**2}
+    family = "Qwen3VL" if kind == "qwen3_vl" else "Qwen2VL"
+    processor = "Qwen3VLProcessor" if kind == "qwen3_vl" else "Qwen2_5_VLProcessor"
+    for name, part in ("preprocessor", "Qwen2VLImage"), ("video_preprocessor", f"{family}Video"):
+        said = {f"{part[7:].lower()}_processor_type": f"{part}Processor", "processor_class": processor}
         (tmp_path / "model" / f"{name}_config.json").write_text(json.dumps(sizes | said))
     return tmp_path / "model"
 
@@ -67,7 +78,7 @@ def model(tmp_path):
 @pytest.mark.slow
 async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_an_update(model, tmp_path):
     pytest.importorskip("torchvision")
-    wide, tall = png(84, 56, 1), png(30, 150, 2)
+    wide, tall, sight = png(84, 56, 1), png(30, 150, 2), sight_of(str(model))
     store = PictureStore(tmp_path / "pictures")
     store.put_all([wide, tall])
     prompts = {"one": [wide], "two": [tall, wide], "none": []}
@@ -76,8 +87,8 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
     for version in range(2):
         groups = []
         for number, (name, contents) in enumerate(prompts.items()):
-            seen = [look(str(model), content) for content in contents]
-            prompt = prompt_with(contents, sight_of(str(model)), [1, 20])
+            seen = [sight.look(content) for content in contents]
+            prompt = prompt_with(contents, sight, [1, 20])
             samples = [await sampled(engine, f"{name} {n}", prompt, SAMPLING, seen) for n in range(2)]
             row = json.dumps({DIGESTS: [digest_of(content) for content in contents]})
             groups.append(Group(name, number, tuple(samples), row))
@@ -91,8 +102,6 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
         trainer.step(groups, version=version, temperature=1.0)
         await engine.load(trainer.publish(tmp_path / f"{version + 1}"), version + 1)
     with pytest.raises(ValueError, match="placeholders of a prompt are not those of its 1 pictures"):
-        await sampled(
-            engine, "wrong", prompt_with([tall], sight_of(str(model)), [1])[:-4], SAMPLING, [look(str(model), tall)]
-        )
+        await sampled(engine, "wrong", prompt_with([tall], sight, [1])[:-4], SAMPLING, [sight.look(tall)])
     await engine.close()
     trainer.close()

@@ -15,26 +15,36 @@ from areal.pictures import DIGESTS, digest_of
 from areal.sight import sight_of
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.engine import TrainingEngine
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Branch, Group, Trajectory
 
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
-TOWER |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.3}
-MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "initializer_range": 0.3}
+IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": START, "vision_end_token_id": END}
+# Of each type of model: what its tower has besides, how rotary angles are divided, and other sizes of its text.
+KINDS = {
+    "qwen2_5_vl": ({"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}, [1, 1, 2], {}),
+    "qwen3_vl": (
+        {"depth": 3, "patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        [4, 2, 2],
+        {"head_dim": 16},
+    ),
+}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a tiny Qwen2.5-VL."""
-    folder = tmp_path_factory.mktemp("model")
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    """The folder of a tiny model that sees."""
+    folder, (tower, sections, more) = tmp_path_factory.mktemp("model"), KINDS[request.param]
     torch.manual_seed(0)
-    ids = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": START}
-    text = {**SIZES, "max_position_embeddings": 256, "rope_parameters": MROPE, "tie_word_embeddings": False}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config=TOWER, **ids, vision_end_token_id=END, tie_word_embeddings=False
+    rotary = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+    rotary |= {"mrope_interleaved": True} if "deepstack_visual_indexes" in tower else {}
+    text = {**SIZES, **more, "max_position_embeddings": 256, "rope_parameters": rotary, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(
+        request.param, text_config=text, vision_config={**TOWER, **tower}, tie_word_embeddings=False, **IDS
     )
-    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
-    sizes = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16, "patch_size": 14, "merge_size": 2}
+    unit = 2 * tower["patch_size"]
+    sizes = {"min_pixels": unit**2, "max_pixels": 16 * unit**2, "patch_size": tower["patch_size"], "merge_size": 2}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
     return folder
 
@@ -48,17 +58,33 @@ def sample(pictures, sight, rng, begin):
     return Trajectory(np.array(prompt + answer, np.int32), logprobs, versions, float(rng.random()), "stop")
 
 
+def branching(trajectory, rng):
+    """The sample with more calls of the policy: one that goes on from its picture, one from the middle of its answer,
+    and one without the picture, which samples a placeholder."""
+    prompt, columns = int((trajectory.versions < 0).sum()), [trajectory]
+    branches = [Branch(0, len(trajectory)), Branch(prompt - 2, 5), Branch(prompt + 1, 6), Branch(1, 7)]
+    for branch in branches[1:]:
+        versions = np.array([-1, *[3] * (branch.new - 1)], np.int32)
+        logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, branch.new), 0).astype(np.float32)
+        columns.append(Trajectory(rng.integers(10, 36, branch.new).astype(np.int32), logprobs, versions, 0.0, "stop"))
+    arrays = {name: np.concatenate([getattr(c, name) for c in columns]) for name in ("tokens", "logprobs", "versions")}
+    arrays["tokens"][-1] = PLACEHOLDER
+    return replace(trajectory, **arrays, branches=tuple(branches))
+
+
 @pytest.fixture(scope="module")
 def batch(model, tmp_path_factory):
     """Groups, and the folder of their pictures: two samples that share a picture, two with two of different sizes,
-    one without a picture."""
+    one without a picture, two that branch."""
     rng, sight = np.random.default_rng(0), sight_of(str(model))
     wide, tall = png(84, 56, 1), png(30, 150, 2)
     store = PictureStore(tmp_path_factory.mktemp("run") / "pictures")
     store.put_all([wide, tall])
     groups = []
-    for number, (pictures, count) in enumerate([([wide], 2), ([tall, wide], 2), ([], 1)]):
+    for number, (pictures, count) in enumerate([([wide], 2), ([tall, wide], 2), ([], 1), ([tall, wide], 2)]):
         samples = [sample(pictures, sight, rng, [1, number + 20]) for _ in range(count)]
+        if number == 3:
+            samples = [branching(t, rng) for t in samples]
         row = json.dumps({DIGESTS: [digest_of(picture) for picture in pictures]})
         groups.append(Group(str(number), number, tuple(samples), row))
     return groups, store
@@ -70,7 +96,7 @@ def stock_logprobs(model, trajectory, pictures, sight):
     tokens = torch.from_numpy(trajectory.tokens).long()[None]
     kinds = ((tokens == PLACEHOLDER) & torch.from_numpy(trajectory.versions < 0)).int()
     more = {"mm_token_type_ids": kinds}
-    if pictures:
+    if kinds.any():
         looked = [sight.look(picture) for picture in pictures]
         more["pixel_values"] = torch.from_numpy(np.concatenate([p.patches for p in looked])).double()
         more["image_grid_thw"] = torch.tensor([p.grid for p in looked])
@@ -79,7 +105,7 @@ def stock_logprobs(model, trajectory, pictures, sight):
 
 
 def stock(model):
-    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+    return transformers.AutoModelForImageTextToText.from_pretrained(
         model, dtype=torch.float64, attn_implementation="eager"
     )
 
@@ -88,17 +114,18 @@ def training_engine(model, store, **changes):
     return TrainingEngine(model, settings(max_tokens_per_microbatch=96, **changes), seed=0, pictures=store.folder)
 
 
-@pytest.mark.parametrize("prefix_tree", [True, False])
-def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, prefix_tree):
+@pytest.mark.parametrize("changes", [{"prefix_tree": True, "gradient_checkpointing": True}, {"prefix_tree": False}])
+def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, changes):
     (groups, store), whole = batch, stock(model)
-    engine = training_engine(model, store, prefix_tree=prefix_tree)
+    engine = training_engine(model, store, **changes)
     computed = torch.from_numpy(engine.logprobs(groups, temperature=TEMPERATURE))
     _, gradients = step_and_gradients(engine, groups)
     engine.close()
+    rewards = np.array([t.reward for group in groups for t in group.trajectories])
     samples = [(t, store.of_group(group)) for group in groups for t in group.trajectories]
-    rewards = np.array([t.reward for t, _ in samples])
+    sequences = [(sequence, pictures) for t, pictures in samples for sequence in t.sequences()]
     expected, loss, count = [], torch.zeros(()), 0
-    for t, pictures in samples:
+    for t, pictures in sequences:
         logp, sampled = stock_logprobs(whole, t, pictures, sight_of(str(model))), torch.from_numpy(t.sampled[1:])
         expected.append(torch.cat([torch.zeros(1), logp.detach() * sampled]))
         ratio = torch.exp(logp.detach() - torch.from_numpy(t.logprobs)[1:])
@@ -137,6 +164,15 @@ def places_swapped(group):
     """The digests of a group in the row, and the same in another order."""
     first, second = pictures_of(group)
     return f'"{first}", "{second}"', f'"{second}", "{first}"'
+
+
+def test_a_picture_is_processed_once_for_all_batches(model, batch, monkeypatch):
+    (groups, store), read, get = batch, [], PictureStore.get
+    monkeypatch.setattr(PictureStore, "get", lambda self, name: (read.append(name), get(self, name))[1])
+    engine = training_engine(model, store)
+    first, again = (engine.logprobs(groups, temperature=TEMPERATURE) for _ in range(2))
+    engine.close()
+    assert (first == again).all() and sorted(read) == sorted({*read}) and len(read) == 2
 
 
 def test_a_picture_that_changed_on_disk_is_refused(model, batch, tmp_path):
