@@ -22,6 +22,7 @@ from actors.mastering.changes import Rewarded, Stepped
 from actors.mastering.run_state import RunState
 from actors.mastering.session_requests import SessionRequests
 from actors.runtime.directory import Directory
+from actors.sampling.calls import Call
 from actors.training.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
 from areal.config import Config
@@ -84,6 +85,7 @@ class City:
         self.now = 0.0
         self.says: list[str | None] = []
         self.prompts: list[str] = []
+        self.salts: list[str] = []
         self.samples: dict[str, StoreSamples] = {}
         self.reports = True  # whether the master hears of samples
         run = SimpleNamespace(
@@ -137,6 +139,7 @@ class City:
 
     async def sample(self, call) -> Generation:
         self.prompts.append(TOKENIZER.decode(call.tokens))
+        self.salts.append(Call.request(0, [call]).sequences[0].cache_salt)
         text = self.says.pop(0)
         if text is None:
             await asyncio.Event().wait()
@@ -360,6 +363,17 @@ async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
         city.ledger.next_batch(0)
         status, body, _ = await user.ask("sessions/a", method="DELETE")
         assert status == 409 and "in the batch that is trained now" in body["error"]["message"]
+
+
+async def test_the_sessions_of_a_key_share_their_prefixes_with_no_other_key():
+    keys = {name: {"sha256": sha256(key.encode()).hexdigest()} for name, key in (("anna", USER), ("bert", JUDGE))}
+    city = City(make_config(keys=keys))
+    city.says = ["hello"] * 3
+    async with city.gateway() as user:
+        for key in (USER, USER, JUDGE):
+            own = (await user.ask("sessions", {}, key))[1]["api_key"]
+            await user.ask("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, own)
+    assert city.salts == ["anna", "anna", "bert"]
 
 
 async def test_quotas_of_a_key(city):

@@ -141,6 +141,7 @@ def config_of(model: Model) -> Config:
                 "share": model.share,
                 "without_permit": model.without_permit,
                 "session_seconds": model.session_seconds,
+                "score": model.share < 1 or model.eval_size > 0,
                 "idle_seconds": model.idle_seconds,
                 "keys": {"users": {"sha256": "0" * 64, "rights": ["serve", "reward"]}} if model.gateways else {},
             },

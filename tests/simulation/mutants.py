@@ -883,11 +883,14 @@ def left_sessions_begin_anew() -> AbstractContextManager[None]:
 
 
 def rewards_without_receipts() -> AbstractContextManager[None]:
-    """The master forgets the ids of the rewards that were taken."""
-    apply = RunState._apply_rewarded
-    return patch.multiple(
-        RunState, _apply_rewarded=lambda state, change: apply(state, change.model_copy(update={"marks": ()}))
-    )
+    """The master forgets the ids of rewards at each step."""
+    apply = RunState._apply_stepped
+
+    def forget(state: RunState, change: Any) -> None:
+        apply(state, change)
+        state.receipts.clear()
+
+    return patch.multiple(RunState, _apply_stepped=forget)
 
 
 def stored_sessions_begin_anew() -> AbstractContextManager[None]:
@@ -907,7 +910,8 @@ def deleted_sessions_stay() -> AbstractContextManager[None]:
     ask_master = Membership.ask_master
 
     async def ask(member: Membership, message: Message, *more: Any) -> Any:
-        return Done() if isinstance(message, DiscardSession) else await ask_master(member, message, *more)
+        deletes = isinstance(message, DiscardSession) and message.reason == "deleted"
+        return Done() if deletes else await ask_master(member, message, *more)
 
     return patch.multiple(Membership, ask_master=ask)
 

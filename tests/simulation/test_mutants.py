@@ -155,8 +155,8 @@ def gateways_die(n: int = 0) -> Plan:
 
 def samples_unreported(n: int = 0) -> Plan:
     """Gateways die while the trainer has samples of which it cannot tell the master."""
-    cut = (Partition(0.8 + 2 * i, ("trainer-0",), ("master-0",), 1.2) for i in range(4))
-    return plan(*cut, *(Kill(1.4 + 2 * i + n / 20, f"gateway-{i % 2}", 0.2) for i in range(4)), until=10.0)
+    cut = (Partition(0.8 + 3 * i, ("trainer-0",), ("master-0",), 2.0) for i in range(4))
+    return plan(*cut, *(Kill(1.8 + 3 * i + n / 20, f"gateway-{i % 2}", 0.2) for i in range(4)), until=10.0)
 
 
 def gateways_are_replaced(n: int = 0) -> Plan:
@@ -307,8 +307,8 @@ PROVOKED = {
     "answers before they are saved": Provoked("before it is on the trainer's disk", lambda n: plan(), MIXED, 4),
     "calls sampled again": Provoked("and before with", lambda n: plan(), ALONE),
     "left sessions begin anew": Provoked("", gateways_die, ALONE),
-    "rewards without receipts": Provoked("has the reward", lambda n: plan(), ALONE, 4),
-    "stored sessions begin anew": Provoked("has the reward", samples_unreported, ALONE, 16),
+    "rewards without receipts": Provoked("does not count", lambda n: plan(), ALONE, 4),
+    "stored sessions begin anew": Provoked("has calls, but", samples_unreported, ALONE),
     "deleted sessions stay": Provoked("is told that it is deleted", lambda n: plan(), ALONE),
     "sessions trained twice": Provoked("an answer of", lambda n: plan(), replace(ALONE, eval_size=1, idle_seconds=1.0)),
     "sessions of two gateways": Provoked("the answer", gateways_are_replaced, ALONE, 16),
