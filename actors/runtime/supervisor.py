@@ -60,6 +60,7 @@ from protocols.transport import Bus, ask_until
 END, FAILED, USER_ERROR, FENCED, ERROR, LEFT, RUN_FAILED = range(7)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
+READ_BYTES = 1 << 13  # fewer lines than a log takes at a time (Backlog.LINES)
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
@@ -486,7 +487,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
     Lines of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to the start of its line, are
     cut."""
     begun = b""  # the last line, whose end has not come yet
-    while data := await reader.read(LONGEST_LINE_BYTES):
+    while data := await reader.read(READ_BYTES):
         *lines, begun = (begun + data).split(b"\n")
         if len(begun) > LONGEST_LINE_BYTES:
             lines, begun = [*lines, begun], b""
