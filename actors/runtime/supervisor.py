@@ -60,6 +60,7 @@ from protocols.transport import Bus, ask_until
 END, FAILED, USER_ERROR, FENCED, ERROR, LEFT, RUN_FAILED = range(7)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
+READ_BYTES = 1 << 13  # fewer lines than a log takes at a time (Backlog.LINES)
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
@@ -266,7 +267,7 @@ class Supervisor:
 
     async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:
         """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
-        their place in the run and do not end, and a master that has stopped to answer, which all others leave."""
+        their place in the run and do not end, and a master that has stopped to answer, before all others leave it."""
         printed: set[str] = set()
         answering, silent = 0, 0  # the start of the master that has answered last, and looks since then
         while True:
@@ -275,9 +276,9 @@ class Supervisor:
                 status = await status_of(bus, address, ASK_SECONDS)
             except BusError:  # it is asked again
                 silent += 1
-                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds
+                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds / 2
                 if lost and (process := master.running):
-                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds:g} s")
+                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds / 2:g} s")
                     kill_group(process)
                 continue
             answering, silent = master.starts, 0
@@ -486,7 +487,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
     Lines of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to the start of its line, are
     cut."""
     begun = b""  # the last line, whose end has not come yet
-    while data := await reader.read(LONGEST_LINE_BYTES):
+    while data := await reader.read(READ_BYTES):
         *lines, begun = (begun + data).split(b"\n")
         if len(begun) > LONGEST_LINE_BYTES:
             lines, begun = [*lines, begun], b""
