@@ -427,8 +427,8 @@ def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json
 
 def messages_of(request: ChatRequest, pictures: Sequence[Json]) -> list[Json]:
     """The messages of a request, whose pictures are none or `pictures`. Raises ApiError."""
-    known = {picture["digest"]: picture for picture in pictures}
-    messages = [message_of(raw, known) for raw in request.messages]
+    by_digest = {picture["digest"]: picture for picture in pictures}
+    messages = [message_of(raw, by_digest) for raw in request.messages]
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     if [part for part in parts if part["type"] == "image"] not in ([], [*pictures]):
         raise ApiError(NOT_OF_THE_ROW, "pictures")
@@ -441,13 +441,13 @@ def _picture(content: bytes) -> Json:
     return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
 
 
-def message_of(raw: Json, known: Mapping[str, Json] = NO_PICTURES) -> Json:
+def message_of(raw: Json, by_digest: Mapping[str, Json] = NO_PICTURES) -> Json:
     """A chat message in the form that templates take, without fields that clients add to the messages they received.
-    known: pictures by their digests. Raises ApiError."""
+    by_digest: pictures. Raises ApiError."""
     role = "system" if raw.get("role") == "developer" else raw.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(f"a message has the role {role!r}: roles are system, developer, user, assistant and tool")
-    message = {"role": role, "content": _content(raw.get("content"), known)}
+    message = {"role": role, "content": _content(raw.get("content"), by_digest)}
     if role == "tool":
         message |= {key: raw[key] for key in ("tool_call_id", "name") if raw.get(key)}
     if role == "assistant" and raw.get("tool_calls"):
@@ -457,17 +457,17 @@ def message_of(raw: Json, known: Mapping[str, Json] = NO_PICTURES) -> Json:
     return message
 
 
-def _content(content: Any, known: Mapping[str, Json]) -> str | list[Json]:
+def _content(content: Any, by_digest: Mapping[str, Json]) -> str | list[Json]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise ApiError("the content of a message is neither text nor a list of parts")
-    parts = [_part(part, known) for part in content]
+    parts = [_part(part, by_digest) for part in content]
     is_text = all(part["type"] == "text" for part in parts)
     return "".join(part["text"] for part in parts) if is_text else parts
 
 
-def _part(part: Json, known: Mapping[str, Json]) -> Json:
+def _part(part: Json, by_digest: Mapping[str, Json]) -> Json:
     if isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if part.get("type") not in PICTURE_PARTS:
@@ -476,7 +476,7 @@ def _part(part: Json, known: Mapping[str, Json]) -> Json:
     url = url.get("url") if isinstance(url, dict) else url
     with explain(ValueError, "a picture of a message cannot be read: {why}", ApiError):
         content = from_url(url) if isinstance(url, str) else None
-    picture = known.get(str(part.get("digest")) if content is None else digest_of(content))
+    picture = by_digest.get(str(part.get("digest")) if content is None else digest_of(content))
     if picture is None:
         raise ApiError(NOT_OF_THE_ROW, "pictures")
     return picture
