@@ -8,7 +8,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rollout_files import sample, write_model, write_run
+from rollout_files import sample, write_model, write_pictured_run, write_run
 
 from areal.__main__ import main
 from areal.config import UserError
@@ -33,8 +33,8 @@ def run(tmp_path):
     return tmp_path
 
 
-def ids(found) -> list[tuple[str, int, int]]:
-    return [(row["group"], row["sample"], row["branch"]) for row in found.rows]
+def ids(rows) -> list[tuple[str, int, int]]:
+    return [(row["group"], row["sample"], row["branch"]) for row in rows.rows]
 
 
 def rows(run, where: Where, sort: str | None = "step", descending: bool = False, limit: int = 50, offset: int = 0):
@@ -103,7 +103,7 @@ def test_sql_of_the_user_may_use_all_columns(written):
 
 
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("where", "sentence"),
     [
         ("rewrd > 1", 'Referenced column "rewrd" not found'),
         ("", "The rollouts cannot be queried"),
@@ -118,13 +118,13 @@ def test_sql_of_the_user_may_use_all_columns(written):
         ("step IN (WITH a AS (COPY (SELECT 1) TO '{run}/rollouts/x.parquet') SELECT 1 FROM a)", "top level"),
     ],
 )
-def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(written, tmp_path, where, told):
+def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(written, tmp_path, where, sentence):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     files_before = sorted(written.rglob("*"))
     filled = where.format(other=tmp_path / "other.parquet", run=str(written).replace("'", "''"))
     with pytest.raises(UserError) as caught:
         rows(written, sql_condition(filled))
-    assert told in str(caught.value) and "prompt_index" in str(caught.value)
+    assert sentence in str(caught.value) and "prompt_index" in str(caught.value)
     assert sorted(written.rglob("*")) == files_before
 
 
@@ -260,3 +260,10 @@ def test_a_file_with_other_columns_is_told_in_one_sentence(run, capsys, change):
     assert "rollouts of this format have other columns" in error and error.count("\n") == 1
     with pytest.raises(UserError, match="rollouts of this format have other columns"):
         list(Record(run).rows(["group"]))
+
+
+def test_of_pictures_their_files_are_printed(tmp_path, capsys):
+    write_pictured_run(tmp_path, ["0a" * 16, "../../etc/passwd"])
+    assert main(["rollouts", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"── picture {tmp_path}/pictures/{'0a' * 16}\n" in printed and "passwd" not in printed

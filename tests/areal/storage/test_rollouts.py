@@ -32,8 +32,8 @@ def group(number: int, version: int = 4) -> Group:
     return Group(f"g{number}.0", number, (plain, BRANCHED), ROW, NOTES)
 
 
-def writer(folder: Path, kept: str = "all", limit: int = 1 << 30) -> RolloutWriter:
-    return RolloutWriter(folder, kept, limit, lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences])
+def writer(folder: Path, kinds: str = "all", limit: int = 1 << 30) -> RolloutWriter:
+    return RolloutWriter(folder, kinds, limit, lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences])
 
 
 def rows(folder: Path) -> list[dict]:
