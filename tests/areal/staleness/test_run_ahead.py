@@ -168,7 +168,7 @@ def test_where_the_generators_are_the_slower_they_are_not_held_back(run):
 
 @pytest.mark.parametrize("capacity", [1.1, 3])
 def test_a_larger_bound_for_late_feedback_of_users_does_not_make_rows_older(capacity):
-    runs = [Run(16, bound, capacity, slots=1, spread=0.8) for bound in (8, 32)]
+    runs = [Run(16, bound, capacity, slots=1, spread=0.8, steps=100) for bound in (8, 32)]
     usual, large = (Simulation(run, RunAhead(run.batch_size, run.max_staleness)).result() for run in runs)
     assert large.staleness < usual.staleness + 0.1
 
