@@ -1467,6 +1467,8 @@ class Config(ScoringConfig, metaclass=_Checked):
     def _conflicts_of_sessions(self) -> Iterator[str]:
         if self.gateway.serve == "evaluated" and not (self.data.eval_size and self.evaluator.every):
             yield "gateway.serve=evaluated serves what is evaluated: set evaluator.every and data.eval_size"
+        if self.gateway.serve == "evaluated" and self.gateway.share == 1:
+            yield "gateway.serve=evaluated needs rows to train when no version is good enough: lower gateway.share"
         if self.gateway.serve == "evaluated" and self.generator.count < 2:
             yield "gateway.serve=evaluated keeps a generator for users, and training needs others: set generator.count"
         if not self.gateway.share:
