@@ -201,3 +201,14 @@ def test_as_many_placeholders_are_written_as_the_processor_makes_parts(model):
     sight = sight_of(str(model))
     for width, height in [(28, 28), (5, 40), (84, 56), (30, 150), (400, 200), (1000, 9), (57, 57)]:
         assert sight.tokens(width, height) == sight.look(png(width, height, 0)).tokens
+
+
+def test_smolvlm_sees_a_picture_as_one_square_or_not_at_all(tmp_path):
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    (tmp_path / "config.json").write_text('{"model_type": "smolvlm", "image_token_id": 5, "scale_factor": 4}')
+    with pytest.raises(UserError, match="set do_image_splitting to false in its preprocessor_config.json"):
+        sight_of(str(tmp_path))
+    (tmp_path / "preprocessor_config.json").write_text('{"do_image_splitting": false}')
+    whole = get_image_prompt_string(0, 0, 1, "<fake_token_around_image>", "<image>", "<global-img>")
+    assert sight_of(str(tmp_path)).expand("a <image> b", [(30, 40)]) == f"a {whole} b"
