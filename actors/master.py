@@ -315,14 +315,14 @@ class Master(HandlesRequests):
             self._run.end_if(self._run.failures.verdict(self.ledger.counters, now))
             self.state.compact_if_due()
             counts = self._counts()
-            own = vitals.numbers()
+            numbers = vitals.numbers()
             doing = "; ".join([str(self._run.shortage or self._run.progress.who_waits()), *self._hangs.alerts.values()])
-            self.folder.record_heartbeat("master/0", "healthy", doing, counts | own)
+            self.folder.record_heartbeat("master/0", "healthy", doing, counts | numbers)
             self._numbers = {
                 **{f"groups_{name}": float(n) for name, n in counts.items()},
                 **{f"step_{name}": value for name, value in flat(self.state.last_step or {}).items() if name != "step"},
                 "version": float(self.ledger.version),
-                **own,
+                **numbers,
             }
             self._remedy_stall()
 

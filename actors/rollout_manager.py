@@ -324,7 +324,7 @@ class RolloutManager(Sampler):
         self, permit: Permit, place: int, session: SampleSession, row: Row, start: _GroupStart, begun: bool
     ) -> _Scored | SampleFailed:
         """Sample and score one sample. begun: the trainer may have calls of it."""
-        began = time.time()
+        began, at = time.time(), time.monotonic()
         try:
             if begun:
                 session.saved_calls = await self._calls(permit, place)
@@ -334,7 +334,7 @@ class RolloutManager(Sampler):
             discarded = session.tokens_sampled - int(sample.sampled.sum())
             note = Note(session.reward_parts, max(0, discarded))
             if self._keeps_rollouts:
-                note = Note(*note[:2], (*session.generators,), began, time.time() - began)
+                note = Note(*note[:2], (*session.generators,), began, time.monotonic() - at)
             return _Scored(place, sample, note)
         except SampleFailed as failure:
             if session.first_version is None:

@@ -7,3 +7,5 @@ EVENTS = "events.jsonl"
 # Files whose records go to another one at some size, in place of those there, and that one.
 OLDER = {METRICS: "metrics.1.jsonl", EVENTS: "events.1.jsonl"}
 ROLLOUTS = "rollouts"
+# Of the pictures of prompts: Config.pictures_folder.
+PICTURES = "pictures"

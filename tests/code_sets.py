@@ -100,14 +100,14 @@ def compressed(cases: list[dict], protocol: int = 4) -> str:
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases), protocol))).decode()
 
 
-def live_code_bench(public: list[dict], private: list[dict], **more: object) -> dict:
+def live_code_bench(public: list[dict], private: list[dict], **fields: object) -> dict:
     bare = [{key: case[key] for key in ("input", "output", "testtype")} for case in [*public, *private]]
     return {
         "question_content": "?",
         "starter_code": "",
         "public_test_cases": json.dumps(bare[: len(public)]),
         "private_test_cases": compressed(bare[len(public) :]),
-        **more,
+        **fields,
     }
 
 

@@ -227,11 +227,11 @@ class Malformed:
             if field.is_required() or self.random.random() < 0.5
         }
 
-    def _value(self, wanted: Any, name: str) -> Any:
+    def _value(self, annotation: Any, name: str) -> Any:
         """Of the type, which need not be all that is asked of it."""
-        if name in USUAL and wanted in (int, float, str, int | None) and self.random.random() < 0.8:
+        if name in USUAL and annotation in (int, float, str, int | None) and self.random.random() < 0.8:
             return self.random.choice(USUAL[name])
-        choice, origin, of = self.random.choice, get_origin(wanted), get_args(wanted)
+        choice, origin, of = self.random.choice, get_origin(annotation), get_args(annotation)
         if origin is Literal:
             return choice(of)
         if origin in (Union, types.UnionType):
@@ -244,14 +244,14 @@ class Malformed:
             return {choice(TEXTS): self._value(of[1], name) for _ in range(choice((0, 1, 3)))}
         if origin is dict:
             return {choice(TEXTS): self._anything() for _ in range(choice((0, 1, 3)))}
-        if hasattr(wanted, "__metadata__"):
-            return self._value(get_args(wanted)[0], name)
-        if isinstance(wanted, type) and issubclass(wanted, BaseModel):
-            return self._part(wanted)
-        if wanted is np.ndarray:
+        if hasattr(annotation, "__metadata__"):
+            return self._value(get_args(annotation)[0], name)
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return self._part(annotation)
+        if annotation is np.ndarray:
             return self._array(name)
         result = {str: self._text, int: lambda: choice(INTEGERS), float: lambda: choice(FLOATS)}
-        return result.get(wanted, lambda: choice((True, False, None)))()
+        return result.get(annotation, lambda: choice((True, False, None)))()
 
     def _text(self) -> str:
         chance = self.random.random()

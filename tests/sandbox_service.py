@@ -32,14 +32,14 @@ class Service:
         self.asked: set[str] = set()
 
     async def put(self, request: web.Request) -> web.StreamResponse:
-        name, wanted = request.match_info["name"], await request.json()
-        if wanted["image"] not in (None, "known"):
-            return web.json_response({"error": f"no image {wanted['image']}"}, status=400)
+        name, body = request.match_info["name"], await request.json()
+        if body["image"] not in (None, "known"):
+            return web.json_response({"error": f"no image {body['image']}"}, status=400)
         if name not in self.sandboxes:
-            processes = wanted["limits"]["processes"]
+            processes = body["limits"]["processes"]
             sandbox = await self.programs.namespaces()
             self.sandboxes[name] = await sandbox.stay(self.programs.slot, processes=processes, disk_bytes=1 << 28)
-            self.labels[name] = wanted["label"]
+            self.labels[name] = body["label"]
         return web.json_response({})
 
     async def set_fault(self, request: web.Request) -> web.StreamResponse:
@@ -47,22 +47,22 @@ class Service:
         return web.json_response({})
 
     async def exec(self, request: web.Request) -> web.StreamResponse:
-        wanted = await request.json()
+        body = await request.json()
         sandbox = self.sandboxes.get(request.match_info["name"])
         if sandbox is None:
             return web.json_response({"error": "no such sandbox"}, status=404)
         if self.fault == "dies":
             os._exit(1)
-        key = wanted["id"]
+        key = body["id"]
         if key not in self.answers:
-            self.answers[key] = asyncio.create_task(self.run(sandbox, wanted))
+            self.answers[key] = asyncio.create_task(self.run(sandbox, body))
         return await self.answer(request, key, await asyncio.shield(self.answers[key]))
 
-    async def run(self, sandbox: Commands, wanted: dict[str, Any]) -> dict[str, Any]:
-        output, seconds = Output(wanted["most_bytes"]), wanted["seconds"]
+    async def run(self, sandbox: Commands, body: dict[str, Any]) -> dict[str, Any]:
+        output, seconds = Output(body["most_bytes"]), body["seconds"]
         limits = {"wall_seconds": seconds, "cpu_seconds": seconds}
-        _, status = await sandbox.run(wanted["command"], base64.b64decode(wanted["stdin"]), limits, output)
-        return {"id": wanted["id"], "status": status, "output": base64.b64encode(bytes(output)).decode()}
+        _, status = await sandbox.run(body["command"], base64.b64decode(body["stdin"]), limits, output)
+        return {"id": body["id"], "status": status, "output": base64.b64encode(bytes(output)).decode()}
 
     async def answer(self, request: web.Request, key: str, content: dict[str, Any]) -> web.StreamResponse:
         first = key not in self.asked

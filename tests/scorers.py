@@ -76,7 +76,7 @@ async def scorer_of(config: Config, name: str) -> Any:
         yield await Scorer.start(member, name=name)
 
 
-async def scores_of(actor: Scorer, asked: Sequence[Asked], reward: str = "") -> list[tuple[float, float]]:
+async def scores_of(actor: Scorer, questions: Sequence[Asked], reward: str = "") -> list[tuple[float, float]]:
     """The scores that a scorer gives for a reward, by default one of its own name, and the numbers of tokens that it
     read, by the code that a flow calls."""
     added: list[Any] = []
@@ -87,7 +87,7 @@ async def scores_of(actor: Scorer, asked: Sequence[Asked], reward: str = "") -> 
             row,
             added.append,
         )
-        for job, (prompt, completion, row) in enumerate(asked)
+        for job, (prompt, completion, row) in enumerate(questions)
     ]
     await asyncio.gather(*jobs)
     added.sort(key=lambda scored: scored.job)

@@ -173,8 +173,8 @@ def _pairs_missing(counters: Counter[str]) -> str:
     names = [name.removeprefix("near ").split("/") for name in counters if name.startswith("near ")]
     events, kinds = sorted({event for event, _ in names}), sorted({fault for _, fault in names})
     missing = [f"{event} after {fault}" for event in events for fault in kinds if [event, fault] not in names]
-    found = f"{len(names)} of {len(events) * len(kinds)} pairs of an event and a fault right before it"
-    return f"{found}; missing: {', '.join(missing) or 'none'}"
+    share = f"{len(names)} of {len(events) * len(kinds)} pairs of an event and a fault right before it"
+    return f"{share}; missing: {', '.join(missing) or 'none'}"
 
 
 def _report(tally: Tally, seconds: float, jobs: int, mutant: str | None, console: Console) -> None:

@@ -55,7 +55,7 @@ def reached(files: Mapping[str, Path], starts: Iterable[str]) -> set[str]:
         if (name := todo.pop()) not in seen:
             seen.add(name)
             above = name.rpartition(".")[0]
-            todo += [other for other in (above, *imports(files[name])) if other in files]
+            todo += [module for module in (above, *imports(files[name])) if module in files]
     return seen
 
 

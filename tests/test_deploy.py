@@ -113,7 +113,7 @@ def kubernetes_security() -> Iterator[tuple[str, dict, list[dict]]]:
     """The name of each role's container, the security context of its pod, and those of its containers."""
     for _, pod in kubernetes_pods():
         containers = [*pod["containers"], *pod.get("initContainers", [])]
-        yield containers[0]["name"], pod["securityContext"], [one["securityContext"] for one in containers]
+        yield containers[0]["name"], pod["securityContext"], [container["securityContext"] for container in containers]
 
 
 def test_in_kubernetes_no_pod_is_root_or_gains_rights_or_speaks_to_the_api_server():
@@ -126,7 +126,9 @@ def test_in_kubernetes_no_pod_is_root_or_gains_rights_or_speaks_to_the_api_serve
 
 def test_in_kubernetes_only_rewards_are_allowed_what_the_sandbox_needs_and_then_in_a_user_namespace():
     relaxed = {name for name, pod, _ in kubernetes_security() if pod["seccompProfile"]["type"] != "RuntimeDefault"}
-    relaxed |= {name for name, _, containers in kubernetes_security() if any("procMount" in one for one in containers)}
+    relaxed |= {
+        name for name, _, containers in kubernetes_security() if any("procMount" in context for context in containers)
+    }
     assert relaxed == {"reward"}
     (reward,) = [pod for _, pod in kubernetes_pods() if pod["containers"][0]["name"] == "reward"]
     assert reward["hostUsers"] is False
@@ -239,9 +241,9 @@ class Nodes:
         """The exit code of a script in configs/deploy."""
         path = f"{self.folder / '.venv' / 'bin'}:{os.environ['PATH']}"
         slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "7"}
-        known = {"PATH": path, "CALLS": str(self.calls)} | slurm
+        variables = {"PATH": path, "CALLS": str(self.calls)} | slurm
         command = ["bash", f"configs/deploy/{script}"]
-        env = known | environment
+        env = variables | environment
         return subprocess.run(command, cwd=self.folder, env=env, stdout=output, timeout=120).returncode
 
     def called(self) -> list[tuple[str, str, list[str]]]:

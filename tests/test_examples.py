@@ -81,7 +81,7 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
     def sources(row: dict, *names: str) -> str:
         return json.dumps([{"base": f"configs/data/deepcoder-{name}.yaml", "source": rows(row)} for name in names])
 
-    def configure(example: str, *more: str) -> Config:
+    def configure(example: str, *overrides: str) -> Config:
         replaced = {
             "distillation": lambda: [f"scorers.teacher.model={tiny_model}"],
             "mcp_tools": lambda: [f"rollout_manager.workflow_options.servers.shop.command={sys.executable}"],
@@ -101,7 +101,7 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
             f"master.address=tcp://127.0.0.1:{free_port}",
             f"run_dir={tmp_path / 'runs'}",
             *replaced(),
-            *more,
+            *overrides,
         ]
         return load_config(file, values)
 

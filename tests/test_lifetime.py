@@ -35,7 +35,7 @@ def making(process: subprocess.Popen) -> list[Process]:
 
 
 def wait_for_end(processes: list[Process]) -> None:
-    while any(Path(f"/proc/{one.pid}/cmdline").exists() for one in processes):
+    while any(Path(f"/proc/{process.pid}/cmdline").exists() for process in processes):
         time.sleep(0.1)
 
 
@@ -45,7 +45,7 @@ def test_a_run_of_areal_train_ends_with_its_caller_even_if_that_is_killed(tmp_pa
     caller = subprocess.Popen([sys.executable, "-c", CALLER], cwd=tmp_path, env=environment)
     below = making(caller)
     (here,) = [run for run in runs_here() if run.folder == tmp_path / "runs" / "quickstart"]
-    assert here.process in [one.pid for one in below] and "import areal; areal.train" in here.starter
+    assert here.process in [child.pid for child in below] and "import areal; areal.train" in here.starter
     caller.kill()
     caller.wait()
     wait_for_end(below)
@@ -54,9 +54,9 @@ def test_a_run_of_areal_train_ends_with_its_caller_even_if_that_is_killed(tmp_pa
 @pytest.fixture
 def heard_hangup():
     """Children hear SIGHUP, also if the tests themselves run below nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    old_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, old_handler)
 
 
 @pytest.mark.usefixtures("heard_hangup")

@@ -12,7 +12,7 @@ BARE = {
     "wanted", "said", "made", "whole", "before", "after", "kept", "more", "most", "rest", "several", "either", "sent",
     "done", "ours", "theirs", "that",
 }  # fmt: skip
-MOST_BARE, MOST_BARE_IN_TESTS = 0.003, 0.025
+MOST_BARE, MOST_BARE_IN_TESTS = 0.003, 0.01
 """The largest share of bound names that may be bare."""
 
 

@@ -149,8 +149,8 @@ def test_all_rewards_may_be_judgements_of_the_policy_and_of_a_scorer(run, small,
 
 @pytest.mark.slow
 def test_weights_go_from_a_trainer_with_zero_3_straight_into_generators_one_of_which_is_killed(run, small, tmp_path):
-    more = ["generator.count=2", "trainer.ranks=2", "trainer.zero_stage=3", "weights.transport=gloo", "steps=12"]
-    started = run("--config", CONFIG, *small, *more)
+    overrides = ["generator.count=2", "trainer.ranks=2", "trainer.zero_stage=3", "weights.transport=gloo", "steps=12"]
+    started = run("--config", CONFIG, *small, *overrides)
     folder = tmp_path / "runs" / "test"
     while not (folder / "metrics.jsonl").is_file() or len(read_jsonl(folder / "metrics.jsonl")) < 3:
         assert started.code is None, started.output
@@ -359,8 +359,8 @@ def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
 
 def test_the_port_of_a_start_is_kept_for_its_master(free_port):
     with hold_free_port(f"tcp://127.0.0.1:{free_port}") as address:
-        with socket.socket() as other, pytest.raises(OSError):
-            other.bind(("127.0.0.1", free_port))
+        with socket.socket() as server, pytest.raises(OSError):
+            server.bind(("127.0.0.1", free_port))
         check_port(address)
         with zmq.Context() as context, context.socket(zmq.ROUTER) as master, context.socket(zmq.DEALER) as actor:
             master.bind(address)
@@ -370,15 +370,15 @@ def test_the_port_of_a_start_is_kept_for_its_master(free_port):
 
 
 def test_two_starts_at_once_have_two_ports(free_port):
-    wanted = f"tcp://127.0.0.1:{free_port}"
-    with hold_free_port(wanted) as first, hold_free_port(wanted) as second:
-        assert first == wanted and second != wanted
-    with hold_free_port(wanted) as third:
-        assert third == wanted
+    address = f"tcp://127.0.0.1:{free_port}"
+    with hold_free_port(address) as first, hold_free_port(address) as second:
+        assert first == address and second != address
+    with hold_free_port(address) as third:
+        assert third == address
 
 
 @pytest.mark.parametrize(
-    ("more", "resume", "another"),
+    ("overrides", "resume", "another"),
     [
         ([], None, True),
         (["master.address=tcp://127.0.0.1:5555"], None, False),
@@ -386,10 +386,10 @@ def test_two_starts_at_once_have_two_ports(free_port):
         (["master.address=tcp://*:5555"], None, False),
     ],
 )
-def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume, another):
+def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, overrides, resume, another):
     monkeypatch.setattr("actors.checks.start_checks.free_port", lambda address: nullcontext("tcp://127.0.0.1:5999"))
-    arguments = Namespace(config=None, resume=resume, fork=None, overrides=list(more))
-    config = load_config(Path(CONFIG), more if resume is None else ["master.address=tcp://127.0.0.1:5555"])
+    arguments = Namespace(config=None, resume=resume, fork=None, overrides=list(overrides))
+    config = load_config(Path(CONFIG), overrides if resume is None else ["master.address=tcp://127.0.0.1:5555"])
     with own_port(config, port_is_named(arguments, config)) as config:
         assert (config.master.address == "tcp://127.0.0.1:5999") is another
 
@@ -595,8 +595,8 @@ def test_roles_without_a_master_say_so(run, free_port):
 
 def test_a_report_that_cannot_be_written_is_told_in_a_line_and_fails_nothing(tmp_path, capsys):
     keep_report(tmp_path)
-    told = capsys.readouterr().err
-    assert f"The report was not written ({tmp_path} is not the folder of a run: " in told
+    line = capsys.readouterr().err
+    assert f"The report was not written ({tmp_path} is not the folder of a run: " in line
     (tmp_path / "config.yaml").write_text("name: demo\n")
     keep_report(tmp_path)
     assert (tmp_path / "report.html").is_file() and not capsys.readouterr().err

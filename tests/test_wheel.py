@@ -32,8 +32,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "source" / name, follow_symlinks=False)
     pip, alone = [sys.executable, "-m", "pip", "--disable-pip-version-check"], ["--no-deps", "--no-index"]
-    made = call(folder, *pip, "wheel", "--no-build-isolation", *alone, "./source")
-    assert made.returncode == 0, made
+    process = call(folder, *pip, "wheel", "--no-build-isolation", *alone, "./source")
+    assert process.returncode == 0, process
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
     added = call(folder, *pip, "--python", python, "install", *alone, *folder.glob("*.whl"))
@@ -51,8 +51,8 @@ def test_a_wheel_checks_a_run_finds_its_configurations_and_refuses_what_is_not_t
         assert tried.returncode == 0 and "the run can be started" in tried.stderr, tried
     refused = call(tmp_path, installed / "areal", "eval", "missing", "--benchmarks", "gsm8k")
     assert refused.returncode == 2 and "no model folder missing" in refused.stderr, refused
-    other = call(tmp_path, installed / "areal", "eval", "missing", "--benchmarks", "other")
-    assert "There is no benchmark 'other'" in other.stderr and "gsm8k" in other.stderr
+    refusal = call(tmp_path, installed / "areal", "eval", "missing", "--benchmarks", "other")
+    assert "There is no benchmark 'other'" in refusal.stderr and "gsm8k" in refusal.stderr
     assert not [*tmp_path.iterdir()]
 
 

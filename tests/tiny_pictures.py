@@ -1,6 +1,8 @@
 """Pictures, and prompts that have them, for tests with tiny models."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 from PIL import Image
@@ -14,6 +16,20 @@ def png(width, height, seed):
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def bomb(width, height):
+    """A PNG of a few bytes that says it has so many pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + header
+        + struct.pack(">I", zlib.crc32(header))
+        + bytes(4)
+        + b"IDAT"
+        + bytes(4)
+    )
 
 
 def prompt_with(pictures, sight, begin):

@@ -284,11 +284,13 @@ def step_and_gradients(engine, batch, **options):
     return result, gradients
 
 
-def assert_same_gradients(found, expected):
+def assert_same_gradients(gradients, expected):
     """fp32: sums in another order differ by rounding alone."""
-    assert found.keys() == expected.keys()
+    assert gradients.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradients[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @functools.cache
@@ -328,11 +330,11 @@ async def sampled(engine, name, prompt, sampling, pictures=()):
     tokens, logprobs, versions = (
         np.concatenate([getattr(row, column) for row in rows]) for column in ("tokens", "logprobs", "versions")
     )
-    given = len(prompt)
+    start = len(prompt)
     return Trajectory(
         np.concatenate([prompt, tokens]).astype(np.int32),
-        np.concatenate([np.zeros(given), logprobs]).astype(np.float32),
-        np.concatenate([np.full(given, -1), versions]).astype(np.int32),
+        np.concatenate([np.zeros(start), logprobs]).astype(np.float32),
+        np.concatenate([np.full(start, -1), versions]).astype(np.int32),
         float(tokens[0] % 2),
         "length",
     )

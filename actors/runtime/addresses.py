@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +139,7 @@ def locate(master: str, patience: float) -> tuple[str, Path | None]:
     others. Raises UserError if none begins within `patience` seconds."""
     folder = Path(master)
     if master.startswith("tcp://") or not ("/" in master or folder.is_dir()):
+        _await_name(master, patience)
         return master, None
     begun = time.monotonic()
     logged = False
@@ -158,6 +160,24 @@ def locate(master: str, patience: float) -> tuple[str, Path | None]:
         if not (keys / FILE_NAME).exists():
             raise UserError(f"The run in {folder} was started with other keys than its own: give them with --keys.")
     return on_this_machine(address), keys
+
+
+def _await_name(master: str, patience: float) -> None:
+    """Wait for at most `patience` seconds until the name of the master's host is known: a cluster may give it only once
+    the master is up. `host_towards` says so if it is not."""
+    start, warn = time.monotonic(), True
+    while (seconds := time.monotonic() - start) < patience:
+        try:
+            host_towards(master)
+        except UserError as error:
+            if not isinstance(error.__cause__, socket.gaierror):
+                return
+            if seconds > SILENCE_SECONDS and warn:
+                warn = False
+                log.warning("waiting for the master's name", why=str(error), seconds=patience)
+        else:
+            return
+        time.sleep(LOOK_SECONDS)
 
 
 def host_towards(master: str) -> str:

@@ -2,7 +2,8 @@
 
 It starts each role with the command line that a user would type. The exit code of a process (a child) means:
 
-    0       of the master: the run reached its end. Of another role: so it was told by the master; it is not restarted
+    0       of the master: the run reached its end. Of another role: so the master said, which ends itself soon; if it
+            does not, a plug-in has ended the process, and it died
     1       of the master: the run failed, and the last line of its output says why. Of another role: it died
     2       at its first start, before a step was trained: something that the user supplied has to be changed, and the
             run ends. Later: it died
@@ -73,6 +74,8 @@ STOP_SECONDS = 10.0
 # How long to read a dead child's output if a process that the child left behind still holds the pipe open.
 LAST_WORDS_SECONDS = 1.0
 ASK_SECONDS = 2.0
+# How long the master may take to end after the first of the other roles, which is when it has written the summary.
+END_SECONDS = 6.0
 # The interval of looks at the status of the run, and the time that an actor which is no member any more has to end.
 LOOK_SECONDS, FENCED_SECONDS = 2.0, 15.0
 
@@ -339,15 +342,17 @@ class Supervisor:
                 code = await self._end_of(child)
             if ending := self._end_of_run(child, code):
                 return self._finish(ending)
+            if code == END and self._master is None:
+                return self._say(f"{child.name} has left and is not started again. Last output: {child.last_line}")
+            if code == END:
+                await asyncio.sleep(END_SECONDS)
             if self._summary():
                 return
-            if code == END:
-                return self._say(f"{child.name} has left and is not started again. Last output: {child.last_line}")
             pause = child.deaths.pause(loop.time() - child.began, self._progress())
             if pause is None:
                 return self._finish(Ending(False, self._gave_up(child, code)))
             pause = 0.0 if code == FENCED else pause
-            why = f". Last output: {child.last_line}" if code > 0 else ""
+            why = f". Last output: {child.last_line}" if code >= 0 else ""
             self._say(f"{child.name} {_how(code)}, and is started again in {pause:g} s{why}")
             await asyncio.sleep(pause)
 

@@ -7,11 +7,12 @@ requests again, which are saved with the tokens: each finds its own.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,12 +59,13 @@ class UserSample(SampleSession):
         super().count(versions)
 
 
-@dataclass
-class AnsweredCall:
-    """A finished call: its answer's id, its request, and the client's id for it, with its number among the answers."""
+class AnsweredCall(NamedTuple):
+    """A finished call: its answer's id, its messages and the other fields of its request, as places in the session's
+    parts, and the client's id for it, with its number among the answers."""
 
     name: str
-    request: ChatRequest
+    messages: list[int]
+    options: int
     mark: str
 
 
@@ -94,6 +96,7 @@ class UserSession:
         self._save = save
         self.saves = 0  # how often it was saved
         self._turns: list[AnsweredCall] = []
+        self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
         self._began = time.time()  # as `begun`, for other gateways
         self._rewards: list[tuple[str, float, str]] = []  # of its answers, in the order in which they came
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
@@ -147,7 +150,7 @@ class UserSession:
             if not self.sample.messages:
                 self.sample.messages += map(message_of, request.messages)
             answer = await self.chat.complete(request, name, on_text)
-            self._turns.append(AnsweredCall(name, request, mark))
+            self._add_turn(request, name, mark)
             await self.save()
         except SampleFailed as failure:
             raise ApiError(f"the call has failed: {failure}", "call_failed") from None
@@ -156,15 +159,20 @@ class UserSession:
             self.used = loop.time()
         return answer
 
+    def _add_turn(self, request: ChatRequest, name: str, mark: str) -> None:
+        options = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
+        parts = [json.dumps(part) for part in [*request.messages, options]]
+        *messages, place = (self._parts.setdefault(part, len(self._parts)) for part in parts)
+        self._turns.append(AnsweredCall(name, messages, place, mark))
+
     async def save(self) -> None:
         """Have the trainer store the calls so far, and what is needed to go on with them."""
         async with self._saving:
             if self.group is None:
                 return
-            turns = [[turn.name, turn.request.model_dump_json(exclude_none=True), turn.mark] for turn in self._turns]
             self.saves += 1
-            state = {"ended": self.ended, "began": self._began}
-            notes = json.dumps({"saves": self.saves, "turns": turns, "rewards": self._rewards} | state)
+            turns = {"parts": [*self._parts], "turns": self._turns, "rewards": self._rewards}
+            notes = json.dumps({"saves": self.saves, "ended": self.ended, "began": self._began} | turns)
             if calls := self.sample.calls_so_far():
                 await self._save(self, packed(calls, notes))
 
@@ -173,14 +181,15 @@ class UserSession:
         notes = json.loads(notes_of(frame))
         self.saves = notes["saves"] + 1  # its last gateway may still be at the next one
         self.sample.saved_calls = unpacked(frame)
-        for name, body, mark in notes["turns"]:
-            request = ChatRequest.model_validate_json(body)
-            answer = await self.chat.complete(request, name)
-            self._turns.append(AnsweredCall(name, request, mark))
-            if mark:
-                self._calls[mark] = asyncio.create_task(_same(answer))
-        if self._turns:
-            self.sample.messages += map(message_of, self._turns[0].request.messages)
+        parts = [json.loads(part) for part in notes["parts"]]
+        for turn in itertools.starmap(AnsweredCall, notes["turns"]):
+            request = ChatRequest(messages=[parts[place] for place in turn.messages], **parts[turn.options])
+            answer = await self.chat.complete(request, turn.name)
+            if not self._turns:
+                self.sample.messages += map(message_of, request.messages)
+            self._add_turn(request, turn.name, turn.mark)
+            if turn.mark:
+                self._calls[turn.mark] = asyncio.create_task(_same(answer))
         for name, value, mark in notes["rewards"]:
             self.give_reward(value, name, mark)
         self.ended = notes["ended"]

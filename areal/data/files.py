@@ -10,6 +10,7 @@ import io
 import json
 import sys
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def open_parquet(path: Path, what: str) -> Any:
 
     try:
         datasets.disable_progress_bars()
-        return datasets.Dataset.from_parquet(str(path))
+        return with_files(datasets.Dataset.from_parquet(str(path)))
     except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise UserError(f"{what} cannot be read as Parquet ({reason}): correct the path or the file") from error
@@ -127,3 +128,21 @@ def _object(raw: Any, where: str, advice: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UserError(f"{where} is of type {type(raw).__name__}, not an object: {advice}")
     return raw
+
+
+def with_files(dataset: Any) -> Any:
+    """The data set with the files of its pictures, which it would decode whatever their size."""
+    import datasets
+
+    def of(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(feature, dict):
+            return {name: of(part) for name, part in feature.items()}
+        listed = copy(feature)
+        if hasattr(feature, "feature"):
+            listed.feature = of(feature.feature)
+        return listed
+
+    dataset.info.features = datasets.Features(of(dict(dataset.features)))  # a cast would copy lists of pictures
+    return dataset

@@ -1,8 +1,9 @@
 """Rows with pictures, in the forms of published data sets.
 
-Pictures are in the fields `image` or `images`: bytes, as the hub's `Image` feature stores and decodes them, data URLs,
-paths; or in the parts of messages themselves. They stand where the prompt has a part of this kind or the text
-`<image>`, and else before the first text of the user.
+Pictures are in the fields `image` or `images`, or in MathVista's `decoded_image`, whose `image` names a file that the
+hub does not have: bytes, as the hub's `Image` feature stores them, data URLs, paths; or in the parts of messages
+themselves. They stand where the prompt has a part of this kind or the text `<image>`, and else before the first text of
+the user.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from areal.config import UserError, explain
 from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt
 from areal.pictures import MAX_BYTES, digest_of, size_of
 
-FIELDS = ("image", "images")
+FIELDS = ("decoded_image", "image", "images")
+# What has the picture in an object, as the hub, verl and the protocols of agents write it.
+_KEYS = ("bytes", "path", "image", "url")
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+_DATA_URL = re.compile(r"data:image(/[\w.+-]+)?;base64,")
 Part = dict[str, Any]
 
 
@@ -37,9 +40,9 @@ def in_fields(raw: Mapping[str, Any]) -> list[Any]:
 
 def _is_picture(value: Any) -> bool:
     if isinstance(value, str):
-        return value.startswith("data:image/") or value.lower().partition("?")[0].endswith(_ENDINGS)
+        return value.startswith("data:image") or value.lower().partition("?")[0].endswith(_ENDINGS)
     if isinstance(value, Mapping):
-        return bool(value.get("bytes") or value.get("path"))
+        return bool(value.get("bytes") or value.get("path")) or any(_is_picture(value.get(k)) for k in ("image", "url"))
     return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
 
 
@@ -106,8 +109,8 @@ def _own(part: Part) -> Iterator[Any]:
 
 def _read(value: Any, folder: Path) -> bytes:
     """The file of a picture. Raises OSError and ValueError."""
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
+    while isinstance(value, Mapping):
+        value = next((value[key] for key in _KEYS if value.get(key)), None)
     if isinstance(value, bytes):
         return value
     if type(value).__module__.startswith("PIL."):
@@ -119,9 +122,9 @@ def _read(value: Any, folder: Path) -> bytes:
     if url := _DATA_URL.match(value):
         with explain(binascii.Error, "its data URL is not base64: {why}", ValueError):
             return base64.b64decode(value[url.end() :], validate=True)
-    if "://" in value or value.startswith("data:"):
+    if "://" in value.removeprefix("file://") or value.startswith("data:"):
         raise ValueError(f"{value[:80]} is not on this machine: save it as a file")
-    file = folder / Path(value).expanduser()
+    file = folder / Path(value.removeprefix("file://")).expanduser()
     if file.is_file() and file.stat().st_size > MAX_BYTES:
         raise ValueError(f"{file} has {file.stat().st_size} bytes, more than {MAX_BYTES}")
     return file.read_bytes()

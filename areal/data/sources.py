@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, explain, reward_weights
 from areal.data import addition, harbor_tasks, pictured, reasoning_tasks, verifiers_tasks
-from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of
+from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
 from areal.data.rows import Prompt, Row, read_prompt
 from areal.pictures import DIGESTS, digest_of
 
@@ -572,4 +572,4 @@ def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, An
         if split not in dataset:
             raise UserError(f"{what} has no split {split!r}: set data.split to one of {', '.join(dataset)}")
         dataset = dataset[split]
-    return _table(config, dataset, what)
+    return _table(config, with_files(dataset), what)

@@ -197,13 +197,15 @@ def _tensorboard(config: Config, folder: Path) -> Sink:
     from tensorboard.summary import Writer
 
     writer: Writer | None = None
+    earlier: set[Path] = set()  # files from before this writer
     most = (config.observe.metrics_mib or math.inf) * (1 << 20)
 
     def send(step: int, numbers: dict[str, float], at: float) -> None:
-        nonlocal writer
+        nonlocal writer, earlier
         if writer is None:
             if error := refusal(folder):  # otherwise each attempt would leave a file
                 raise error
+            earlier = set((folder / "tensorboard").glob("*"))
             writer = Writer(str(folder / "tensorboard"))
         try:
             for name, value in numbers.items():
@@ -212,11 +214,10 @@ def _tensorboard(config: Config, folder: Path) -> Sink:
         except OSError:
             writer = None  # it takes no more
             raise
-        *older, newest = sorted((folder / "tensorboard").iterdir(), key=lambda file: file.stat().st_mtime_ns)
-        if newest.stat().st_size > most:
+        if sum(file.stat().st_size for file in {*(folder / "tensorboard").iterdir()} - earlier) > most:
             writer.close()
             writer = None
-            for file in older:
+            for file in earlier:
                 file.unlink()
 
     return send

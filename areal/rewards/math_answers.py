@@ -102,7 +102,8 @@ def unreadable(answers: Sequence[str]) -> list[str]:
 
 
 def _after_mark(text: str) -> str:
-    return tidy(text.rpartition(MARK)[2].strip())
+    text = text.rpartition(MARK)[2].rpartition("<answer>")[2]  # as sets for models with vision have it
+    return tidy(text.partition("</answer>")[0].strip())
 
 
 @lru_cache(maxsize=4096)

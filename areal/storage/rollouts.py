@@ -311,7 +311,7 @@ def move_rollouts(folder: Path, to: Path, moved: Callable[[str], bool]) -> None:
     was interrupted is repeated. A file that cannot be read stays."""
     for path in files(folder):
         try:
-            table = pq.read_table(path)
+            table = pq.read_table(path, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             log.error(f"The rollouts in {path} cannot be read ({error}): move the file away.")
             continue
@@ -337,7 +337,9 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     """Writes a file that is there, and on disk, only once it is whole."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
-        with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
+        with pq.ParquetWriter(
+            file, schema, compression="zstd", use_dictionary=_DICTIONARY, write_page_checksum=True
+        ) as parquet:
             yield parquet
         file.flush()
         os.fsync(file.fileno())
@@ -371,7 +373,7 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
 def opened(path: Path) -> Iterator[pq.ParquetFile]:
     """A file of rollouts to read. Raises UserError if it cannot be read, or if its columns are not those of SCHEMA."""
     message = f"The rollouts in {path} cannot be read ({{why}}): move the file away."
-    with explain((OSError, pa.ArrowException), message), pq.ParquetFile(path) as file:
+    with explain((OSError, pa.ArrowException), message), pq.ParquetFile(path, page_checksum_verification=True) as file:
         there = file.schema_arrow
         if wrong := [c.name for c in SCHEMA if c.name not in there.names or there.field(c.name).type != c.type]:
             raise pa.ArrowInvalid(f"rollouts of this format have other columns {', '.join(wrong)}")

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,8 @@ from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.devices import set_allocator
 from areal.models import context_of, find_model
+from areal.pictures import DIGESTS, digest_of
+from areal.run_files import PICTURES
 from areal.sampled import NOT_SAMPLED
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
 from areal.tokens import load_tokenizer, reads_as_kept, special_tokens, stop_tokens
@@ -72,11 +76,14 @@ def run(options: Namespace) -> None:
     set_allocator()
     settings = {"model": options.model, "data.source": options.data, "output": options.output}
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
+    config = load_config(options.config, [*overrides, *options.overrides], SftConfig)
+    with tempfile.TemporaryDirectory(prefix="areal-pictures-") as pictures:
+        fine_tune(config, Path(pictures), Console())
 
 
-def fine_tune(config: SftConfig, console: Console) -> None:
-    """Train `config.model` on the rows and write the Hugging Face folder `config.output` (all ranks).
+def fine_tune(config: SftConfig, pictures: Path, console: Console) -> None:
+    """Train `config.model` on the rows and write the Hugging Face folder `config.output` (all ranks). pictures: a
+    folder to put those of the rows into.
 
     Raises UserError, before anything is loaded, if a row is not usable or the output folder already exists, and in
     training if a loss or a gradient is not finite.
@@ -86,7 +93,8 @@ def fine_tune(config: SftConfig, console: Console) -> None:
     model = find_model(config.model, "model")
     config = config.model_copy(update={"max_length": min(config.max_length, context_of(model) or config.max_length)})
     tokenizer = load_tokenizer(str(model), config.data)
-    rows, held_out, notes = _read_rows(config, model, tokenizer)
+    rollouts = rollouts_in(Path(config.data.source)) if config.data.source else None
+    rows, held_out, notes = _read_rows(config, model, tokenizer, rollouts, pictures)
     steps = math.ceil(len(rows) / config.batch_size)
 
     from areal.training.engine import TrainingEngine
@@ -95,7 +103,12 @@ def fine_tune(config: SftConfig, console: Console) -> None:
     if conflict := next(trainer.schedule_conflicts(steps * config.epochs), None):
         raise UserError(f"Of `areal sft` {conflict}.")
     engine = TrainingEngine(
-        model, trainer, seed=config.seed, optimizer_steps=steps * config.epochs, longest=config.max_length
+        model,
+        trainer,
+        seed=config.seed,
+        optimizer_steps=steps * config.epochs,
+        longest=config.max_length,
+        pictures=rollouts.parent / PICTURES if rollouts else pictures,
     )
     console.quiet = engine.rank != 0
     for note in notes:
@@ -160,17 +173,24 @@ def _end_where_trained(folder: Path, tokenizer: Any, ends: set[int]) -> None:
         file.write_text(json.dumps(settings | {"eos_token_id": sorted(stop_tokens(tokenizer) | unlisted)}, indent=2))
 
 
-def _read_rows(config: SftConfig, model: Path, tokenizer: Any) -> tuple[list[Group], list[Group], list[str]]:
-    """Rows to train on, held-out rows, and what to say of the rows."""
+def _read_rows(
+    config: SftConfig, model: Path, tokenizer: Any, rollouts: Path | None, pictures: Path
+) -> tuple[list[Group], list[Group], list[str]]:
+    """Rows to train on, held-out rows, and what to say of the rows. Their pictures are put into `pictures`, unless they
+    are `rollouts`."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"The tokenizer of {model} has no end-of-sequence token: set eos_token in tokenizer_config.json."
         )
     data = config.data
-    if data.source and (rollouts := rollouts_in(Path(data.source))):
+    if rollouts:
         parts, notes = sampled(tokenizer, model, rollouts, config), list[str]()
     else:
-        parts, notes = _demonstrations(tokenizer, config)
+        parts, notes = _demonstrations(tokenizer, config, pictures)
+    if config.trainer.sequence_parallel > 1 and any(row.row for part in parts for row in part):
+        raise UserError(
+            f"Rows of {data.named} have pictures, which trainer.sequence_parallel does not take: set it to 1."
+        )
     rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in parts)
     if not rows or not held_out:
         raise UserError(
@@ -181,8 +201,14 @@ def _read_rows(config: SftConfig, model: Path, tokenizer: Any) -> tuple[list[Gro
     return rows, held_out, notes
 
 
-def _demonstrations(tokenizer: Any, config: SftConfig) -> tuple[list[list[Group]], list[str]]:
+def _demonstrations(tokenizer: Any, config: SftConfig, pictures: Path) -> tuple[list[list[Group]], list[str]]:
     """The rows of the source: those to train on, and those held out; and what to say of them."""
+
+    def put(row: Row) -> Row:
+        for content in row.pictures:
+            (pictures / digest_of(content)).write_bytes(content)
+        return replace(row, pictures=())  # these may be more than fit into memory
+
     data, eval_size = config.data, config.data.eval_size
     if eval_size is None:
         size = open_source(data.model_copy(update={"eval_size": 0}), config.seed).size or 0
@@ -190,7 +216,7 @@ def _demonstrations(tokenizer: Any, config: SftConfig) -> tuple[list[list[Group]
     source = open_source(data.model_copy(update={"eval_size": eval_size}), config.seed)
     if source.size is None:
         raise UserError(f"{data.named} generates an unlimited number of rows: set data.size.")
-    read = [source.row(i) for i in range(source.size)], [source.heldout(i) for i in range(eval_size)]
+    read = [put(source.row(i)) for i in range(source.size)], [put(source.heldout(i)) for i in range(eval_size)]
     names = tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer)))
     spell = re.compile("|".join(map(re.escape, names)) or "(?!)")
     matches = [match for rows in read for row in rows if (match := spell.search(_text(row, data)))]
@@ -217,8 +243,6 @@ def _text(row: Row, data: SftData) -> str:
 
 
 def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
-    if row.pictures:
-        raise UserError(f"row {row.index} of {data.source} has a picture, which `areal sft` does not take: remove it")
     talk, messages = begin(tokenizer, row.prompt)
     prompt, text, end = talk.prompt(messages), _text(row, data), _end(tokenizer, talk.end(messages))
     ends = stop_tokens(tokenizer) | (special_tokens(tokenizer) & {*end})
@@ -228,7 +252,8 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
     written = next((n for n in range(len(end), 0, -1) if completion[-n:] == end[:n]), 0)  # such as white space
     completion += end[written:]
     is_sampled = np.repeat([False, True], [len(prompt), len(completion)])
-    return _alone(row.index, np.array([*prompt, *completion], np.int32), is_sampled)
+    tokens, digests = np.array([*prompt, *completion], np.int32), row.fields.get(DIGESTS)
+    return _alone(row.index, tokens, is_sampled, json.dumps({DIGESTS: digests}) if digests else "")
 
 
 def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
@@ -240,11 +265,12 @@ def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
     return [*written[: places[0] + 1]] if places else [tokenizer.eos_token_id]
 
 
-def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray) -> Group:
-    """A group of one sequence. is_sampled: bool [T], of the tokens in the loss."""
+def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray, row: str) -> Group:
+    """A group of one sequence. is_sampled: bool [T], of the tokens in the loss. row: with the digests of its pictures;
+    empty: it has none."""
     versions = np.where(is_sampled, 0, NOT_SAMPLED).astype(np.int32)
     sequence = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
-    return Group(f"{number}", number, (sequence,))
+    return Group(f"{number}", number, (sequence,), row)
 
 
 def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> list[list[Group]]:
@@ -254,7 +280,7 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
     """
     data, by_prompt, highest, n = config.data, dict[str, list[Group]](), -math.inf, 0
     for group in groups_of(
-        read_rows(rollouts, [*COLUMNS, "prompt", "completion", "prompt_tokens", "tokens", "versions"])
+        read_rows(rollouts, [*COLUMNS, "prompt", "completion", "prompt_tokens", "tokens", "versions", "row"])
     ):
         highest = max([highest, *(sample.reward for sample in group)])
         for sample in chosen(group, best=data.best_of_group, least=data.min_reward):
@@ -265,7 +291,8 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
                         f"a file with areal export RUN --output rows.jsonl, and train on that."
                     )
                 tokens = np.array(row["tokens"], np.int32)  # a copy: the row is part of a larger block of memory
-                sequence = _alone(n, tokens, row["versions"] != NOT_SAMPLED)
+                fields = row["row"] if DIGESTS in row["row"] else ""
+                sequence = _alone(n, tokens, row["versions"] != NOT_SAMPLED, fields)
                 by_prompt.setdefault(sample.rows[0]["prompt"], []).append(sequence)
                 n += 1
     if len(by_prompt) < 2:

@@ -423,6 +423,21 @@ async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_ga
     assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}"
 
 
+async def test_each_message_of_a_session_is_stored_once_though_each_call_repeats_those_before(city):
+    city.says = [f"answer {n}" for n in range(6)]
+    texts = ["question 0"]
+    async with city.gateway(0) as user:
+        for n in range(5):
+            texts += [text_of(await user.say(*texts, Idempotency_Key=f"{n}")), f"question {n + 1}"]
+    notes = notes_of(city.spool.calls("s0.0", 0))
+    assert [notes.count(text) for text in texts[:-2]] == [1] * 9
+    async with city.gateway(1) as user:
+        assert text_of(await user.say(*texts[:-2], Idempotency_Key="4")) == "answer 4"
+        assert text_of(await user.say(*texts)) == "answer 5"
+        assert (await user.reward(1))[1]["state"] == "ready"
+    assert [len(sample.branches) for sample in city.trained.values()] == [0]
+
+
 async def test_a_gateway_that_leaves_takes_rewards_and_no_calls(city):
     city.says = ["hello", "fine"]
     async with city.gateway() as user:

@@ -31,11 +31,11 @@ def config_of(model: Path, name: str, reward: str, options: Any, **scorer: Any) 
 
 async def test_a_reward_model_scores_the_chat_in_its_own_template_as_transformers_does(tiny_model, tmp_path):
     write_classifier(tmp_path, tiny_model)
-    asked = [*((prompt, completion, {}) for prompt, completion in ROWS), ("34a1", "b=", SYSTEM)]
+    questions = [*((prompt, completion, {}) for prompt, completion in ROWS), ("34a1", "b=", SYSTEM)]
     config = config_of(tmp_path, "liked", "liked", {}, kind="reward_model", output=1, repeatable=True)
     async with scorer_of(config, "liked") as actor:
-        results = await scores_of(actor, asked)
-        alone = [(await scores_of(actor, [each]))[0] for each in reversed(asked)]
+        results = await scores_of(actor, questions)
+        alone = [(await scores_of(actor, [question]))[0] for question in reversed(questions)]
         with pytest.raises(RefusedError, match="the prompt has 606 tokens: the model takes 1 to 511"):
             await scores_of(actor, [("a1", "b" * 600, {})])
     assert alone[::-1] == results  # repeatable: to the last bit, whatever else is scored
@@ -65,22 +65,22 @@ async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_templat
         "sampling": {"temperature": 0},
         "samples": 2,
     }
-    asked = [(prompt, completion, {"hint": str(n)}) for n, (prompt, completion) in enumerate(ROWS[:8])]
+    questions = [(prompt, completion, {"hint": str(n)}) for n, (prompt, completion) in enumerate(ROWS[:8])]
     mild = options | {"low": -3}
     config = config_of(folder, "big", "judge", {"judge": options, "judge/mild": mild}, kind="judge")
     async with scorer_of(config, "big") as actor:
-        results = [await outcome(actor, each) for each in asked]
-        others = [await outcome(actor, each, "judge/mild") for each in asked]
+        results = [await outcome(actor, question) for question in questions]
+        mild_results = [await outcome(actor, question, "judge/mild") for question in questions]
         with pytest.raises(RefusedError, match="the prompt has 6"):
             await scores_of(actor, [("a1", "b" * 600, {"hint": ""})], "judge")
         with pytest.raises(RefusedError, match="does not serve scorer 'judge/strict', only big"):
-            await scores_of(actor, asked, "judge/strict")
+            await scores_of(actor, questions, "judge/strict")
         with pytest.raises(RefusedError, match="the scorer 'big' is of kind judge"):
-            await scores_of(actor, asked)
+            await scores_of(actor, questions)
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     read = 0
-    for (prompt, completion, row), result, other in zip(asked, results, others, strict=True):
+    for (prompt, completion, row), result, other in zip(questions, results, mild_results, strict=True):
         tokens = tokenizer.encode(f"{prompt}{completion}={row['hint']}", return_tensors="pt")
         written = model.generate(tokens, max_new_tokens=12, do_sample=False)[0, tokens.shape[1] :]
         digit = tokenizer.decode(written[-1:])
@@ -93,9 +93,9 @@ async def test_a_judge_reads_what_its_own_model_writes_at_the_end_of_its_templat
     assert read
 
 
-async def outcome(actor: Any, asked: Asked, reward: str = "judge") -> tuple[float, float] | str:
+async def outcome(actor: Any, question: Asked, reward: str = "judge") -> tuple[float, float] | str:
     """A score and its tokens, or why there is none."""
     try:
-        return (await scores_of(actor, [asked], reward))[0]
+        return (await scores_of(actor, [question], reward))[0]
     except RefusedError as error:
         return str(error)

@@ -34,24 +34,24 @@ def auto() -> Report:
 
 
 @pytest.fixture(scope="module")
-def most() -> Report:
+def run_at_most() -> Report:
     return run(replace(SMALL, run_ahead="max"))
 
 
-def test_no_run_does_more_than_its_pools_could(auto: Report, most: Report) -> None:
-    for report in (auto, most):
+def test_no_run_does_more_than_its_pools_could(auto: Report, run_at_most: Report) -> None:
+    for report in (auto, run_at_most):
         assert 0 < report.throughput <= min(report.training_bound, report.generating_bound)
 
 
-def test_no_group_is_older_than_eta(auto: Report, most: Report) -> None:
+def test_no_group_is_older_than_eta(auto: Report, run_at_most: Report) -> None:
     assert auto.staleness_max <= SMALL.max_staleness
-    assert most.staleness_max <= SMALL.max_staleness
+    assert run_at_most.staleness_max <= SMALL.max_staleness
 
 
-def test_run_ahead_auto_halves_the_staleness_at_the_same_throughput(auto: Report, most: Report) -> None:
-    assert most.staleness_mean >= SMALL.max_staleness - 0.5
-    assert auto.throughput >= 0.98 * most.throughput
-    assert auto.staleness_mean <= 0.5 * most.staleness_mean
+def test_run_ahead_auto_halves_the_staleness_at_the_same_throughput(auto: Report, run_at_most: Report) -> None:
+    assert run_at_most.staleness_mean >= SMALL.max_staleness - 0.5
+    assert auto.throughput >= 0.98 * run_at_most.throughput
+    assert auto.staleness_mean <= 0.5 * run_at_most.staleness_mean
 
 
 def test_the_seconds_of_a_step_are_accounted_for(auto: Report) -> None:
@@ -59,8 +59,8 @@ def test_the_seconds_of_a_step_are_accounted_for(auto: Report) -> None:
     assert min(auto.shares.values()) >= -0.01
 
 
-def test_nothing_went_wrong(auto: Report, most: Report) -> None:
-    for report in (auto, most):
+def test_nothing_went_wrong(auto: Report, run_at_most: Report) -> None:
+    for report in (auto, run_at_most):
         assert not [line for line in report.logged if line.startswith(("warning", "error"))]
 
 

@@ -22,9 +22,9 @@ from areal.processes import ROOT, START
 @pytest.fixture(autouse=True)
 def logging_as_before():
     """A tool that configures logging in this process, where later tests would log to a closed file."""
-    before = structlog.get_config()
+    settings = structlog.get_config()
     yield
-    structlog.configure(**before)
+    structlog.configure(**settings)
     structlog.contextvars.clear_contextvars()
 
 
@@ -69,9 +69,9 @@ def test_a_run_is_started_as_by_run_py(verb, monkeypatch):
 
 def test_the_keys_of_the_configuration_are_listed(capsys):
     assert main(["config", "staleness", "eta"]) == 0
-    told = capsys.readouterr().out
-    assert "max_staleness" in told and "most versions between a group's first token" in told
-    assert "trainer.lr" not in told
+    output = capsys.readouterr().out
+    assert "max_staleness" in output and "most versions between a group's first token" in output
+    assert "trainer.lr" not in output
     assert main(["config", "evaluator", "top_p"]) == 0
     assert "evaluator.benchmarks.NAME.top_p" in capsys.readouterr().out
 
@@ -90,13 +90,13 @@ def test_every_tool_has_help_and_refuses_what_it_does_not_know(tool, capsys):
     for words, status in (([tool, "--help"], 0), ([tool, "--no-such-option"], 2)):
         with pytest.raises(SystemExit) as ended:
             main([word for word in words if word])
-        told = capsys.readouterr()
-        assert ended.value.code == status and "Traceback" not in told.err
-        assert told.out.startswith(f"usage: areal {tool}") if status == 0 else "usage: areal" in told.err
+        output = capsys.readouterr()
+        assert ended.value.code == status and "Traceback" not in output.err
+        assert output.out.startswith(f"usage: areal {tool}") if status == 0 else "usage: areal" in output.err
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "sentence"),
     [
         ("no_such_tool", "invalid choice"),
         ("rollout", "there is no tool 'rollout': did you mean 'rollouts'?"),
@@ -112,10 +112,10 @@ def test_every_tool_has_help_and_refuses_what_it_does_not_know(tool, capsys):
         ("keys . --rotate --retire", "not allowed with"),
     ],
 )
-def test_options_that_cannot_be_are_refused_with_the_usage(command, told, capsys):
+def test_options_that_cannot_be_are_refused_with_the_usage(command, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
         main(command.split())
-    assert ended.value.code == 2 and told in capsys.readouterr().err
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -246,9 +246,9 @@ def test_names_of_other_libraries_are_those_of_the_table_and_lead_to_keys():
     names, keys = other_names(), {key for key, _ in keys_of(Config)}
     assert {*names.values()} <= keys
     table = (ROOT / "docs" / "examples.md").read_text().split("| here | TRL |")[1].split("\n\n")[0]
-    ours = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| ([^|]+) \| (?:[^|]*)", table, re.M)]
+    cells = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| ([^|]+) \| (?:[^|]*)", table, re.M)]
     trl = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| [^|]+ \| ([^|]*)", table, re.M)]
-    pairs = {name: here[0] for here, there in zip(ours, trl, strict=True) if here for name in there}
+    pairs = {name: here[0] for here, there in zip(cells, trl, strict=True) if here for name in there}
     same = {name for name, key in pairs.items() if name == key}
     assert len(pairs) > 15 and pairs.keys() - same <= names.keys()
     assert all(names[name] == key or name == "loss_type" for name, key in pairs.items() if name not in same)
@@ -289,9 +289,9 @@ def test_an_argument_of_vllm_that_a_key_sets_is_no_option():
     ],
 )
 def test_an_option_that_an_engine_cannot_be_given_is_one_sentence(tmp_path, override, sentence):
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         load_config(written(tmp_path, mine=RUN | {"reward": {"functions": ["addition"]}}), [override])
-    assert sentence in str(told.value) and "\n" not in str(told.value)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 def test_options_of_the_engines_are_kept_as_they_are(tmp_path):
@@ -334,8 +334,8 @@ def test_benchmarks_are_named_or_changed_or_ones_own(tmp_path):
     assert (variant.source, variant.samples) == (named["aime24"].source, 1)
     mine = tmp_path / "mine.yaml"
     mine.write_text("source: rows.jsonl\nprompt_key: q\nreward: math\nsamples: 2\nmax_new_tokens: 9\n")
-    own = evaluator(f"benchmarks=['{mine}']").benchmarks
-    assert own == {
+    benchmarks = evaluator(f"benchmarks=['{mine}']").benchmarks
+    assert benchmarks == {
         "mine": BenchmarkConfig(source="rows.jsonl", prompt_key="q", reward="math", samples=2, max_new_tokens=9)
     }
 
@@ -395,8 +395,10 @@ def test_bad_data_is_one_sentence(data, sentence):
 
 def test_rewards_may_come_from_the_sources_alone():
     settings = ["model=m", "steps=1", "batch_size=4", "group_size=2", "sampling.max_new_tokens=8"]
-    both = 'data.sources=[{source: addition, reward: addition}, {source: "reasoning_gym:leg_counting", reward: math}]'
-    config = load_config(None, [*settings, both])
+    sources = (
+        'data.sources=[{source: addition, reward: addition}, {source: "reasoning_gym:leg_counting", reward: math}]'
+    )
+    config = load_config(None, [*settings, sources])
     assert config.rewards == {"addition": 1.0, "math": 1.0}
     assert Config.model_validate(yaml.safe_load(dump_config(config))) == config
     with pytest.raises(UserError, match="rows of data.source 'addition' have no reward"):

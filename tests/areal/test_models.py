@@ -166,7 +166,7 @@ def test_a_model_that_can_be_trained_is_not_refused(tmp_path, sizes, longest):
 
 
 @pytest.mark.parametrize(
-    ("targets", "cuda", "told"),
+    ("targets", "cuda", "sentence"),
     [
         ("all-linear", True, "all-linear, but the model .* is a mixture of experts, .* such as .q_proj, k_proj"),
         (["q_proj"], False, "trainer.lora is set and the model .*, whose adapters vLLM computes on GPUs alone"),
@@ -174,10 +174,10 @@ def test_a_model_that_can_be_trained_is_not_refused(tmp_path, sizes, longest):
     ],
 )
 @pytest.mark.parametrize("sizes", [{"num_experts": 8}, {"text_config": {"n_routed_experts": 8}}])
-def test_adapters_that_engines_do_not_compute_on_experts_are_refused(tmp_path, targets, cuda, told, sizes):
+def test_adapters_that_engines_do_not_compute_on_experts_are_refused(tmp_path, targets, cuda, sentence, sizes):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     lora = LoraConfig(rank=4, target_modules=targets)
-    with pytest.raises(UserError, match=told) if told else nullcontext():
+    with pytest.raises(UserError, match=sentence) if sentence else nullcontext():
         check_mixture(tmp_path, lora, cuda=cuda)
     check_mixture(tmp_path, None, cuda=cuda)
     (tmp_path / "config.json").write_text(json.dumps({"num_experts": None, "num_local_experts": 1}))

@@ -1,13 +1,11 @@
 """How pictures are read: a wrong file is a sentence, and whatever its mode, what the model sees is defined."""
 
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_pictures import png
+from tiny_pictures import bomb, png
 
 from areal.pictures import MAX_BYTES, decode, size_of
 
@@ -57,20 +55,6 @@ def test_a_picture_is_upright_as_its_exif_says_and_its_size_is_known_before(orie
 def test_damaged_exif_does_not_matter():
     content = stored(Image.new("RGB", (3, 2), RED), exif=b"Exif\0\0MM" + bytes(range(200, 240)))
     assert (np.asarray(decode(content)) == RED).all() and size_of(content) == (3, 2)
-
-
-def bomb(width, height):
-    """A PNG of a few bytes that says it has so many pixels."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + struct.pack(">I", 13)
-        + header
-        + struct.pack(">I", zlib.crc32(header))
-        + bytes(4)
-        + b"IDAT"
-        + bytes(4)
-    )
 
 
 @pytest.mark.parametrize(

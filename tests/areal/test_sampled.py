@@ -73,7 +73,7 @@ def test_no_tables_are_empty_columns():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "sentence"),
     [
         ({"logprobs": None}, "other columns than they should: logprobs"),
         ({"mine": np.zeros(3)}, "other columns than they should: mine"),
@@ -83,9 +83,9 @@ def test_no_tables_are_empty_columns():
         ({"returns": np.zeros(2)}, "should have 3 float64"),
     ],
 )
-def test_columns_from_outside_are_those_that_are_declared(wrong, said):
+def test_columns_from_outside_are_those_that_are_declared(wrong, sentence):
     columns = {name: array for name, array in (sampled(1, 2, 3).columns | wrong).items() if array is not None}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         split(columns, [1, 2])
 
 

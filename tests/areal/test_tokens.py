@@ -30,9 +30,9 @@ def model(tmp_path):
     """Saves a tokenizer with this template. Returns its folder."""
 
     def save(template: str | None):
-        made = byte_tokenizer()
-        made.chat_template = template
-        made.save_pretrained(tmp_path / "model")
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / "model")
         return str(tmp_path / "model")
 
     return save
@@ -125,9 +125,9 @@ def test_a_template_that_cannot_be_used_is_one_sentence(model, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jinja").write_text("{% for m in messages %}")
     (tmp_path / "raises.jinja").write_text("{{ raise_exception('only tools') }}")
-    with pytest.raises(UserError, match=sentence) as told:
+    with pytest.raises(UserError, match=sentence) as error:
         load_tokenizer(model(template), data(**settings))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("content", ["{}", "{", '{"model": {}, "added_tokens": []}'])

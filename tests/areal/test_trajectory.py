@@ -22,7 +22,7 @@ def test_a_sample_has_the_types_that_travel():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "sentence"),
     [
         ({"reward": float("nan")}, "no score"),
         ({"reward": 1e30}, "no score"),
@@ -36,8 +36,8 @@ def test_a_sample_has_the_types_that_travel():
     ],
     ids=str,
 )
-def test_what_cannot_be_learned_from_is_no_sample(change, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_learned_from_is_no_sample(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
         replace(SAMPLE, **change).validate()
 
 
@@ -52,7 +52,7 @@ def test_each_branch_is_a_sequence_and_each_sampled_token_is_in_one_of_them():
 
 
 @pytest.mark.parametrize(
-    ("branches", "said"),
+    ("branches", "sentence"),
     [
         ((Branch(1, 8),), "share 1 of 0"),
         ((Branch(0, 4), Branch(5, 4)), "share 5 of 4"),
@@ -61,8 +61,8 @@ def test_each_branch_is_a_sequence_and_each_sampled_token_is_in_one_of_them():
         ((Branch(0, 2), Branch(0, 6)), "without a prompt"),
     ],
 )
-def test_branches_that_do_not_fit_are_refused(branches, said):
-    with pytest.raises(ValueError, match=said):
+def test_branches_that_do_not_fit_are_refused(branches, sentence):
+    with pytest.raises(ValueError, match=sentence):
         replace(BRANCHED, branches=branches).validate()
 
 
@@ -126,7 +126,7 @@ def test_a_sample_without_branches_comes_back_with_the_columns_that_it_has():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "sentence"),
     [
         ({"own": np.array([4], np.int32)}, "argument 2 is shorter"),
         ({"own": None}, "lacks own"),
@@ -141,7 +141,7 @@ def test_a_sample_without_branches_comes_back_with_the_columns_that_it_has():
         ({"reward": np.array([np.inf])}, "inf is no score"),
     ],
 )
-def test_a_frame_of_no_sample_is_refused(wrong, said):
+def test_a_frame_of_no_sample_is_refused(wrong, sentence):
     arrays = {name: array for name, array in (unpack(BRANCHED.frame()) | wrong).items() if array is not None}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         Trajectory.of_frame(pack(arrays))

@@ -131,11 +131,11 @@ class Benchmark:
         self._keep(results)
         return results
 
-    def _keep(self, found: dict[str, Any]) -> None:
-        self._runs.append(found)
+    def _keep(self, figures: dict[str, Any]) -> None:
+        self._runs.append(figures)
         results = {"setting": self._setting, **self._summary(), "runs": self._runs}
         self._options.json.write_text(json.dumps(results, indent=1) + "\n")
-        self._console.print(", ".join(f"{key} {show(value)}" for key, value in found.items()), soft_wrap=True)
+        self._console.print(", ".join(f"{key} {show(value)}" for key, value in figures.items()), soft_wrap=True)
 
     def _summary(self) -> dict[str, Any]:
         rows = [row for cell in self.cells if (row := self._row(cell))]

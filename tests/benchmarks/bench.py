@@ -98,11 +98,11 @@ def measured(name: str, options: argparse.Namespace) -> bool:
     return True
 
 
-def row(found: dict[str, Any], what: str, key: str, goal: float | None) -> list[object]:
-    if found.get(key) is None:
+def row(figures: dict[str, Any], what: str, key: str, goal: float | None) -> list[object]:
+    if figures.get(key) is None:
         return [what, "not measured", "", "", goal or ""]
-    low, high = found.get(key.replace("ratio", "spread")) or ("", "")
-    return [what, found[key], low, high, goal or ""]
+    low, high = figures.get(key.replace("ratio", "spread")) or ("", "")
+    return [what, figures[key], low, high, goal or ""]
 
 
 def machine() -> dict[str, Any]:

@@ -78,15 +78,15 @@ def compare(options: argparse.Namespace) -> None:
     write(results, options.json)
 
 
-def numbers(done: Run) -> dict[str, float]:
+def numbers(run: Run) -> dict[str, float]:
     return {
-        "seconds": done.summary["seconds"],
-        "samples/s": done.samples_per_second,
-        "trainer waits": done.total("trainer_wait_seconds") / done.total("step_seconds"),
-        "staleness": done.mean("staleness_mean"),
-        "at most": float(done.summary["staleness_max"]),
-        "lineages": float(done.summary["lineages"]),
-        "accuracy": done.summary["accuracy_after"],
+        "seconds": run.summary["seconds"],
+        "samples/s": run.samples_per_second,
+        "trainer waits": run.total("trainer_wait_seconds") / run.total("step_seconds"),
+        "staleness": run.mean("staleness_mean"),
+        "at most": float(run.summary["staleness_max"]),
+        "lineages": float(run.summary["lineages"]),
+        "accuracy": run.summary["accuracy_after"],
     }
 
 

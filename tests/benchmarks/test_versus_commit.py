@@ -16,10 +16,10 @@ def test_ratios_are_those_of_the_pairs_and_what_hardly_runs_is_left_out():
         {HERE: {SECONDS: 3.0, CPU: 4.0, "reward": 0.1}, COMMIT: {SECONDS: 2.0, CPU: 2.0, "reward": 0.5}},
         {HERE: {SECONDS: 1.0, CPU: 3.0, "reward": 0.1}, COMMIT: {SECONDS: 1.0, CPU: 2.0, "reward": 0.5}},
     ]
-    found = summary(pairs)
-    assert (found["ratio"], found["spread"]) == (1.0, [0.5, 1.5])
-    assert found["rows"].keys() == {SECONDS, CPU}
-    assert found["rows"][CPU] == {HERE: 3.0, COMMIT: 2.0, "ratio": 1.5, "spread": [1.0, 2.0]}
+    figures = summary(pairs)
+    assert (figures["ratio"], figures["spread"]) == (1.0, [0.5, 1.5])
+    assert figures["rows"].keys() == {SECONDS, CPU}
+    assert figures["rows"][CPU] == {HERE: 3.0, COMMIT: 2.0, "ratio": 1.5, "spread": [1.0, 2.0]}
 
 
 @pytest.mark.slow

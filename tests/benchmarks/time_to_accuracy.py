@@ -215,11 +215,11 @@ class Heldout:
         return score(self._reward, row.fields, row.prompt, completion)
 
 
-def seconds_to(wanted: float, curve: Curve) -> float | None:
+def seconds_to(accuracy: float, curve: Curve) -> float | None:
     """When the curve first reaches an accuracy; None: not in this run."""
     for (earlier, low), (later, high) in pairwise(curve):
-        if high >= wanted > low:
-            return earlier + (later - earlier) * (wanted - low) / (high - low)
+        if high >= accuracy > low:
+            return earlier + (later - earlier) * (accuracy - low) / (high - low)
     return None
 
 

@@ -69,9 +69,9 @@ def measure(tree: Path, folder: Path, model: Path, options: argparse.Namespace) 
         if process.wait():
             log.seek(0)
             sys.exit(f"{' '.join(command)} in {tree} failed:\n{log.read()[-3000:]}")
-    (began, first, before), (ended, last, after) = marks
+    (began, first, cpu_before), (ended, last, cpu_after) = marks
     steps = last - first
-    roles = {role: (seconds - before[role]) / steps for role, seconds in after.items()}
+    roles = {role: (seconds - cpu_before[role]) / steps for role, seconds in cpu_after.items()}
     return {SECONDS: (ended - began) / steps, CPU: sum(roles.values())} | roles
 
 

@@ -71,14 +71,14 @@ def start(mode: str, seed: int, out: Path, model: Path, *arguments: Any) -> floa
     return finish(command, environment, RUN_SECONDS)
 
 
-def ours(done: Run) -> dict[str, Any]:
-    length = done.mean("completion_tokens_mean")
+def ours(run: Run) -> dict[str, Any]:
+    length = run.mean("completion_tokens_mean")
     return {
-        "samples_per_second": done.samples_per_second,
-        "unused_share": done.summary["tokens_untrained_share"],
-        "generated_length": None if done.summary["tokens_discarded"] else length,
+        "samples_per_second": run.samples_per_second,
+        "unused_share": run.summary["tokens_untrained_share"],
+        "generated_length": None if run.summary["tokens_discarded"] else length,
         "trained_length": length,
-        "accuracy_after": done.summary["accuracy_after"],
+        "accuracy_after": run.summary["accuracy_after"],
     }
 
 
@@ -114,10 +114,10 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(runs_done: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Each contestant beside ours of the same seeds; nothing before all have run once."""
     speeds: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
-    for result in done:
+    for result in runs_done:
         speeds[result["mode"]][result["seed"]] = result["samples_per_second"]
     pairs = {mode: sorted(speeds[mode].keys() & speeds[OURS].keys()) for mode in MODES}
     if not all(pairs.values()):
@@ -126,15 +126,15 @@ def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
         mode: ratio([speeds[OURS][seed] for seed in seeds], [speeds[mode][seed] for seed in seeds])
         for mode, seeds in pairs.items()
     }
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, modes in {"": SYNCHRONOUS, "_async": ASYNCHRONOUS, "_async_unbiased": UNBIASED}.items():
         best = min(modes, key=lambda mode: ratios[mode][0])
-        found[f"ratio{name}"], found[f"spread{name}"] = ratios[best]
-        found[f"best{name}"] = best
-    return found | {
+        figures[f"ratio{name}"], figures[f"spread{name}"] = ratios[best]
+        figures[f"best{name}"] = best
+    return figures | {
         "rows": {
             mode: {"rounds": len(seeds)}
-            | {key: middle(result[key] for result in done if result["mode"] == mode) for key in COLUMNS}
+            | {key: middle(result[key] for result in runs_done if result["mode"] == mode) for key in COLUMNS}
             | {"ours_is_faster_by": ratios[mode][0]}
             for mode, seeds in pairs.items()
         }

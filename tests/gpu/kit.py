@@ -258,9 +258,9 @@ class Kit:
         """A model of the paper's 1.5B shape, or a small one, with random weights and the quickstart's tokenizer."""
         folder = self.folder / ("small" if self.rehearsal else "paper-1.5b")
         if not folder.exists():
-            made = folder.with_suffix(".part")
-            self.do("model.log", __file__, "--part", "model", "--folder", str(made))
-            made.rename(folder)
+            part = folder.with_suffix(".part")
+            self.do("model.log", __file__, "--part", "model", "--folder", str(part))
+            part.rename(folder)
         return folder
 
     def settings(self) -> list[str]:
@@ -326,7 +326,7 @@ def paper_shape(kit: Kit) -> str:
     """The self-test's checks of the paper's run on this machine, with a model of its shape."""
     model = kit.random_model()
     few = ("trainer.offload=optimizer",) if kit.machine.memory_gib < LARGE_GIB else ()
-    more = SMALL_PAPER if kit.rehearsal else few
+    options = SMALL_PAPER if kit.rehearsal else few
     return selftest_of(
         kit,
         "paper-shape",
@@ -336,7 +336,7 @@ def paper_shape(kit: Kit) -> str:
         f"model={model}",
         "generator.count=1",
         f"trainer.ranks={2 if kit.machine.gpus > 2 else 1}",
-        *more,
+        *options,
     )
 
 
@@ -352,12 +352,16 @@ def selftest_of(kit: Kit, name: str, *arguments: str) -> str:
             if not file.exists():
                 raise
     findings = json.loads(file.read_text())["findings"]
-    failed = [f"{each['name']}: {each['measured']}" for each in findings if each["result"] == "FAILED"]
+    failed = [f"{finding['name']}: {finding['measured']}" for finding in findings if finding["result"] == "FAILED"]
     if failed:
         raise StageFailed("; ".join(failed))
-    skipped = [each["name"] for each in findings if each["result"] == "skipped"]
-    told = [f"{each['name']}: {each['measured']}" for each in findings if each["name"] in ("generation", "training")]
-    return f"{len(findings) - len(skipped)} checks; skipped: {', '.join(skipped) or 'none'}; " + "; ".join(told)
+    skipped = [finding["name"] for finding in findings if finding["result"] == "skipped"]
+    speeds = [
+        f"{finding['name']}: {finding['measured']}"
+        for finding in findings
+        if finding["name"] in ("generation", "training")
+    ]
+    return f"{len(findings) - len(skipped)} checks; skipped: {', '.join(skipped) or 'none'}; " + "; ".join(speeds)
 
 
 def trained(name: str, *changes: str, gpu: Sequence[str] = (), gap: float | None = None) -> Callable[[Kit], str]:
@@ -391,8 +395,8 @@ def kills(kit: Kit) -> str:
             kit.until(lambda step=step: steps_of(kit, "kills") >= step, run, "kills.log")
             kit.until(lambda role=role: child_of(run, role), run, "kills.log").kill()
         kit.wait(run, "kills.log")
-    said = (kit.logs / "kills.log").read_text()
-    if missing := [role for role in roles if f"{role}/0 was killed by SIGKILL, and is started again" not in said]:
+    log = (kit.logs / "kills.log").read_text()
+    if missing := [role for role in roles if f"{role}/0 was killed by SIGKILL, and is started again" not in log]:
         raise StageFailed(f"not started again: {', '.join(missing)}")
     return f"{', '.join(roles)} killed and started again; " + kit.judged("kills")
 
@@ -406,9 +410,9 @@ def resume(kit: Kit) -> str:
         for process in roles:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        _, left = psutil.wait_procs(lost, min(LOST_SECONDS, max(kit.left(), 0)))
-    if left:
-        raise StageFailed(f"processes outlived their run: {left}")
+        _, survivors = psutil.wait_procs(lost, min(LOST_SECONDS, max(kit.left(), 0)))
+    if survivors:
+        raise StageFailed(f"processes outlived their run: {survivors}")
     at = steps_of(kit, "resume")
     kit.do("resume.log", str(ROOT / "run.py"), "--resume", "runs/resume")
     return f"lost at step {at}, and resumed; " + kit.judged("resume")

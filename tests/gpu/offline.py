@@ -89,14 +89,14 @@ def missing(packages: Iterable[dict[str, Any]], freeze: str) -> Iterator[dict[st
         yield {"name": name, "url": file["url"], "size": file["size"], "sha256": file["hashes"]["sha256"]}
 
 
-def collect(folder: Path, wanted: list[dict[str, Any]], piece: int, python: str, has_some: bool) -> None:
+def collect(folder: Path, packages: list[dict[str, Any]], piece: int, python: str, has_some: bool) -> None:
     """Download the files in pieces of at most `piece` bytes, and write what a machine without internet needs beside."""
     folder.mkdir(parents=True, exist_ok=True)
     root = Path(__file__).resolve().parents[2]
     subprocess.run(["git", "-C", root, "archive", "--output", folder.resolve() / PROJECT, "HEAD"], check=True)
-    for file in wanted:
+    for file in packages:
         file["pieces"] = download(folder, file, piece)
-    contents = {"python": python, "has_some": has_some, "files": wanted}
+    contents = {"python": python, "has_some": has_some, "files": packages}
     (folder / CONTENTS).write_text(json.dumps(contents, indent=1) + "\n")
     shutil.copy(__file__, folder)
 
@@ -117,10 +117,10 @@ def download(folder: Path, file: dict[str, Any], piece: int) -> list[str]:
     return names
 
 
-def copy(source: BinaryIO, target: BinaryIO, most: int) -> None:
-    while most > 0 and (block := source.read(min(BLOCK, most))):
+def copy(source: BinaryIO, target: BinaryIO, limit: int) -> None:
+    while limit > 0 and (block := source.read(min(BLOCK, limit))):
         target.write(block)
-        most -= len(block)
+        limit -= len(block)
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -92,11 +92,11 @@ class FakeNetwork:
     def close(self):
         pass
 
-    def _carry(self, receive, frames, given):
+    def _carry(self, receive, frames, delay):
         header = decode_header(frames)
         self.carried.append((asyncio.get_running_loop().time(), header))
         if not self.loses(header):
-            asyncio.get_running_loop().call_soon(receive, given)
+            asyncio.get_running_loop().call_soon(receive, delay)
 
 
 def run(behaviour):
@@ -207,8 +207,8 @@ def test_an_answer_that_takes_long_is_asked_for_again_and_comes_once():
         serve(network, handle)
         asker = bus_of(network)
         answers = await asyncio.gather(*(asker.peer(DOOR).ask(AskStatus(), PATIENCE) for _ in range(5)))
-        sent = Counter(bool(header.reply_to) for _, header in network.carried)
-        return answers, now(), sent[False], sent[True]
+        counts = Counter(bool(header.reply_to) for _, header in network.carried)
+        return answers, now(), counts[False], counts[True]
 
     assert run(behaviour) == ([Done()] * 5, 20.0, 5 * 7, 5)
 

@@ -164,9 +164,9 @@ def numbers(count):
 async def test_an_answer_comes_back_to_the_one_who_asked(net):
     _, address = net.serve(echo)
     peers = [net.peer(address, f"reward/{i}#x") for i in range(3)]
-    asked = [(peer.ask(score(10 * i + j), PATIENCE), 10 * i + j) for i, peer in enumerate(peers) for j in range(10)]
-    answers = await asyncio.gather(*(answer for answer, _ in asked))
-    assert answers == [scored(number) for _, number in asked]
+    requests = [(peer.ask(score(10 * i + j), PATIENCE), 10 * i + j) for i, peer in enumerate(peers) for j in range(10)]
+    answers = await asyncio.gather(*(answer for answer, _ in requests))
+    assert answers == [scored(number) for _, number in requests]
 
 
 async def test_the_handler_sees_who_asks_and_how_long_he_waits(net):
@@ -340,11 +340,11 @@ async def test_no_answer_at_all_is_a_bug_of_the_handler(net):
 
 
 async def test_a_cancelled_ask_leaves_the_link_usable_and_its_answer_is_dropped(net, decoded):
-    release, asked = asyncio.Event(), asyncio.Event()
+    release, arrived = asyncio.Event(), asyncio.Event()
 
     async def handle(request):
         if isinstance(request.message, AskPermits):
-            asked.set()
+            arrived.set()
             await release.wait()
             return Permits(permits=())
         return Done()
@@ -352,7 +352,7 @@ async def test_a_cancelled_ask_leaves_the_link_usable_and_its_answer_is_dropped(
     _, address = net.serve(handle)
     peer = net.peer(address)
     asking = asyncio.create_task(peer.ask(AskPermits(count=1), PATIENCE))
-    await asked.wait()
+    await arrived.wait()
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -363,15 +363,15 @@ async def test_a_cancelled_ask_leaves_the_link_usable_and_its_answer_is_dropped(
 
 async def test_a_server_restarted_on_its_port_is_asked_again(net, monkeypatch):
     monkeypatch.setattr(transport, "RESEND_SECONDS", 0.05)
-    asked = asyncio.Event()
+    arrived = asyncio.Event()
 
     async def never(request):
-        asked.set()
+        arrived.set()
         await asyncio.Event().wait()
 
     first, address = net.serve(never)
     asking = asyncio.create_task(net.peer(address).ask(score(7), PATIENCE))
-    await asked.wait()
+    await arrived.wait()
     await first.close()
     net.serve(echo, address, identity="master/0#b")
     assert await asking == scored(7)
@@ -525,7 +525,7 @@ async def test_a_flood_does_not_starve_the_other_tasks(net, decoded):
     async with asyncio.timeout(PATIENCE):
         await tick()
     flood.join()
-    assert max(after - before for before, after in zip(seen, seen[1:], strict=False)) <= DRAIN
+    assert max(end - start for start, end in zip(seen, seen[1:], strict=False)) <= DRAIN
     assert len(seen) >= count // DRAIN
 
 
@@ -554,19 +554,19 @@ async def test_an_empty_stream_ends(net):
 
 
 async def test_a_slow_consumer_holds_the_server_back(net):
-    sent, taken = 0, 0
+    parts, taken = 0, 0
 
     async def handle(request):
-        nonlocal sent
+        nonlocal parts
         if isinstance(request.message, AskStatus):
             return
         for number in range(6 * STREAM_CREDIT):
             yield chunk(number)
-            sent += 1
+            parts += 1
             assert outstanding() <= STREAM_CREDIT
 
     def outstanding():
-        return sent - taken
+        return parts - taken
 
     _, address = net.serve(handle)
     peer = net.peer(address)
@@ -576,7 +576,7 @@ async def test_a_slow_consumer_holds_the_server_back(net):
             for _ in range(5):  # time enough for what should not come
                 assert [part async for part in peer.stream(score(), PATIENCE)] == []
         taken += 1
-    assert sent == taken == 6 * STREAM_CREDIT
+    assert parts == taken == 6 * STREAM_CREDIT
     assert not net.crashes
 
 
@@ -859,7 +859,7 @@ async def test_an_event_handler_that_fails_is_a_crash_of_its_actor(net):
 
 
 async def test_closing_a_bus_ends_its_tasks_and_frees_its_port(net):
-    before = asyncio.all_tasks()
+    old_tasks = asyncio.all_tasks()
     ended = asyncio.Event()
 
     async def handle(request):
@@ -877,7 +877,7 @@ async def test_closing_a_bus_ends_its_tasks_and_frees_its_port(net):
     assert ended.is_set()
     with pytest.raises(DeadlineError):
         await asking
-    assert asyncio.all_tasks() == before
+    assert asyncio.all_tasks() == old_tasks
     net.serve(echo, address)
 
 
@@ -893,15 +893,15 @@ def test_a_failure_of_an_unknown_code_is_still_a_bus_error():
 
 
 async def test_a_large_array_arrives_whole_and_cannot_be_changed(net):
-    sent = np.arange(SHARED_BYTES) % 251
-    sent = sent.astype(np.uint8)
+    array = np.arange(SHARED_BYTES) % 251
+    array = array.astype(np.uint8)
 
     async def handle(request):
         return request.message.model_copy(update={"data": request.message.data[::-1]})
 
     _, address = net.serve(handle)
-    answer = await net.peer(address).ask(WeightChunk(number=0, data=sent, difference=False), PATIENCE)
-    assert np.array_equal(answer.data, sent[::-1])
+    answer = await net.peer(address).ask(WeightChunk(number=0, data=array, difference=False), PATIENCE)
+    assert np.array_equal(answer.data, array[::-1])
     assert not answer.data.flags.writeable
 
 

@@ -145,8 +145,8 @@ class Book:
     def check_members(self) -> None:
         """Check what depends on who is a member of the run, and on who trains it."""
         owned = {group: row for group, row in self.rows.items() if not row.ready and (row.owner or not row.session)}
-        left = [group for group, row in owned.items() if row.owner not in self.members]
-        self._hold(not left, f"{left} are leased by members that have left", *left)
+        ownerless = [group for group, row in owned.items() if row.owner not in self.members]
+        self._hold(not ownerless, f"{ownerless} are leased by members that have left", *ownerless)
         for identity, version in self.holds.items():
             dead = version and self.held_lineages[identity] < self.lineage
             self._hold(not dead, f"{identity} holds version {version} of a dead lineage", identity)
@@ -163,11 +163,11 @@ class Book:
     @property
     def rooms(self) -> tuple[int, int]:
         """How many groups of rows, and how many sessions, may be admitted now."""
-        most = min(self.max_staleness + 1, self.steps - self.version) * self.batch_size
-        most_sessions = most if self.sessions_alone else max(0, min(self.max_sessions, most - self.batch_size))
+        limit = min(self.max_staleness + 1, self.steps - self.version) * self.batch_size
+        most_sessions = limit if self.sessions_alone else max(0, min(self.max_sessions, limit - self.batch_size))
         alive, sessions = len(self.rows), sum(bool(row.session) for row in self.rows.values())
-        rows = min(most - alive, most - most_sessions - (alive - sessions))
-        return max(0, rows), max(0, min(most - alive, most_sessions - sessions))
+        rows = min(limit - alive, limit - most_sessions - (alive - sessions))
+        return max(0, rows), max(0, min(limit - alive, most_sessions - sessions))
 
     def is_due(self, group_id: str) -> bool:
         """Whether no batch could be formed now if this open session stayed, although it could be otherwise."""
@@ -177,9 +177,12 @@ class Book:
             return not self.sessions_alone and len(ready) + working + self.rooms[0] < self.batch_size
         if not self.bounds_groups:
             return self.deadline(group_id) <= self.version
-        left = [self.deadline(group) for group in self.rows if group not in ready[: self.batch_size]]
-        ends = [end for end in left if end >= self.deadline(group_id)]
-        return any(sum(other <= end for other in left) > max(0, self.batch_size * (end - self.version)) for end in ends)
+        deadlines = [self.deadline(group) for group in self.rows if group not in ready[: self.batch_size]]
+        ends = [end for end in deadlines if end >= self.deadline(group_id)]
+        return any(
+            sum(deadline <= end for deadline in deadlines) > max(0, self.batch_size * (end - self.version))
+            for end in ends
+        )
 
     def _master_started(self) -> None:
         self.failed_in_a_row = False
@@ -207,8 +210,8 @@ class Book:
         )
         alive = [row.prompt for row in self.rows.values()]
         self._hold(prompt_index not in alive, f"prompt {prompt_index} is alive twice", group_id)
-        most = min(self.max_staleness + 1, self.steps - self.version) * self.batch_size
-        self._hold(len(alive) < most, f"{len(alive) + 1} groups are alive, but at most {most} may be", group_id)
+        limit = min(self.max_staleness + 1, self.steps - self.version) * self.batch_size
+        self._hold(len(alive) < limit, f"{len(alive) + 1} groups are alive, but at most {limit} may be", group_id)
         self._hold(self.rooms[0] > 0, f"{group_id} is admitted where sessions have their place", group_id)
         self._hold(
             version == self.version, f"{group_id} is admitted at version {version}, not {self.version}", group_id
@@ -269,9 +272,9 @@ class Book:
             self._hold(failed == counts, f"{group_id} failed ({reason}): counted {failed}, not {counts}", group_id)
             self.failed_in_a_row = True
         self.failures[row.prompt] += failed
-        tried, most = self.failures[row.prompt], self.max_attempts
+        tried, limit = self.failures[row.prompt], self.max_attempts
         self._hold(
-            tried < most, f"{group_id} is re-queued after {tried} failures, at most {most} are allowed", group_id
+            tried < limit, f"{group_id} is re-queued after {tried} failures, at most {limit} are allowed", group_id
         )
         self.waiting.add(self.rows.pop(group_id).prompt)
 
@@ -288,9 +291,9 @@ class Book:
             return
         if reason not in (ZERO_SIGNAL, *HOPELESS):
             at_once = reason in RETRIED and self.on_failed_sample == "discard"
-            tried, most = self.failures[prompt] + 1, self.max_attempts
-            enough = at_once or tried >= most
-            self._hold(enough, f"{group_id} is discarded after {tried} failures ({reason}), not {most}", group_id)
+            tried, limit = self.failures[prompt] + 1, self.max_attempts
+            enough = at_once or tried >= limit
+            self._hold(enough, f"{group_id} is discarded after {tried} failures ({reason}), not {limit}", group_id)
         self.failed_in_a_row = reason in RETRIED or reason == "row"
         self.discarded[prompt] = reason
         del self.rows[group_id]
@@ -312,8 +315,8 @@ class Book:
             fresh = not self.bounds_groups or age <= self.bounds[group_id]
             self._hold(fresh, f"{group_id} is {age} versions old at version {version}", group_id)
         late = max(map(self.deadline, group_ids))
-        left = [name for name, row in self.rows.items() if row.ready and name not in group_ids]
-        if overtaken := [name for name in left if self.deadline(name) < late]:
+        leftovers = [name for name, row in self.rows.items() if row.ready and name not in group_ids]
+        if overtaken := [name for name in leftovers if self.deadline(name) < late]:
             raise Violation(f"{overtaken} have earlier deadlines than the batch of version {version}", *overtaken)
         self.batches[version] = tuple(group_ids)
         self.masks[version] = max(0, version - self.max_staleness)
@@ -383,20 +386,20 @@ class Book:
 
     def _member_changed(self, member: dict[str, Any]) -> None:
         identity, held = member["identity"], member["held"]
-        before = self.holds.pop(identity, None)
+        hold = self.holds.pop(identity, None)
         if held is not None:
             version = held["version"]
             self._hold(
-                version in (before, self.version, 0), f"{identity} begins to hold the old version {version}", identity
+                version in (hold, self.version, 0), f"{identity} begins to hold the old version {version}", identity
             )
             self._hold(not self.holds, f"{identity} holds a version at the same time as {self.holds}", identity)
             self.holds[identity], self.held_lineages[identity] = version, held["lineage"]
-        elif before == 0 and before not in self.evaluated:
+        elif hold == 0 and hold not in self.evaluated:
             self.lost_version_0 = True
-        elif before is not None:
+        elif hold is not None:
             self._hold(
-                before in self.evaluated or before == self.steps,
-                f"the hold of {identity} ends, but version {before} is neither evaluated nor abandoned",
+                hold in self.evaluated or hold == self.steps,
+                f"the hold of {identity} ends, but version {hold} is neither evaluated nor abandoned",
                 identity,
             )
 
@@ -409,10 +412,10 @@ class Book:
 
     def _rows_scored(self, version: int, rows: list[Any], **_: Any) -> None:
         self._hold(version not in self.evaluated, f"rows of version {version} are kept after its evaluation")
-        kept = self.row_scores.setdefault(version, {})
+        row_scores = self.row_scores.setdefault(version, {})
         for row, _tokens, *scores in rows:
-            self._hold(row not in kept, f"row {row} is scored twice at version {version}")
-            kept[row] = scores
+            self._hold(row not in row_scores, f"row {row} is scored twice at version {version}")
+            row_scores[row] = scores
 
     def _evaluated(self, evaluation: dict[str, Any]) -> None:
         self._conclude(evaluation["version"], True)

@@ -180,7 +180,9 @@ class Toil:
 class Judge(Protocol):
     """Receives what learners do, and checks it (simulation.oracle)."""
 
-    def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None: ...
+    def computed(
+        self, writer: str, content: bytes, version: int, groups: Sequence[Group], new_content: bytes
+    ) -> None: ...
 
     def trained(self, writer: str, version: int, groups: Sequence[Group], mask_older_than: int | None) -> None: ...
 
@@ -248,8 +250,8 @@ class SimEngine:
         await self._admits.wait()
         if self._error is not None:
             raise self._error
-        most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        wanted = 1 + int(self._random.expovariate(2.0 / sampling.max_new_tokens))
+        limit = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        length = 1 + int(self._random.expovariate(2.0 / sampling.max_new_tokens))
         if self._mishaps.straggler and self._random.random() < self._mishaps.straggler:
             slow = min(SLOWEST, 1.0 + self._random.paretovariate(1.2) * self._mishaps.straggler_times)
         else:
@@ -257,7 +259,13 @@ class SimEngine:
         key = next(self._serial)
         mark = tokens[-1] // POSITIONS or self._marks.randint(1, SEQUENCE_MARKS)
         stream = self._streams[key] = _Stream(
-            self, request_id, len(tokens), mark, min(wanted, most), wanted <= most, slow / self._pace.tokens_per_second
+            self,
+            request_id,
+            len(tokens),
+            mark,
+            min(length, limit),
+            length <= limit,
+            slow / self._pace.tokens_per_second,
         )
         try:
             stream.go_on(self._pace.first_token)
@@ -517,8 +525,8 @@ class SimLearner:
         await self._take(self._pace.step, f"step {version + 1}")
         self._judge.uses_devices(self.resident)
         self.work_done += 1
-        before, self._content = self._content, next_content(self._content, groups, self._hand)
-        self._judge.computed(self._writer, before, version, groups, self._content)
+        old_content, self._content = self._content, next_content(self._content, groups, self._hand)
+        self._judge.computed(self._writer, old_content, version, groups, self._content)
         share = 0.0 if is_doubtful(self._content, self._doubtful) else 1.0
         return {"loss": 0.0, "effective_sample_size": share, "logprob_gap": None}
 
@@ -706,9 +714,9 @@ def taught(tokens: np.ndarray, name: str) -> np.ndarray:
 
 def likely(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The likeliest tokens that the simulated scorer gives all tokens but the first, and their log-probs."""
-    more = np.arange(count)
-    return tokens[1 : len(logprobs) + 1, None].astype(np.int32) + more.astype(np.int32), (
-        logprobs[:, None] - more.astype(np.float32)
+    numbers = np.arange(count)
+    return tokens[1 : len(logprobs) + 1, None].astype(np.int32) + numbers.astype(np.int32), (
+        logprobs[:, None] - numbers.astype(np.float32)
     )
 
 
@@ -753,12 +761,12 @@ async def branching(session: Session, row: Row) -> Trajectory:
     """A workflow that asks twice at the same time, goes on from one of the answers, repeats a part of it, and begins
     anew. How much of what comes when depends on what was sampled, and on the time, as an environment may."""
     prompt = np.array(session.tokenizer.encode(row.prompt, add_special_tokens=False), np.int32)
-    one, other = await asyncio.gather(session.generate(prompt, 4), session.generate(prompt, 3))
-    longer = np.concatenate([prompt, one.tokens, [0] * (1 + int(asyncio.get_running_loop().time() * 10) % 3)])
-    again = longer[: len(prompt) + len(one.tokens) // 2]
+    first, second = await asyncio.gather(session.generate(prompt, 4), session.generate(prompt, 3))
+    longer = np.concatenate([prompt, first.tokens, [0] * (1 + int(asyncio.get_running_loop().time() * 10) % 3)])
+    again = longer[: len(prompt) + len(first.tokens) // 2]
     await asyncio.gather(session.generate(longer, 4), session.generate(again, 2))
     await session.generate(np.arange(1, 3))
-    session.reward(other, CALL_REWARD)
+    session.reward(second, CALL_REWARD)
     return session.trajectory(await session.score(text_of(session.calls)))
 
 

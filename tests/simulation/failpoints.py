@@ -27,7 +27,7 @@ class Cluster(Protocol):
 
     def fault(self, what: str) -> None: ...
 
-    def kill(self, one: Incarnation, restart_after: float) -> None: ...
+    def kill(self, life: Incarnation, restart_after: float) -> None: ...
 
 
 class FailPoints:
@@ -40,13 +40,13 @@ class FailPoints:
         for point in world.plan.points:
             self._waiting.setdefault((point.role, point.kind), []).append(point)
 
-    def watched(self, one: Incarnation, handle: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self, life: Incarnation, handle: Callable[..., Any]) -> Callable[..., Any]:
         """`handle`, the handler of all requests to a process, with the fail-points in it."""
 
         def handler(request: Request[Message]) -> Any:
-            point = self._due(one, request.message.kind)
+            point = self._due(life, request.message.kind)
             if point is not None and point.point == "before":
-                self._die(one, point)
+                self._die(life, point)
                 return _never()
             if isinstance(request.message, RenewLeases):
                 self._world.oracle.renewed(request.sender, request.message.groups)
@@ -54,67 +54,67 @@ class FailPoints:
                 self._world.oracle.heard_of(request.sender)
             answer = handle(request)
             if isinstance(answer, AsyncGeneratorType):
-                return answer if point is None else self._stream(one, answer, point)
+                return answer if point is None else self._stream(life, answer, point)
             if point is not None:
-                answer = self._answer(one, answer, point)
-            if one.role == "trainer" and isinstance(request.message, StoreSamples | StoreCalls | AskSamples):
-                return _storing(one, request.message.group, answer)
-            return self._heard(one, request, answer) if one.role == "master" else answer
+                answer = self._answer(life, answer, point)
+            if life.role == "trainer" and isinstance(request.message, StoreSamples | StoreCalls | AskSamples):
+                return _storing(life, request.message.group, answer)
+            return self._heard(life, request, answer) if life.role == "master" else answer
 
         return handler
 
-    def _due(self, one: Incarnation, kind: str) -> FailPoint | None:
-        world, key = self._world, (one.role, kind)
+    def _due(self, life: Incarnation, kind: str) -> FailPoint | None:
+        world, key = self._world, (life.role, kind)
         if key not in self._waiting or world.scheduler.now > world.plan.until:
             return None
         self._asked[key] += 1
         point = next((point for point in self._waiting[key] if point.nth == self._asked[key]), None)
         if point is not None:
             world.counters[f"{point.point} {kind}"] += 1
-            world.fault(f"{one.process.name}#{one.mark} will die {point.point} {kind}")
+            world.fault(f"{life.process.name}#{life.mark} will die {point.point} {kind}")
         return point
 
-    async def _answer(self, one: Incarnation, answer: Any, point: FailPoint) -> Message:
-        die = functools.partial(self._die, one, point)
+    async def _answer(self, life: Incarnation, answer: Any, point: FailPoint) -> Message:
+        die = functools.partial(self._die, life, point)
         if point.point == "working":
-            one.loop.before_work = die
+            life.loop.before_work = die
         elif point.point == "worked":
-            one.loop.after_work = die
+            life.loop.after_work = die
         result: Message = await answer
         if point.point == "handled":
             die()
             await _never()
         elif point.point == "answered":
-            one.network.on_answer = die
+            life.network.on_answer = die
         return result
 
-    async def _stream(self, one: Incarnation, parts: Any, point: FailPoint) -> AsyncIterator[Message]:
+    async def _stream(self, life: Incarnation, parts: Any, point: FailPoint) -> AsyncIterator[Message]:
         async for part in parts:
             if point.point == "handled":
                 break
             if point.point == "answered":
-                one.network.on_answer = functools.partial(self._die, one, point)
+                life.network.on_answer = functools.partial(self._die, life, point)
             yield part
-        self._die(one, point)
+        self._die(life, point)
         await _never()
 
-    async def _heard(self, one: Incarnation, request: Request[Message], answer: Any) -> Message:
+    async def _heard(self, life: Incarnation, request: Request[Message], answer: Any) -> Message:
         result: Message = await answer
-        journaled = one.actor.journal.marks.pop(asyncio.current_task(), 0)
+        journaled = life.actor.journal.marks.pop(asyncio.current_task(), 0)
         self._world.oracle.answered(request.sender, request.message.kind, journaled, result)
         return result
 
-    def _die(self, one: Incarnation, point: FailPoint) -> None:
-        self._world.kill(one, point.restart_after)
+    def _die(self, life: Incarnation, point: FailPoint) -> None:
+        self._world.kill(life, point.restart_after)
 
 
-async def _storing(one: Incarnation, group: str, answer: Any) -> Message:
-    one.storing[group] += 1
+async def _storing(life: Incarnation, group: str, answer: Any) -> Message:
+    life.storing[group] += 1
     try:
         result: Message = await answer
         return result
     finally:
-        one.storing[group] -= 1
+        life.storing[group] -= 1
 
 
 async def _never() -> Any:

@@ -13,42 +13,42 @@ from simulation.model import Model
 SPARE_LINKS = 6
 
 
-def check_actor(one: Incarnation, model: Model, processes: int) -> None:
+def check_actor(life: Incarnation, model: Model, processes: int) -> None:
     """Check one actor. Raises Violation. `processes`: the number of processes in the cluster."""
-    actor, bus = one.actor, one.bus
+    actor, bus = life.actor, life.bus
     links = processes + SPARE_LINKS
     bounds = {"links": (len(bus._peers), links), "publishers and subscribers": (len(bus._event_links), 2)}
-    if one.role == "master":
+    if life.role == "master":
         bounds |= _bounds_of_master(actor, model, links)
     else:
         directory = vars(actor).get("directory")
         if directory is not None:  # it has joined
-            _check_policy(one, directory.policy)
+            _check_policy(life, directory.policy)
             bounds["members"] = len(directory.members), links
-    match one.role:
+    match life.role:
         case "rollout_manager" if actor.state != "starting":
-            most = (model.max_staleness + 1) * model.batch_size
-            bounds["groups in hand"] = len(actor.role._groups), 2 * most
+            limit = (model.max_staleness + 1) * model.batch_size
+            bounds["groups in hand"] = len(actor.role._groups), 2 * limit
             bounds["routes"] = len(actor.role._router.requests) + len(actor.role._router._avoid), links
             bounds["loads"] = len(actor.role._router.loads), links
-    for what, (number, most) in bounds.items():
-        if number > most:
+    for what, (number, limit) in bounds.items():
+        if number > limit:
             raise Violation(
-                f"{one.process.name} holds {number} {what}, but at most {most} are allowed", one.process.name
+                f"{life.process.name} holds {number} {what}, but at most {limit} are allowed", life.process.name
             )
 
 
 def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tuple[int, int]]:
     ledger, state, dump = master.ledger, master.state, master.ledger.dump()
-    most = (model.max_staleness + 1) * model.batch_size
+    limit = (model.max_staleness + 1) * model.batch_size
     return {
-        "groups": (ledger.alive + len(dump["requeued"]), most),
+        "groups": (ledger.alive + len(dump["requeued"]), limit),
         "steps that may be redone": (len(dump["steps"]), _steps_to_redo(model)),
         "rewards": (len(state.rewards), ledger.alive),
         "token counts": (len(state.tokens), ledger.alive),
         "members": (len(state.members), members),
         "last heartbeats": (len(master.members.last_heartbeats), len(state.members)),
-        "events in the journal": (master.journal.size, model.compact_events + 40 * most + 10 * members),
+        "events in the journal": (master.journal.size, model.compact_events + 40 * limit + 10 * members),
     }
 
 
@@ -59,8 +59,8 @@ def _steps_to_redo(model: Model) -> int:
     return model.steps if model.doubtful else 4 * model.checkpoint_every
 
 
-def _check_policy(one: Incarnation, policy: Policy) -> None:
+def _check_policy(life: Incarnation, policy: Policy) -> None:
     now = (policy.lineage, policy.version)
-    if now < one.policy:
-        raise Violation(f"{one.process.name} goes back from policy {one.policy} to {now}", one.process.name)
-    one.policy = now
+    if now < life.policy:
+        raise Violation(f"{life.process.name} goes back from policy {life.policy} to {now}", life.process.name)
+    life.policy = now

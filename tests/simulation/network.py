@@ -92,11 +92,11 @@ class FaultyWire(Wire):
     def is_cut(self, source: SimNetwork, target: SimNetwork) -> bool:
         return (source.name, target.name) in self._cut
 
-    def reset(self, one: str, other: str) -> None:
+    def reset(self, first: str, second: str) -> None:
         """Break every connection between two processes. Messages in transit are lost."""
         for door in self.doors.values():
             for caller in list(door.callers.values()):
-                if {door.network.name, caller.network.name} == {one, other}:
+                if {door.network.name, caller.network.name} == {first, second}:
                     caller.lose()
                     self._separate(caller)
 

@@ -157,12 +157,14 @@ class Oracle:
 
     # --- the master's journal
 
-    def master_starts(self, position: int, found: list[tuple[str, dict[str, Any]]]) -> None:
+    def master_starts(self, position: int, changes: list[tuple[str, dict[str, Any]]]) -> None:
         """A new master has read its journal: a snapshot of the first `position` events, and the events in `found`."""
-        if position + len(found) < self.on_disk:
-            self.fail(Violation(f"{self.on_disk} events were on disk, but a new master found {position + len(found)}"))
+        if position + len(changes) < self.on_disk:
+            self.fail(
+                Violation(f"{self.on_disk} events were on disk, but a new master found {position + len(changes)}")
+            )
             return
-        del self.events[position + len(found) :]
+        del self.events[position + len(changes) :]
         self.committed(len(self.events))
         self.memory = self._book()
         self._heard_at.clear()
@@ -182,11 +184,11 @@ class Oracle:
         del self.contents[version + 1 :]
         self.counted_after = version
         self.results = {key: content for key, content in self.results.items() if key[1] <= version}
-        kept = {group for group in self.memory.session_of if self.memory.is_taken(group)}
+        sessions = {group for group in self.memory.session_of if self.memory.is_taken(group)}
         for of_groups in (self._told, self._rewards):
-            for group in of_groups.keys() - kept:
+            for group in of_groups.keys() - sessions:
                 del of_groups[group]
-        self._taught, self._erased = {}, self._erased & kept
+        self._taught, self._erased = {}, self._erased & sessions
 
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
@@ -276,12 +278,12 @@ class Oracle:
             if reason == "failed" and not self.causes:
                 raise Violation(f"the session {group} is given up, but no fault has made it fail", group)
             return
-        known = {*RETRIED, *HOPELESS} if self.causes is None else set(self.causes)
+        causes = {*RETRIED, *HOPELESS} if self.causes is None else set(self.causes)
         if self.memory.bounds_groups and row.started_at is not None:
-            known.add(START_VERSION_FELL)
+            causes.add(START_VERSION_FELL)
         if self.config.on_straggler == "requeue":
-            known.add(STRAGGLER)
-        if reason not in {*known, ZERO_SIGNAL, LEASE_EXPIRED, RELEASED, UNANSWERED}:
+            causes.add(STRAGGLER)
+        if reason not in {*causes, ZERO_SIGNAL, LEASE_EXPIRED, RELEASED, UNANSWERED}:
             raise Violation(f"{group} is given up ({reason}), but no fault has made it fail", group)
         leased = self.clock() - row.leased
         if reason == LEASE_EXPIRED and leased < self.config.master.lease_seconds - ROUNDING:
@@ -322,15 +324,15 @@ class Oracle:
 
     def _check_spool(self) -> None:
         """The spool has what a trainer needs now or after a restart, and nothing else."""
-        found, asked = self.spooled(self.memory.trainer)
+        groups, pending = self.spooled(self.memory.trainer)
         size = self.config.group_size
-        complete = {group for group, samples in found.items() if samples == self.memory.size(group, size)}
+        complete = {group for group, samples in groups.items() if samples == self.memory.size(group, size)}
         if lost := self.memory.payloads - complete:
             raise Violation(f"the payloads of {sorted(lost)} are needed, but not in the spool", *lost)
         # A session may be deleted once it is ready, or be stored once more after its end: a checkpoint drops it.
         dropped = {group for group in complete | self._found_at_start if group not in self.memory.session_of}
-        if left := self._needless_of(found).intersection(dropped).difference(asked):
-            raise Violation(f"the spool keeps {sorted(left)}, which nobody needs any more", *left)
+        if surplus := self._needless_of(groups).intersection(dropped).difference(pending):
+            raise Violation(f"the spool keeps {sorted(surplus)}, which nobody needs any more", *surplus)
 
     def _needless_of(self, spooled: Collection[str]) -> set[str]:
         """The groups in the spool that are not needed, nor alive, nor attempts with whose samples another one may go
@@ -343,11 +345,11 @@ class Oracle:
 
     def _check_dropped(self) -> None:
         """At a checkpoint the trainer drops what is needless, except for samples that arrive at the same time."""
-        found, asked = self.spooled(self.memory.trainer)
+        groups, pending = self.spooled(self.memory.trainer)
         earlier, last = self._needless
-        needless = self._needless_of(found)
-        if left := (earlier & last & needless).difference(asked):
-            raise Violation(f"the spool keeps samples of {sorted(left)} over two checkpoints", *left)
+        needless = self._needless_of(groups)
+        if surplus := (earlier & last & needless).difference(pending):
+            raise Violation(f"the spool keeps samples of {sorted(surplus)} over two checkpoints", *surplus)
         self._needless = [last, needless]
 
     def begins(self, group: str, place: int) -> None:
@@ -362,9 +364,9 @@ class Oracle:
         stored = self.samples_of(row.prompt)
         if (group, place) in stored:
             raise Violation(f"place {place} of {group} is sampled again, but its sample is stored", group)
-        before = self._resumed.get(group, 0.0)
-        if left := [key for key, when in stored.items() if key[0] != group and when < before]:
-            raise Violation(f"{group} is sampled, but {left} are stored, and neither in it nor dropped", group)
+        since = self._resumed.get(group, 0.0)
+        if leftovers := [key for key, when in stored.items() if key[0] != group and when < since]:
+            raise Violation(f"{group} is sampled, but {leftovers} are stored, and neither in it nor dropped", group)
 
     def saves(self, prompt: int, place: int, calls: Sequence[SavedCall]) -> None:
         """A rollout manager saves the calls so far of the sample of this prompt at this place."""
@@ -381,11 +383,11 @@ class Oracle:
         if not calls and self.has_calls(group, place):
             raise Violation(f"place {place} of {group} begins anew, but calls of it are stored", group)
 
-    def used(self, group: str, left: Sequence[SavedCall]) -> None:
+    def used(self, group: str, saved: Sequence[SavedCall]) -> None:
         """A sample is finished, of the calls that it began with but for these. The workflow `branching` does not make
         all of its calls again."""
-        if left and not self._branching:
-            self.fail(Violation(f"a sample of {group} has not used what was saved of it: {left}", group))
+        if saved and not self._branching:
+            self.fail(Violation(f"a sample of {group} has not used what was saved of it: {saved}", group))
 
     def _check_filtered(self, group: str) -> None:
         credits = set().union(*map(credits_of, self.spooled_samples(group) or ()))
@@ -400,8 +402,8 @@ class Oracle:
         weights, version = self.files.folders.get(policy["folder"]), policy["version"]
         right = weights is not None and stem(weights.content) == self.contents[version]
         # A trainer that has not computed this step itself has the weights of a checkpoint.
-        own = self.results.get((weights.writer, version), weights.content) if weights else None
-        if weights is None or not right or weights.content != own:
+        content = self.results.get((weights.writer, version), weights.content) if weights else None
+        if weights is None or not right or weights.content != content:
             raise Violation(f"{policy} is published, but its folder contains {weights}", policy["folder"])
         for (lineage, older), folder in self.memory.policies.items():
             still_read = lineage == policy["lineage"] and 0 < version - older <= OLDER_VERSIONS
@@ -489,9 +491,9 @@ class Oracle:
             policy = msgpack.unpackb(frames[1])["policy"]
             self._is_on_disk((policy["lineage"], policy["version"]), "a subscriber")
 
-    def _is_on_disk(self, policy: tuple[int, int], told: str) -> None:
+    def _is_on_disk(self, policy: tuple[int, int], listener: str) -> None:
         if policy != (0, 0) and policy not in self.disk.policies:
-            self.fail(Violation(f"the master tells {told} of policy {policy}, which is not on disk", told))
+            self.fail(Violation(f"the master tells {listener} of policy {policy}, which is not on disk", listener))
 
     # --- requests
 
@@ -532,11 +534,13 @@ class Oracle:
                     raise Violation(f"a sample of {group.id} is trained that no workflow made: {part}", group.id)
                 if len(trained) > self._samples[_digest(part)]:
                     raise Violation(f"a sample is trained at more than one place: {trained}", group.id)
-                for own in part.sequences():
-                    if not are_whole(own.tokens, own.sampled):
-                        raise Violation(f"tokens of {group.id} are lost or repeated: {own.tokens}", group.id)
-                    if wrong := self._wrong_columns(own):
-                        raise Violation(f"tokens of {group.id} do not have the {wrong} of their own: {own}", group.id)
+                for sequence in part.sequences():
+                    if not are_whole(sequence.tokens, sequence.sampled):
+                        raise Violation(f"tokens of {group.id} are lost or repeated: {sequence.tokens}", group.id)
+                    if wrong := self._wrong_columns(sequence):
+                        raise Violation(
+                            f"tokens of {group.id} do not have the {wrong} of their own: {sequence}", group.id
+                        )
                 self._check_labels(group.id, part)
             if self.config.reward.groups and not session:
                 self._check_scores(group, f"{row}")
@@ -550,9 +554,9 @@ class Oracle:
         if group.id in self._erased:
             raise Violation(f"{group.id} is trained, but its user was told that it is deleted", group.id)
         if abs(self._rewards.get(group.id, sample.reward) - sample.reward) > ROUNDING:
-            given = self._rewards[group.id]
+            rewards = self._rewards[group.id]
             raise Violation(
-                f"{group.id} is trained with the reward {sample.reward}, but its user gave {given}", group.id
+                f"{group.id} is trained with the reward {sample.reward}, but its user gave {rewards}", group.id
             )
         sampled = sample.tokens[sample.sampled].tobytes()
         for mark, tokens in self._told.get(group.id, {}).items():
@@ -565,20 +569,22 @@ class Oracle:
             if name == session and first != group.id and answer in sampled:
                 raise Violation(f"an answer of {session} is trained in {first} and in {group.id}", group.id)
 
-    def _wrong_columns(self, own: Trajectory) -> list[str]:
+    def _wrong_columns(self, sequence: Trajectory) -> list[str]:
         """The columns of a sequence that are not what the scorer, which is to give them, gives its tokens."""
         teacher, top_k = self.config.trainer.teacher, self.config.trainer.teacher_top_k
         names = teacher, self.config.trainer.reference_scorer
-        expected = [name and np.append(np.float32(0), taught(own.tokens, name)) * own.sampled for name in names]
+        expected = [
+            name and np.append(np.float32(0), taught(sequence.tokens, name)) * sequence.sampled for name in names
+        ]
         best: list[np.ndarray | None] = [None, None]
         if teacher and top_k:
-            rows = likely(own.tokens, taught(own.tokens, teacher), top_k)
-            best = [np.insert(row, 0, 0, axis=0) * own.sampled[:, None] for row in rows]
-        columns = {column: getattr(own, column) for column in (*SCORED, *TOP)}
+            rows = likely(sequence.tokens, taught(sequence.tokens, teacher), top_k)
+            best = [np.insert(row, 0, 0, axis=0) * sequence.sampled[:, None] for row in rows]
+        columns = {column: getattr(sequence, column) for column in (*SCORED, *TOP)}
         return [
             column
-            for (column, found), right in zip(columns.items(), [*expected, *best], strict=True)
-            if (found is None) != (right is None) or (right is not None and not np.array_equal(found, right))
+            for (column, values), right in zip(columns.items(), [*expected, *best], strict=True)
+            if (values is None) != (right is None) or (right is not None and not np.array_equal(values, right))
         ]
 
     def _check_scores(self, group: Group, prompt: str) -> None:
@@ -586,8 +592,8 @@ class Oracle:
         answer = f"answer {prompt}"
         row = DataRow(int(prompt), prompt, answer, None, {"answer": answer})
         calls = [Generation(s.tokens[s.sampled], s.logprobs, s.versions, s.finish) for s in group.trajectories]
-        own = [reward_of(row, [call], False, self.config.rewards) for call in calls]
-        expected = np.add(own, together(prompt, [text_of([call]) for call in calls]))
+        expected_scores = [reward_of(row, [call], False, self.config.rewards) for call in calls]
+        expected = np.add(expected_scores, together(prompt, [text_of([call]) for call in calls]))
         rewards = [sample.reward for sample in group.trajectories]
         if np.abs(expected - rewards).max() > ROUNDING:
             raise Violation(f"{group.id} is trained with {rewards}, but is scored {expected.tolist()}", group.id)
@@ -649,7 +655,11 @@ class Oracle:
             raise Violation(f"a sample of row {row.index} has tokens of several sequences in one call: {mixed}")
         if wrong := [(call.tokens, call.finish) for call in calls if not ends_right(call)]:
             raise Violation(f"a sample of row {row.index} has calls without their own ends: {wrong}")
-        trained = sorted(pair for own in sample.sequences() for pair in _sampled(own.tokens, own.logprobs, own.sampled))
+        trained = sorted(
+            pair
+            for sequence in sample.sequences()
+            for pair in _sampled(sequence.tokens, sequence.logprobs, sequence.sampled)
+        )
         if trained != sorted(pair for call in calls for pair in _sampled(call.tokens, call.logprobs)):
             raise Violation(f"a sample trains {trained}, but its calls are {calls}")
 
@@ -682,29 +692,29 @@ class Oracle:
                 self._check_labels(name, part)
                 if set(part.versions[part.sampled].tolist()) != {version}:
                     raise Violation(f"{name} has tokens of versions {part.versions.tolist()}")
-            known = [part.reward for part in seen[row]], sum(int(part.sampled.sum()) for part in seen[row])
-            if (sorted(scores), tokens) != (sorted(known[0]), known[1]):
-                raise Violation(f"{name} has for row {row} {scores} and {tokens} tokens, but it saw {known}")
+            rewards = [part.reward for part in seen[row]], sum(int(part.sampled.sum()) for part in seen[row])
+            if (sorted(scores), tokens) != (sorted(rewards[0]), rewards[1]):
+                raise Violation(f"{name} has for row {row} {scores} and {tokens} tokens, but it saw {rewards}")
 
     def evaluated(
         self,
-        done: EvaluationDone,
-        kept: Mapping[int, tuple[list[float], int]],
+        message: EvaluationDone,
+        scores: Mapping[int, tuple[list[float], int]],
         seen: Mapping[int, Sequence[Trajectory]],
     ) -> None:
         """An evaluator reports a result. `kept`: the rows that the master gave it. `seen`: the samples of its
         attempt."""
-        self._guard(self._check_evaluation, done, kept, seen)
+        self._guard(self._check_evaluation, message, scores, seen)
 
     def _check_evaluation(
         self,
-        done: EvaluationDone,
-        kept: Mapping[int, tuple[list[float], int]],
+        message: EvaluationDone,
+        evaluator_scores: Mapping[int, tuple[list[float], int]],
         seen: Mapping[int, Sequence[Trajectory]],
     ) -> None:
-        version, name = done.version, f"an evaluation of {done.version}"
+        version, name = message.version, f"an evaluation of {message.version}"
         on_disk = self.disk.row_scores.get(version, {})
-        if lost := [row for row, (scores, _) in kept.items() if on_disk.get(row) != scores or row in seen]:
+        if lost := [row for row, (scores, _) in evaluator_scores.items() if on_disk.get(row) != scores or row in seen]:
             raise Violation(
                 f"{name} goes on with the rows {lost}, which are not kept on disk, or which it samples again"
             )
@@ -713,11 +723,13 @@ class Oracle:
             for row, parts in seen.items()
         }
         self._check_rows(version, fresh, seen)
-        rows = [scores for scores, _ in (fresh | dict(kept)).values()]
+        rows = [scores for scores, _ in (fresh | dict(evaluator_scores)).values()]
         accuracy = sum(sum(scores) / len(scores) for scores in rows) / len(rows)
-        wrong = done.accuracy is None or abs(accuracy - done.accuracy) > 1e-9
-        if wrong or len(rows) + done.failed != done.rows:
-            raise Violation(f"{name} reports {done}, but the rows {sorted(fresh)} and {sorted(kept)} give {accuracy}")
+        wrong = message.accuracy is None or abs(accuracy - message.accuracy) > 1e-9
+        if wrong or len(rows) + message.failed != message.rows:
+            raise Violation(
+                f"{name} reports {message}, but the rows {sorted(fresh)} and {sorted(evaluator_scores)} give {accuracy}"
+            )
 
     # --- what actors do and do not do
 
@@ -746,15 +758,15 @@ class Oracle:
                 Violation(f"{generator} loads version {version} after {loaded}, although it holds {held}", generator)
             )
 
-    def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None:
+    def computed(self, writer: str, content: bytes, version: int, groups: Sequence[Group], new_content: bytes) -> None:
         """A learner has computed a step. Every repetition of a step has to be made of the same groups and weights, and
         its result may differ only in what depends on the trainer."""
-        if version >= len(self.contents) or stem(before) != self.contents[version]:
+        if version >= len(self.contents) or stem(content) != self.contents[version]:
             return self.fail(Violation(f"{writer} computes the step of version {version} from other weights", writer))
         if version + 1 == len(self.contents):
-            self.contents.append(stem(after))
-        self.results[writer, version + 1] = after
-        if self.contents[version + 1] != stem(after):
+            self.contents.append(stem(new_content))
+        self.results[writer, version + 1] = new_content
+        if self.contents[version + 1] != stem(new_content):
             self.fail(Violation(f"{writer} redoes the step of version {version} with another result", writer))
 
     def wrote(self, writer: str, weights: Weights) -> None:
@@ -785,22 +797,22 @@ class Oracle:
         elif len(book.trained) != steps * book.batch_size:
             self.fail(Violation(f"{len(book.trained)} prompts were trained in {steps} steps"))
         self._check_fates_of_evaluations(book)
-        known = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
-        if known != set(range(-book.sessions, book.prompts)):
-            self.fail(Violation(f"prompts {sorted(set(range(-book.sessions, book.prompts)) - known)} are lost"))
+        prompts = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
+        if prompts != set(range(-book.sessions, book.prompts)):
+            self.fail(Violation(f"prompts {sorted(set(range(-book.sessions, book.prompts)) - prompts)} are lost"))
         lost = [group for group in self._rewards if not book.is_taken(group)]
         if lost := [group for group in lost if book.discarded.get(book.prompt_of[group]) != LOST_WITH_THE_SPOOL]:
             self.fail(Violation(f"users were told that {lost} are taken, but these are gone", *lost))
         self._check_rollouts(book, rollouts)
 
     def _check_rollouts(self, book: Book, rollouts: Sequence[Rollout]) -> None:
-        kept = [(r.step, r.place, r.group.id) for r in rollouts if r.fate == "trained"]
+        written = [(r.step, r.place, r.group.id) for r in rollouts if r.fate == "trained"]
         trained = [(v + 1, *pair) for v in range(book.version) for pair in enumerate(book.batches[v])]
-        if kept != trained:
-            wrong = sorted(set(kept) ^ set(trained)) or kept
+        if written != trained:
+            wrong = sorted(set(written) ^ set(trained)) or written
             self.fail(Violation(f"the rollouts of {wrong} are missing, twice or not in order", wrong[0][2]))
-        others = Counter(rollout.group.id for rollout in rollouts)
-        if twice := [group for group, times in others.items() if times > 1]:
+        counts = Counter(rollout.group.id for rollout in rollouts)
+        if twice := [group for group, times in counts.items() if times > 1]:
             self.fail(Violation(f"the rollouts of {twice} are kept twice", *twice))
 
     def _check_fates_of_evaluations(self, book: Book) -> None:
@@ -812,8 +824,8 @@ class Oracle:
         every = config.evaluator.every
         due = {0, steps} | (set(range(0, steps, every)) if every else set())
         first = book.evaluated.get(0) or book.lost_version_0
-        both = self.scores_fail or (first and book.evaluated.get(steps))
-        if (due ^ set(book.evaluated)) - book.earlier_ends or not both:
+        may_fail = self.scores_fail or (first and book.evaluated.get(steps))
+        if (due ^ set(book.evaluated)) - book.earlier_ends or not may_fail:
             self.fail(Violation(f"the versions {due} had to be evaluated, but the outcomes are {book.evaluated}"))
 
     # ---
@@ -823,9 +835,9 @@ class Oracle:
         bounds = config.on_straggler in ("wait", "requeue")
         return Book(config.batch_size, bounds)
 
-    def _guard(self, check: Callable[..., Any], *arguments: Any, **more: Any) -> None:
+    def _guard(self, check: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         try:
-            check(*arguments, **more)
+            check(*arguments, **keywords)
         except Violation as violation:
             self.fail(violation)
 
@@ -840,14 +852,14 @@ def _sampled(tokens: np.ndarray, logprobs: np.ndarray, which: Any = slice(None))
 
 
 def _digest_of_call(prompt: int, place: int, call: SavedCall) -> bytes:
-    found = blake2b(f"{prompt} {place} {call.limit} {call.sampled.finish}".encode() + call.prompt, digest_size=16)
+    digest = blake2b(f"{prompt} {place} {call.limit} {call.sampled.finish}".encode() + call.prompt, digest_size=16)
     for column in call.sampled.columns.values():
-        found.update(column.tobytes())
-    return found.digest()
+        digest.update(column.tobytes())
+    return digest.digest()
 
 
 def _digest(sample: Trajectory) -> bytes:
-    found = blake2b(f"{sample.reward} {sample.finish} {sample.branches}".encode(), digest_size=16)
+    digest = blake2b(f"{sample.reward} {sample.finish} {sample.branches}".encode(), digest_size=16)
     for column in (sample.tokens, sample.logprobs, sample.versions, sample.filled("returns")):
-        found.update(column.tobytes())
-    return found.digest()
+        digest.update(column.tobytes())
+    return digest.digest()

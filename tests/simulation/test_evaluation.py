@@ -80,8 +80,8 @@ def test_training_goes_on_while_version_0_is_evaluated() -> None:
 
 def test_with_one_generator_training_goes_on_with_the_groups_of_version_0() -> None:
     seen = order(run(model(generators=1, max_staleness=2, steps=8)))
-    before = seen[: seen.index(("evaluated", 0))]
-    assert before == [("published", 1), ("published", 2), ("published", 3)]
+    earlier = seen[: seen.index(("evaluated", 0))]
+    assert earlier == [("published", 1), ("published", 2), ("published", 3)]
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_rows_that_are_scored_are_not_scored_again(which: str, killed: str, samp
     }
     for version in known:
         if not (which == "between" and str(version) in world.summary["not_evaluated"]):
-            done = results[version]
-            assert (done["rows"], done["failed"], done["unfinished"]) == (ROWS, 0, 0)
+            rewards = results[version]
+            assert (rewards["rows"], rewards["failed"], rewards["unfinished"]) == (ROWS, 0, 0)
     again = {(version, row) for (version, row), count in sampled.items() if count > SAMPLES}
     assert len(again) <= 8  # the two rows whose texts are shown, and those that were not reported yet
     assert sum(sampled.values()) < len(results) * ROWS * SAMPLES * 1.2

@@ -93,70 +93,70 @@ def test_asyncio_works_on_a_loop_of_the_simulation() -> None:
 
 
 def test_nothing_of_a_killed_process_runs_again_not_even_finally() -> None:
-    said = []
+    words = []
 
     async def work() -> None:
         try:
             await asyncio.sleep(10.0)
         finally:
-            said.append("cleaned up")
+            words.append("cleaned up")
 
     scheduler = WorldScheduler()
     loop = loop_of(scheduler)
     begin(loop, work())
     scheduler.call_at(5.0, loop.kill)
     scheduler.run(100.0)
-    assert said == []
+    assert words == []
 
 
 def test_a_paused_process_does_later_what_was_due_meanwhile() -> None:
-    scheduler, said = WorldScheduler(), []
+    scheduler, words = WorldScheduler(), []
     loop = loop_of(scheduler)
-    loop.call_at(1.0, lambda: said.append(("first", scheduler.now)))
-    loop.call_at(2.0, lambda: said.append(("second", scheduler.now)))
+    loop.call_at(1.0, lambda: words.append(("first", scheduler.now)))
+    loop.call_at(2.0, lambda: words.append(("second", scheduler.now)))
     scheduler.call_at(0.5, loop.pause)
     scheduler.call_at(5.0, loop.resume)
     scheduler.run(100.0)
-    assert said == [("first", 5.0), ("second", 5.0)]
+    assert words == [("first", 5.0), ("second", 5.0)]
 
 
 def test_a_clock_that_jumps_makes_its_own_timers_due_and_no_others() -> None:
-    scheduler, said = WorldScheduler(), []
-    jumping, other = loop_of(scheduler, "jumping"), loop_of(scheduler, "other")
-    for loop in (jumping, other):
-        loop.call_at(10.0, lambda loop=loop: said.append((loop.name, scheduler.now, loop.time())))
+    scheduler, words = WorldScheduler(), []
+    jumping, steady = loop_of(scheduler, "jumping"), loop_of(scheduler, "other")
+    for loop in (jumping, steady):
+        loop.call_at(10.0, lambda loop=loop: words.append((loop.name, scheduler.now, loop.time())))
     scheduler.call_at(1.0, jumping.jump, 5.0)
     scheduler.run(100.0)
-    assert said == [("jumping", 5.0, 10.0), ("other", 10.0, 10.0)]
+    assert words == [("jumping", 5.0, 10.0), ("other", 10.0, 10.0)]
 
 
 def test_a_process_killed_while_its_disk_works_does_not_hear_of_it() -> None:
-    scheduler, said = WorldScheduler(), []
+    scheduler, words = WorldScheduler(), []
     loop = loop_of(scheduler)
 
     async def work() -> None:
-        await asyncio.to_thread(said.append, "written")
-        said.append("told")
+        await asyncio.to_thread(words.append, "written")
+        words.append("told")
 
     loop.after_work = loop.kill
     begin(loop, work())
     scheduler.run(100.0)
-    assert said == ["written"]
+    assert words == ["written"]
 
 
 def test_work_of_one_executor_does_not_overlap() -> None:
-    scheduler, said = WorldScheduler(), []
+    scheduler, words = WorldScheduler(), []
     loop = loop_of(scheduler)
 
     async def work() -> None:
         executor = object()
-        jobs = [loop.run_in_executor(executor, lambda i=i: said.append((i, scheduler.now))) for i in range(3)]
+        jobs = [loop.run_in_executor(executor, lambda i=i: words.append((i, scheduler.now))) for i in range(3)]
         await asyncio.gather(*jobs)
 
     begin(loop, work())
     scheduler.run(100.0)
-    assert [i for i, _ in said] == [0, 1, 2]
-    assert said[2][1] - said[0][1] == pytest.approx(0.02)
+    assert [i for i, _ in words] == [0, 1, 2]
+    assert words[2][1] - words[0][1] == pytest.approx(0.02)
 
 
 def test_callbacks_that_never_let_time_pass_are_found() -> None:
@@ -496,7 +496,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_but_the_next_checkpoint_waits
 
 def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before() -> None:
     model = Model(steps=6, max_staleness=0, checkpoint_every=2, pace=Pace(save=0.6))
-    before = Counter[int]()
+    counts = Counter[int]()
     for tenths in range(15, 40, 3):
         world = World(1, model, Plan(until=6.0, faults=[Kill(tenths / 10, "trainer-0", 0.5)]))
         result = world.run()
@@ -504,8 +504,8 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_befo
         order = order_of(world)
         opened = [n for n, (kind, _) in enumerate(order) if kind == "lineage_opened"]
         saved = [version for kind, version in order[: opened[1]] if kind == "checkpoint_saved"]
-        before[saved[-1] if saved else 0] += 1
-    assert before.keys() >= {0, 2}
+        counts[saved[-1] if saved else 0] += 1
+    assert counts.keys() >= {0, 2}
 
 
 def test_a_checkpoint_that_cannot_be_written_is_made_up_for_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,8 +537,8 @@ def test_a_generator_without_room_for_new_weights_waits_and_does_not_end(monkeyp
     world = World(1, Model(steps=4), Plan())
     result = world.run()
     assert result.ok and len(refused) == 3, result.story
-    generators = [one for one in world.incarnations if one.role == "generator"]
-    assert len(generators) == len({one.process.name for one in generators}), "one was started again"
+    generators = [life for life in world.incarnations if life.role == "generator"]
+    assert len(generators) == len({life.process.name for life in generators}), "one was started again"
 
 
 def test_only_a_trainer_that_was_started_again_reads_groups_from_its_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,11 +615,11 @@ def test_a_redo_may_end_with_other_weights() -> None:
         result = world.run()
         assert result.ok, result.story
         results = world.oracle.results
-        both = {version for writer, version in results if writer.endswith("~1")} & {
+        versions = {version for writer, version in results if writer.endswith("~1")} & {
             version for writer, version in results if writer.endswith("~2")
         }
-        redone += len(both)
-        for version in both:
+        redone += len(versions)
+        for version in versions:
             first, second = results["trainer-0~1", version], results["trainer-0~2", version]
             assert (stem(first), first) != (stem(second), second)
             assert stem(first) == stem(second)
@@ -630,13 +630,13 @@ def test_a_payload_that_was_spooled_by_a_trainer_that_died_before_it_was_ready_d
     """Without its manager, nobody sends the group again: it is admitted anew under another id."""
     points = [FailPoint("trainer", "store_samples", "worked", 1, 0.5)]
     faults = [Kill(0.7 * (1 + i), "rollout_manager-0", 0.1) for i in range(5)]
-    left = []
+    leftovers = []
     for seed in range(4):
         world = World(seed, Model(), Plan(until=4.0, points=points, faults=faults))
         assert (result := world.run()).ok, result.story
         put, trained = set(world.spooled_by), set().union(*world.oracle.disk.batches.values())
-        left.append(put - trained)
-    assert any(left)
+        leftovers.append(put - trained)
+    assert any(leftovers)
 
 
 def test_a_starting_trainer_takes_no_sample_before_it_has_dropped_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -644,8 +644,8 @@ def test_a_starting_trainer_takes_no_sample_before_it_has_dropped_old_ones(monke
     refused: list[type] = []
     ask_master = Membership.ask_master
 
-    async def ask(self: Membership, message: Message, *more: Any) -> Any:
-        answer = await ask_master(self, message, *more)
+    async def ask(self: Membership, message: Message, *arguments: Any) -> Any:
+        answer = await ask_master(self, message, *arguments)
         if isinstance(message, AskRecovery):
             try:
                 self._dispatch(SimpleNamespace(message=StoreSamples.model_construct()))
@@ -743,8 +743,10 @@ def test_who_leaves_hands_long_sequences_over_within_a_second(role: str) -> None
     for at in (1.0, 1.6):
         result = World(1, model, Plan(until=4.0, faults=[Leave(at, f"{role}-0", 3.0)]), traced=True).run()
         assert result.ok, result.story
-        left = next(line for line in result.trace if f"{role}-0#" in line and "ended: told to leave by SIGTERM" in line)
-        assert float(left.split()[0]) < at + 1.0
+        departure = next(
+            line for line in result.trace if f"{role}-0#" in line and "ended: told to leave by SIGTERM" in line
+        )
+        assert float(departure.split()[0]) < at + 1.0
 
 
 # --- the command
@@ -803,14 +805,14 @@ def test_a_generator_that_finishes_what_runs_before_it_loads_blocks_nothing() ->
 
 
 def test_no_sequence_is_asked_for_again_because_of_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: Counter[tuple[int, ...]] = Counter()
+    requests: Counter[tuple[int, ...]] = Counter()
     interrupted = []
     generate, load = SimEngine.generate, SimEngine.load
 
     def count(
         self: SimEngine, request_id: str, tokens: list[int], *rest: Any, **options: Any
     ) -> AsyncIterator[Generation]:
-        asked[tuple(tokens)] += 1
+        requests[tuple(tokens)] += 1
         return generate(self, request_id, tokens, *rest, **options)
 
     async def note(self: SimEngine, *args: Any) -> LoadTimes:
@@ -822,4 +824,4 @@ def test_no_sequence_is_asked_for_again_because_of_new_weights(monkeypatch: pyte
     model = Model(steps=8, batch_size=2, group_size=3, max_staleness=3, max_new_tokens=96)
     assert World(1, model, Plan()).run().ok
     assert sum(times.sequences_interrupted for times in interrupted) > 4
-    assert set(asked.values()) == {model.group_size}
+    assert set(requests.values()) == {model.group_size}

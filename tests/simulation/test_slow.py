@@ -79,11 +79,11 @@ def in_workflow(monkeypatch: pytest.MonkeyPatch, code: Callable[[], Any]) -> Non
     """Let every workflow run `code` of its own between sampling and scoring."""
     from actors.sampling.sessions import SampleSession
 
-    asked = SampleSession.score
+    score = SampleSession.score
 
     async def after_code(self: SampleSession, *args: Any) -> float:
         await code()
-        return await asked(self, *args)
+        return await score(self, *args)
 
     monkeypatch.setattr(SampleSession, "score", after_code)
 
@@ -120,14 +120,14 @@ def test_a_reward_that_is_away_for_minutes_costs_no_prompt() -> None:
 
 def judge_is_down(monkeypatch: pytest.MonkeyPatch, down: Callable[[int], bool]) -> None:
     """Scoring number n raises where `down(n)`."""
-    score, asked = SimRewards.score_all, 0
+    score, calls = SimRewards.score_all, 0
 
     async def perhaps(self: Any, *args: Any, **kwargs: Any) -> list[Result]:
-        nonlocal asked
-        asked += 1
-        if down(asked):
+        nonlocal calls
+        calls += 1
+        if down(calls):
             await asyncio.sleep(0.02)
-            raise RewardFailed(f"ConnectionError: the judge is down, request {asked}", "raised")
+            raise RewardFailed(f"ConnectionError: the judge is down, request {calls}", "raised")
         return await score(self, *args, **kwargs)
 
     monkeypatch.setattr(SimRewards, "score_all", perhaps)
@@ -283,9 +283,9 @@ def test_weights_that_are_removed_while_sequences_finish_are_not_loaded(monkeypa
 def test_an_evaluation_that_reaches_its_limit_reports_what_it_has() -> None:
     settings = model(steps=2, eval_size=12, samples=2, pace=Pace(score=20.0), evaluation_seconds=18.0)
     world, _ = run(settings)
-    done = [body["evaluation"] for kind, body in world.oracle.events if kind == "evaluated"]
-    assert all(0 < one["unfinished"] < 24 for one in done)
-    assert len(done) == 2
+    evaluations = [body["evaluation"] for kind, body in world.oracle.events if kind == "evaluated"]
+    assert all(0 < evaluation["unfinished"] < 24 for evaluation in evaluations)
+    assert len(evaluations) == 2
 
 
 def test_engines_that_die_while_they_load_are_started_again() -> None:

@@ -137,8 +137,8 @@ class WatchedSpool(Spool):
         for earlier, place in samples:
             self.on_move(earlier, place, group_id)
 
-    def put_calls(self, group_id: str, *more: Any) -> None:
-        super().put_calls(group_id, *more)
+    def put_calls(self, group_id: str, *arguments: Any) -> None:
+        super().put_calls(group_id, *arguments)
         self.on_calls(group_id)
 
     def move_calls(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
@@ -197,10 +197,10 @@ class WatchedManager(_Watched, RolloutManager):
 
         self._workflow = hanging
 
-    async def _run_sample(self, permit: Permit, place: int, session: SampleSession, *more: Any) -> Any:
+    async def _run_sample(self, permit: Permit, place: int, session: SampleSession, *arguments: Any) -> Any:
         self.oracle.begins(permit.group, place)
         self._places[session] = permit, place
-        return await super()._run_sample(permit, place, session, *more)
+        return await super()._run_sample(permit, place, session, *arguments)
 
     async def ask_trainer(self, request: Message, answer: type[M]) -> M:
         if isinstance(request, StoreCalls):

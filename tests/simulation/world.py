@@ -144,8 +144,8 @@ class Result:
     def story(self) -> str:
         """The lines of the trace about the groups or actors of the violation, and all faults."""
         names = "|".join(re.escape(name.partition("~")[0]) for name in self.about if name)
-        wanted = re.compile(rf"(?<![\w.])({names})(?![\w.])" if names else ".")
-        lines = [line for line in self.trace if wanted.search(line) or " !! " in line]
+        pattern = re.compile(rf"(?<![\w.])({names})(?![\w.])" if names else ".")
+        lines = [line for line in self.trace if pattern.search(line) or " !! " in line]
         return "\n".join([f"seed {self.seed}: {self.violation}", *lines[-STORY_LINES:]])
 
 
@@ -285,10 +285,10 @@ class World:
 
     def _look_around(self) -> None:
         """Check the memory and the policy of all actors, every LOOK_SECONDS."""
-        for one in self.incarnations:
-            if one.alive and one.actor is not None:
+        for life in self.incarnations:
+            if life.alive and life.actor is not None:
                 try:
-                    check_actor(one, self.model, len(self.processes))
+                    check_actor(life, self.model, len(self.processes))
                 except Violation as violation:
                     self.fail(violation)
         self.oracle.look()
@@ -296,9 +296,11 @@ class World:
 
     def _who_waits(self) -> str:
         """Which actor waits for which: the master's status line, and the activity of each other actor."""
-        running = [one for process in self.processes.values() if (one := process.running) and one.alive and one.actor]
-        others = [one for one in running if one.role != "master"]
-        words = [f"{one.process.name} ({one.actor.state}): {one.actor.activity}" for one in others]
+        running = [
+            life for process in self.processes.values() if (life := process.running) and life.alive and life.actor
+        ]
+        actors = [life for life in running if life.role != "master"]
+        words = [f"{life.process.name} ({life.actor.state}): {life.actor.activity}" for life in actors]
         return "; ".join([self.folder.activity, *words])
 
     # --- processes
@@ -314,84 +316,84 @@ class World:
         )
         loop.on_exception = self._unhandled
         network = FaultyNetwork(self.wire, process.name, loop)
-        one = Incarnation(process, loop, network, fingerprint(token_for(MASTER, loop.name.encode())))
-        process.running = one
-        self.incarnations.append(one)
+        life = Incarnation(process, loop, network, fingerprint(token_for(MASTER, loop.name.encode())))
+        process.running = life
+        self.incarnations.append(life)
         self._disturb()
-        self.fault(f"{process.name} starts as #{one.mark}")
-        loop.call_soon(self._begin, one)
+        self.fault(f"{process.name} starts as #{life.mark}")
+        loop.call_soon(self._begin, life)
 
-    def _begin(self, one: Incarnation) -> None:
-        one.task = asyncio.get_running_loop().create_task(self._live(one))
-        one.task.add_done_callback(lambda task: self._ended(one, task))
+    def _begin(self, life: Incarnation) -> None:
+        life.task = asyncio.get_running_loop().create_task(self._live(life))
+        life.task.add_done_callback(lambda task: self._ended(life, task))
 
-    async def _live(self, one: Incarnation) -> Ending:
-        identity = f"{one.role}/{'0' if one.role == 'master' else '?'}#{one.mark}"
-        one.bus = WatchedBus(identity, one.network, secret=one.loop.name.encode())
-        one.bus.watch = functools.partial(self._points.watched, one)
-        one.bus.on_start = functools.partial(self.oracle.called, one.loop.name)
-        if one.role == "rollout_manager":
-            one.bus.on_ask = functools.partial(self._asks, one)
-        one.actor = self._make(one)
-        ending: Ending = await one.actor.run()
+    async def _live(self, life: Incarnation) -> Ending:
+        identity = f"{life.role}/{'0' if life.role == 'master' else '?'}#{life.mark}"
+        life.bus = WatchedBus(identity, life.network, secret=life.loop.name.encode())
+        life.bus.watch = functools.partial(self._points.watched, life)
+        life.bus.on_start = functools.partial(self.oracle.called, life.loop.name)
+        if life.role == "rollout_manager":
+            life.bus.on_ask = functools.partial(self._asks, life)
+        life.actor = self._make(life)
+        ending: Ending = await life.actor.run()
         return ending
 
-    def _make(self, one: Incarnation) -> Any:
-        if one.role == "master":
-            return self._make_master(one)
+    def _make(self, life: Incarnation) -> Any:
+        if life.role == "master":
+            return self._make_master(life)
         common: dict[str, Any] = {
-            "index": one.process.index,
-            "listen_address": ListenAddress(one.process.name, one.process.name),
+            "index": life.process.index,
+            "listen_address": ListenAddress(life.process.name, life.process.name),
             "keep_log": _keep_no_log,
         }
-        match one.role:
+        match life.role:
             case "trainer":
                 seams: dict[str, Any] = {
-                    "start_learner": lambda *_: self._start_learner(one),
-                    "open_spool": lambda path: self._open_spool(one),
-                    "open_rollouts": lambda config: self._open_rollouts(one),
+                    "start_learner": lambda *_: self._start_learner(life),
+                    "open_spool": lambda path: self._open_spool(life),
+                    "open_rollouts": lambda config: self._open_rollouts(life),
                 }
-                return Membership(Trainer, one.bus, MASTER, **common, **seams)
+                return Membership(Trainer, life.bus, MASTER, **common, **seams)
             case "generator":
                 return Membership(
                     Generator,
-                    one.bus,
+                    life.bus,
                     MASTER,
                     **common,
-                    start_engine=lambda *args, **kw: self._start_engine(one, *args, **kw),
+                    start_engine=lambda *args, **kw: self._start_engine(life, *args, **kw),
                 )
             case "reward":
-                return Membership(Reward, one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
+                return Membership(Reward, life.bus, MASTER, **common, make_pool=lambda *args: self._rewards(life))
             case "scorer":
-                name = self.model.scorers[one.process.index % len(self.model.scorers)]
+                name = self.model.scorers[life.process.index % len(self.model.scorers)]
                 return Membership(
                     Scorer,
-                    one.bus,
+                    life.bus,
                     MASTER,
                     **common,
                     name=name,
-                    start_engine=lambda *_, **__: self._start_scorer(one, name),
+                    start_engine=lambda *_, **__: self._start_scorer(life, name),
                     load_tokenizer=lambda _: TextTokenizer(),
                 )
         common["open_source"] = lambda config, seed: self._source
         common["load_tokenizer"] = lambda *_: SimTokenizer()
-        common |= {"oracle": self.oracle, "toil": one.toil}
-        if one.role == "rollout_manager":
-            return Membership(WatchedManager, one.bus, MASTER, **common)
-        if one.role == "gateway":
-            return Membership(WatchedGateway, one.bus, MASTER, **common)
-        return EvaluatorMembership(WatchedEvaluator, one.bus, MASTER, **common)
+        common |= {"oracle": self.oracle, "toil": life.toil}
+        if life.role == "rollout_manager":
+            return Membership(WatchedManager, life.bus, MASTER, **common)
+        if life.role == "gateway":
+            return Membership(WatchedGateway, life.bus, MASTER, **common)
+        return EvaluatorMembership(WatchedEvaluator, life.bus, MASTER, **common)
 
-    def _make_master(self, one: Incarnation) -> Master:
-        journal = WatchedJournal(self._disk(one, empty_journal()))
+    def _make_master(self, life: Incarnation) -> Master:
+        journal = WatchedJournal(self._disk(life, empty_journal()))
         journal.oracle, journal.marks = self.oracle, {}
-        self.oracle.clock = lambda: one.loop.time() - one.loop.excused
-        boss = Master(one.bus, self.config, journal=journal, folder=self.folder, source=self._source)
+        self.oracle.clock = lambda: life.loop.time() - life.loop.excused
+        boss = Master(life.bus, self.config, journal=journal, folder=self.folder, source=self._source)
         if not any(isinstance(fault, faults.Resume) for fault in self.plan.faults):  # else the settings may differ
             self._check_restored(boss)
         self.oracle.ledger = boss.ledger
         self.oracle.spooled_samples = self._spooled_samples
-        one.network.on_publish = self.oracle.published
+        life.network.on_publish = self.oracle.published
         return boss
 
     def _check_restored(self, boss: Master) -> None:
@@ -402,7 +404,7 @@ class World:
 
     async def _start_engine(
         self,
-        one: Incarnation,
+        life: Incarnation,
         model: Path,
         config: Any,
         *,
@@ -413,10 +415,10 @@ class World:
         transfer: Any,
         routes: bool,
     ) -> SimEngine:
-        await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
-        self.oracle.engine_starts(one.loop.name, seed)
-        tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
-        one.engine = SimEngine(
+        await life.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
+        self.oracle.engine_starts(life.loop.name, seed)
+        tell = None if self.trace is None else lambda what: self.say(life.process.name, what)
+        life.engine = SimEngine(
             self.files,
             self.files.model,
             version,
@@ -425,117 +427,117 @@ class World:
             self.plan.mishaps,
             self.random,
             seed,
-            one.toil,
+            life.toil,
             tell,
-            functools.partial(self._loads, one),
+            functools.partial(self._loads, life),
         )
-        return one.engine
+        return life.engine
 
-    async def _start_scorer(self, one: Incarnation, name: str) -> SimScorer:
-        await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
-        return SimScorer(name, self.model.pace, self.plan.mishaps, self.random, one.toil)
+    async def _start_scorer(self, life: Incarnation, name: str) -> SimScorer:
+        await life.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
+        return SimScorer(name, self.model.pace, self.plan.mishaps, self.random, life.toil)
 
-    def _rewards(self, one: Incarnation) -> SimRewards:
-        return SimRewards(self.model.pace, self.plan.mishaps, self.random, one.toil, self.model.reward_parts)
+    def _rewards(self, life: Incarnation) -> SimRewards:
+        return SimRewards(self.model.pace, self.plan.mishaps, self.random, life.toil, self.model.reward_parts)
 
-    def _asks(self, one: Incarnation, message: Message) -> None:
+    def _asks(self, life: Incarnation, message: Message) -> None:
         """A rollout manager sends a request."""
         if isinstance(message, Generate):
-            asked = {new.job: new.min_version for new in message.sequences}
-            for group, sessions in one.actor.role._sessions.items():
-                for call in (call for own in sessions for call in own.running):
-                    if call.number in asked:
-                        self.oracle.asked(group, asked[call.number])
+            versions = {new.job: new.min_version for new in message.sequences}
+            for group, sessions in life.actor.role._sessions.items():
+                for call in (call for session in sessions for call in session.running):
+                    if call.number in versions:
+                        self.oracle.asked(group, versions[call.number])
 
     def _see_generators(self) -> None:
         """A policy was published a moment ago: each generator that knows of it has loaded it, or is about to."""
-        for one in self.incarnations:
-            engine = one.engine
-            if engine is not None and one.alive and one.actor.state == "healthy":
-                actor = one.actor
-                me, newest = actor.directory.members.get(one.bus.identity.name), actor.directory.policy.folder
+        for life in self.incarnations:
+            engine = life.engine
+            if engine is not None and life.alive and life.actor.state == "healthy":
+                actor = life.actor
+                me, newest = actor.directory.members.get(life.bus.identity.name), actor.directory.policy.folder
                 # Not so while it waits for the answer to a heartbeat that it has to send before it goes on.
-                generates = actor.activity.startswith("generating") and one.toil.oldest is None
+                generates = actor.activity.startswith("generating") and life.toil.oldest is None
                 idle = generates and not engine.finishes and me is not None and me.held is None
                 if idle and engine.folder != newest:
-                    self.fail(Violation(f"{one.process.name} has {engine.folder}, but knows of {newest}", one.mark))
+                    self.fail(Violation(f"{life.process.name} has {engine.folder}, but knows of {newest}", life.mark))
 
     def see_sleepers(self, trainer: Incarnation, resident: bool) -> None:
         """The trainer computes on the devices: its weights are there, and all generators that it knows sleep."""
         if not resident:
             self.fail(Violation(f"{trainer.process.name} computes with weights in host memory", trainer.mark))
         members = trainer.actor.directory.members
-        for one in self.incarnations:
-            if one.engine and one.alive and not one.engine.asleep and one.bus.identity.name in members:
-                self.fail(Violation(f"{one.process.name} is awake while {trainer.process.name} computes", one.mark))
+        for life in self.incarnations:
+            if life.engine and life.alive and not life.engine.asleep and life.bus.identity.name in members:
+                self.fail(Violation(f"{life.process.name} is awake while {trainer.process.name} computes", life.mark))
 
-    def _loads(self, one: Incarnation, engine: SimEngine, version: int) -> None:
-        me = one.actor.directory.members.get(one.bus.identity.name)
+    def _loads(self, life: Incarnation, engine: SimEngine, version: int) -> None:
+        me = life.actor.directory.members.get(life.bus.identity.name)
         held = me.held if me is not None else None
         if held is not None and (engine.version == held.version or held.folder not in engine.unloadable):
-            self.oracle.loads(one.process.name, version, engine.version, held.version)
+            self.oracle.loads(life.process.name, version, engine.version, held.version)
 
-    async def _start_learner(self, one: Incarnation) -> SimLearner:
-        await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
-        hand = one.loop.name.encode() if self.model.redo_differs else b""
+    async def _start_learner(self, life: Incarnation) -> SimLearner:
+        await life.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
+        hand = life.loop.name.encode() if self.model.redo_differs else b""
         return SimLearner(
             self.files,
-            _Judge(self, one),
-            one.loop.name,
+            _Judge(self, life),
+            life.loop.name,
             self.model.pace,
             self.random,
-            one.toil,
+            life.toil,
             self.model.doubtful,
             hand,
         )
 
-    def _open_spool(self, one: Incarnation) -> Spool:
-        spool = WatchedSpool(self._disk(one, empty_spool()))
-        spool.on_put, spool.on_move = functools.partial(self._puts, one), functools.partial(self._moves, one)
-        spool.on_calls = functools.partial(self._puts_calls, one)
+    def _open_spool(self, life: Incarnation) -> Spool:
+        spool = WatchedSpool(self._disk(life, empty_spool()))
+        spool.on_put, spool.on_move = functools.partial(self._puts, life), functools.partial(self._moves, life)
+        spool.on_calls = functools.partial(self._puts_calls, life)
         return spool
 
-    def _open_rollouts(self, one: Incarnation) -> WatchedRollouts:
-        return WatchedRollouts(one.process.rollouts, lambda: one.bus.identity.name == self.oracle.disk.trainer)
+    def _open_rollouts(self, life: Incarnation) -> WatchedRollouts:
+        return WatchedRollouts(life.process.rollouts, lambda: life.bus.identity.name == self.oracle.disk.trainer)
 
-    def _puts(self, one: Incarnation, group: str, place: int) -> None:
-        self.spooled_by[group] = one, self.scheduler.now
+    def _puts(self, life: Incarnation, group: str, place: int) -> None:
+        self.spooled_by[group] = life, self.scheduler.now
         self.stored.setdefault((group, place), self.scheduler.now)
 
-    def _puts_calls(self, one: Incarnation, group: str) -> None:
-        self.spooled_by[group] = one, self.scheduler.now
+    def _puts_calls(self, life: Incarnation, group: str) -> None:
+        self.spooled_by[group] = life, self.scheduler.now
 
-    def _moves(self, one: Incarnation, earlier: str, place: int, group: str) -> None:
+    def _moves(self, life: Incarnation, earlier: str, place: int, group: str) -> None:
         self.counters["reused"] += 1
-        self._puts(one, group, place)
+        self._puts(life, group, place)
 
-    def _ended(self, one: Incarnation, task: asyncio.Task[Any]) -> None:
+    def _ended(self, life: Incarnation, task: asyncio.Task[Any]) -> None:
         """The main task of a process has ended by itself."""
         if task.cancelled():
             how, ok = "was cancelled", False
-            self.fail(Violation(f"{one.process.name} was cancelled", one.process.name))
+            self.fail(Violation(f"{life.process.name} was cancelled", life.process.name))
         elif error := task.exception():
             how, ok = f"raised {type(error).__name__}: {error}", False
-            expected = FAILURES.get(one.role, (UserError,))
-            if not isinstance(error, expected if one.process.running is one else (*expected, SpoolError)):
+            expected = FAILURES.get(life.role, (UserError,))
+            if not isinstance(error, expected if life.process.running is life else (*expected, SpoolError)):
                 self.counters["crashed"] += 1
-                self.fail(Violation(f"{one.process.name} {how}", one.process.name, one.mark))
+                self.fail(Violation(f"{life.process.name} {how}", life.process.name, life.mark))
         else:
             how, ok = f"ended: {task.result().reason}", task.result().ok
-        self.fault(f"{one.process.name}#{one.mark} {how}")
-        leftover = [task for task in one.loop.pending_tasks() if task is not one.task]
+        self.fault(f"{life.process.name}#{life.mark} {how}")
+        leftover = [task for task in life.loop.pending_tasks() if task is not life.task]
         if leftover:
             names = ", ".join(f"{task.get_name()}" for task in leftover)
-            self.fail(Violation(f"{one.process.name} has ended, but these tasks are left: {names}", one.process.name))
-        if one.role == "master":
+            self.fail(Violation(f"{life.process.name} has ended, but these tasks are left: {names}", life.process.name))
+        if life.role == "master":
             self._master_ended(how, ok)
-        elif one.left_calmly_at == self.oracle.disturbed_until:  # there was no fault since
-            self.oracle.trainer_left(one.process.name)
-        self._gone(one, silent=False)
-        done = one.stays_away or (ok and one.restart_after is None)
-        one.ended = done and not one.stays_away
-        if one.process.running is one and not done:
-            self._restart(one.process, one.restart_after or SUPERVISOR_SECONDS)
+        elif life.left_calmly_at == self.oracle.disturbed_until:  # there was no fault since
+            self.oracle.trainer_left(life.process.name)
+        self._gone(life, silent=False)
+        is_over = life.stays_away or (ok and life.restart_after is None)
+        life.ended = is_over and not life.stays_away
+        if life.process.running is life and not is_over:
+            self._restart(life.process, life.restart_after or SUPERVISOR_SECONDS)
 
     def _decided(self, summary: dict[str, Any]) -> None:
         """The master has written its summary, and is about to tell the other actors that the run has ended."""
@@ -557,45 +559,45 @@ class World:
         self.scheduler.call_at(now + AFTERMATH_SECONDS + LAST_SECONDS, self._see_the_rest)
 
     def _tell_the_rest(self) -> None:
-        for one in self.incarnations:
-            if one.alive and not one.loop.send_signal(signal.SIGTERM):
-                self.kill(one, None)
+        for life in self.incarnations:
+            if life.alive and not life.loop.send_signal(signal.SIGTERM):
+                self.kill(life, None)
 
     def _see_the_rest(self) -> None:
-        left = [one.process.name for one in self.incarnations if one.alive]
-        if left:
-            self.fail(Violation(f"{', '.join(left)} did not leave after the end of the run", *left))
+        survivors = [life.process.name for life in self.incarnations if life.alive]
+        if survivors:
+            self.fail(Violation(f"{', '.join(survivors)} did not leave after the end of the run", *survivors))
         self.scheduler.stopped = True
 
-    def kill(self, one: Incarnation, restart_after: float | None, silent: bool = False) -> None:
+    def kill(self, life: Incarnation, restart_after: float | None, silent: bool = False) -> None:
         """Kill a process between two callbacks, like `kill -9`. The supervisor restarts it after `restart_after`
         seconds; None: never. `silent`: its machine dies with it."""
-        if not one.alive:
+        if not life.alive:
             return
         self.counters["killed"] += 1
-        self.fault(f"{one.process.name}#{one.mark} is killed{' with its machine' if silent else ''}")
-        self._gone(one, silent)
-        if restart_after is not None and one.process.running is one and not one.stays_away:
-            self._restart(one.process, restart_after)
+        self.fault(f"{life.process.name}#{life.mark} is killed{' with its machine' if silent else ''}")
+        self._gone(life, silent)
+        if restart_after is not None and life.process.running is life and not life.stays_away:
+            self._restart(life.process, restart_after)
 
-    def _gone(self, one: Incarnation, silent: bool) -> None:
+    def _gone(self, life: Incarnation, silent: bool) -> None:
         self._disturb()
-        one.loop.kill()
-        one.network.die(silent)
-        if one.process.disk is not None:
-            one.process.disk.rollback()
-        if self.over and not any(other.alive for other in self.incarnations):
+        life.loop.kill()
+        life.network.die(silent)
+        if life.process.disk is not None:
+            life.process.disk.rollback()
+        if self.over and not any(peer.alive for peer in self.incarnations):
             self.scheduler.stopped = True
 
-    def _restart(self, process: Process, after: float) -> None:
-        self.scheduler.call_at(self.scheduler.now + after, self.start, process)
+    def _restart(self, process: Process, delay: float) -> None:
+        self.scheduler.call_at(self.scheduler.now + delay, self.start, process)
 
-    def _disk(self, one: Incarnation, new: bytes) -> Disk:
+    def _disk(self, life: Incarnation, new: bytes) -> Disk:
         """The database of the process. If it has none yet, one with the contents `new` is created."""
-        if one.process.disk is None:
-            one.process.disk = sqlite3.connect(":memory:", factory=Disk)
-            one.process.disk.deserialize(new)
-        return one.process.disk
+        if life.process.disk is None:
+            life.process.disk = sqlite3.connect(":memory:", factory=Disk)
+            life.process.disk.deserialize(new)
+        return life.process.disk
 
     def _spooled_samples(self, group: str) -> Sequence[Trajectory] | None:
         """The samples of a group on the trainer's disk; None if the group is not there."""
@@ -607,8 +609,8 @@ class World:
     def _samples_of(self, prompt: int) -> dict[tuple[str, int], float]:
         """The samples of a prompt on the trainer's disk, and when they were stored."""
         disk = self.processes["trainer-0"].disk
-        found = disk.execute("SELECT id, place FROM parts WHERE prompt_index = ?", (prompt,)) if disk else []
-        return {(group, place): self.stored[group, place] for group, place in found}
+        rows = disk.execute("SELECT id, place FROM parts WHERE prompt_index = ?", (prompt,)) if disk else []
+        return {(group, place): self.stored[group, place] for group, place in rows}
 
     def _has_calls(self, group: str, place: int) -> bool:
         disk = self.processes["trainer-0"].disk
@@ -622,30 +624,30 @@ class World:
 
     def _spooled(self, trainer: str) -> tuple[Mapping[str, int], Collection[str]]:
         disk = self.processes["trainer-0"].disk
-        found = dict(disk.execute("SELECT id, 0 FROM unfinished")) if disk else {}
-        found |= dict(disk.execute("SELECT id, count(*) FROM parts GROUP BY id")) if disk else {}
-        trainers = [one for one in self.incarnations if one.role == "trainer" and one.alive]
-        asked = {group for one in trainers for group, number in one.storing.items() if number}
-        if not any(one.bus.identity.name == trainer for one in trainers):
-            asked |= set(found)  # the trainer has died, and the next one empties the spool when it starts
+        kinds = dict(disk.execute("SELECT id, 0 FROM unfinished")) if disk else {}
+        kinds |= dict(disk.execute("SELECT id, count(*) FROM parts GROUP BY id")) if disk else {}
+        trainers = [life for life in self.incarnations if life.role == "trainer" and life.alive]
+        stored = {group for life in trainers for group, number in life.storing.items() if number}
+        if not any(life.bus.identity.name == trainer for life in trainers):
+            stored |= set(kinds)  # the trainer has died, and the next one empties the spool when it starts
         # One that does not know yet that it was replaced may put groups on the disk, which both of them have here.
         for current in trainers:
             saving = getattr(current.actor.role, "_saving", None)
             if saving is not None and not saving.done():  # it forgets them once the master has answered
-                asked |= {group for groups in self.oracle.disk.batches.values() for group in groups}
+                stored |= {group for groups in self.oracle.disk.batches.values() for group in groups}
             if current.bus.identity.name == trainer:
-                others = (group for group in found if self.spooled_by[group][0] is not current)
-                asked |= {group for group in others if self.spooled_by[group][1] >= current.began}
-        return found, asked
+                foreign = (group for group in kinds if self.spooled_by[group][0] is not current)
+                stored |= {group for group in foreign if self.spooled_by[group][1] >= current.began}
+        return kinds, stored
 
     def _busy(self, seconds: float) -> str:
-        for one in self.incarnations:
-            if one.alive and one.loop.state is RUNNING and (oldest := one.toil.oldest):
+        for life in self.incarnations:
+            if life.alive and life.loop.state is RUNNING and (oldest := life.toil.oldest):
                 began, what = oldest
-                worked = one.loop.time() - began
-                known = one.bus.identity.name in self.oracle.memory.members
-                if known and worked > seconds and self.scheduler.now - self.oracle.disturbed_until > seconds:
-                    return f"{one.process.name} has been at work for {worked:.1f} s, {what}"
+                worked = life.loop.time() - began
+                is_member = life.bus.identity.name in self.oracle.memory.members
+                if is_member and worked > seconds and self.scheduler.now - self.oracle.disturbed_until > seconds:
+                    return f"{life.process.name} has been at work for {worked:.1f} s, {what}"
         return ""
 
     def _removed(self, name: str, reason: str) -> None:
@@ -653,14 +655,14 @@ class World:
         identity = self.oracle.removed(reason)
         if "no progress" in reason:
             self.oracle.remedied(f"{name} is fenced")
-        one, model = self.processes[name.replace("/", "-")].running, self.model
-        if reason.startswith("it hangs") and not (one and one.toil.hangs):
+        life, model = self.processes[name.replace("/", "-")].running, self.model
+        if reason.startswith("it hangs") and not (life and life.toil.hangs):
             self.fail(Violation(f"{name} is fenced, because {reason}, but nothing hangs in it", name))
-        if reason.startswith("nobody listens") and one and one.alive and one.bus.identity.name == identity:
+        if reason.startswith("nobody listens") and life and life.alive and life.bus.identity.name == identity:
             self.fail(Violation(f"{name} is removed, because {reason}, but it lives", name))
-        if reason.startswith("silent") and one is not None and one.alive and one.loop.state is RUNNING:
+        if reason.startswith("silent") and life is not None and life.alive and life.loop.state is RUNNING:
             heard = model.lease_seconds + 2 * model.heartbeat_seconds < self.scheduler.now - self.oracle.disturbed_until
-            if heard and one.bus.identity.name in self.oracle.memory.members:
+            if heard and life.bus.identity.name in self.oracle.memory.members:
                 self.fail(Violation(f"{name} is fenced as {reason}, but nothing keeps it from being heard", name))
 
     def _latency(self, process: Process) -> float:
@@ -673,7 +675,7 @@ class World:
     def _bury(self) -> None:
         self._buried = True
         hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-        for loop in [*(one.loop for one in self.incarnations), *([self._users] if self._users else [])]:
+        for loop in [*(life.loop for life in self.incarnations), *([self._users] if self._users else [])]:
             loop.bury()
         sys.unraisablehook = hook
         for process in self.processes.values():
@@ -698,30 +700,30 @@ class World:
         self.oracle.fault, self.oracle.fault_until = type(fault).__name__.lower(), now + NEAR_SECONDS
         match fault:
             case faults.Kill(_, name, restart_after, silent, steps):
-                if one := self._running(name):
-                    one.loop.on_fuse = functools.partial(self.kill, one, restart_after, silent)
-                    one.loop.fuse = steps + 1
-                    one.loop.call_soon(_nothing)
+                if life := self._running(name):
+                    life.loop.on_fuse = functools.partial(self.kill, life, restart_after, silent)
+                    life.loop.fuse = steps + 1
+                    life.loop.call_soon(_nothing)
             case faults.Leave(_, name, restart_after):
-                if one := self._running(name):
-                    one.restart_after = restart_after
-                    one.stays_away = restart_after is None
-                    if calm and self._has_time_to_save(one):
-                        one.left_calmly_at = now
-                    if not one.loop.send_signal(signal.SIGTERM):
-                        self.kill(one, restart_after)
+                if life := self._running(name):
+                    life.restart_after = restart_after
+                    life.stays_away = restart_after is None
+                    if calm and self._has_time_to_save(life):
+                        life.left_calmly_at = now
+                    if not life.loop.send_signal(signal.SIGTERM):
+                        self.kill(life, restart_after)
             case faults.Pause(_, name, seconds, replaced):
-                if one := self._running(name):
-                    one.loop.pause()
-                    self.scheduler.call_at(now + seconds, one.loop.resume)
+                if life := self._running(name):
+                    life.loop.pause()
+                    self.scheduler.call_at(now + seconds, life.loop.resume)
                     if replaced:
-                        self._restart(one.process, seconds / 2)
+                        self._restart(life.process, seconds / 2)
             case faults.Arrive(_, name):
                 self.processes[name] = Process(name)
                 self.start(self.processes[name])
             case faults.Replace(_, name):
-                if one := self._running(name):
-                    self.start(one.process)
+                if life := self._running(name):
+                    self.start(life.process)
             case faults.Partition(_, side, other, seconds, one_way):
                 for a in side:
                     for b in other:
@@ -741,23 +743,23 @@ class World:
                 self.processes[name].limit_disk(True)
                 self.scheduler.call_at(now + seconds, self.processes[name].limit_disk, False)
             case faults.ClockJump(_, name, seconds):
-                if one := self._running(name):
-                    one.loop.jump(seconds)
+                if life := self._running(name):
+                    life.loop.jump(seconds)
             case faults.Resume():
                 self._resume(fault)
             case faults.Damage():
                 self._damage()
             case faults.Hang(_, name, work):
-                if one := self._running(name):
-                    one.toil.to_hang.add(work)
+                if life := self._running(name):
+                    life.toil.to_hang.add(work)
             case _:
                 assert_never(fault)
 
-    def _has_time_to_save(self, one: Incarnation) -> bool:
+    def _has_time_to_save(self, life: Incarnation) -> bool:
         """True if a trainer that is told to leave can end its step and save a checkpoint before it has to end."""
-        pace, works = self.model.pace, one.role == "trainer" and one.actor.state == "healthy"
+        pace, works = self.model.pace, life.role == "trainer" and life.actor.state == "healthy"
         quick = 4 * (pace.step + pace.write + pace.save) < self.model.drain_seconds
-        return works and quick and not one.toil.to_hang and self._running("master-0") is not None
+        return works and quick and not life.toil.to_hang and self._running("master-0") is not None
 
     def _resume(self, fault: faults.Resume) -> None:
         if self.over:
@@ -765,10 +767,10 @@ class World:
         if fault.back is not None and not self.oracle.disk.checkpoint:
             self.scheduler.call_at(self.scheduler.now + 0.1, self._resume, fault)
             return
-        for one in self.incarnations:
-            if one.ended and one.process.running is one:
-                self._restart(one.process, SUPERVISOR_SECONDS * self.random.random())
-            self.kill(one, SUPERVISOR_SECONDS * self.random.random())
+        for life in self.incarnations:
+            if life.ended and life.process.running is life:
+                self._restart(life.process, SUPERVISOR_SECONDS * self.random.random())
+            self.kill(life, SUPERVISOR_SECONDS * self.random.random())
         if fault.back is not None:
             self._go_back(fault.back, fault.spool_lost)
         version = self.oracle.memory.version
@@ -789,11 +791,11 @@ class World:
         journal.oracle, journal.marks = self.oracle, {}
         state = RunState(self.config, journal)
         folders = {version: f"{checkpoint_of(self.config.folder, version)}" for version in journal.kept_versions()}
-        whole = [version for version, folder in folders.items() if folder in self.files.folders]
-        whole = [v for v in whole if v <= state.checkpoint_version and folders[v] not in self.files.damaged]
-        if not whole:
+        versions = [version for version, folder in folders.items() if folder in self.files.folders]
+        versions = [v for v in versions if v <= state.checkpoint_version and folders[v] not in self.files.damaged]
+        if not versions:
             return
-        version = whole[-1 - min(number, len(whole) - 1)]
+        version = versions[-1 - min(number, len(versions) - 1)]
         self.fault(f"the run goes back to version {version}")
         self.counters["went back"] += 1
         if spool_lost and trainer.disk is not None:
@@ -812,16 +814,16 @@ class World:
             spool.forget([group for group in spool.ids() if not state.ledger.needs_payload(group)])
 
     def _damage(self) -> None:
-        book, one = self.oracle.disk, self._running("trainer-0")
-        if book.covered < book.checkpoint and one:
+        book, life = self.oracle.disk, self._running("trainer-0")
+        if book.covered < book.checkpoint and life:
             self.files.damaged.add(str(checkpoint_of(self.config.folder, book.checkpoint)))
-            self.kill(one, SUPERVISOR_SECONDS)
+            self.kill(life, SUPERVISOR_SECONDS)
         elif not self.over:
             self.scheduler.call_at(self.scheduler.now + 0.1, self._damage)
 
     def _running(self, name: str) -> Incarnation | None:
-        one = self.processes[name].running
-        return one if one is not None and one.alive else None
+        life = self.processes[name].running
+        return life if life is not None and life.alive else None
 
     def _clear_up(self, weather: Weather) -> None:
         if self.wire.weather is weather:
@@ -841,11 +843,11 @@ class World:
         for process in self.processes.values():
             process.slower = 0.0
             process.limit_disk(False)
-        for one in self.incarnations:
-            one.loop.resume()
-            one.loop.before_work = one.loop.after_work = one.network.on_answer = None
-            one.loop.fuse = 0
-            one.toil.to_hang.clear()
+        for life in self.incarnations:
+            life.loop.resume()
+            life.loop.before_work = life.loop.after_work = life.network.on_answer = None
+            life.loop.fuse = 0
+            life.toil.to_hang.clear()
 
     # --- the trace
 
@@ -856,18 +858,18 @@ class World:
             frames = frames[1:]
             header = decode_header(frames)
         body = decode_body(header.kind, frames)
-        said = ", ".join(f"{name}={_short(value)}" for name, value in body.__dict__.items())
+        fields = ", ".join(f"{name}={_short(value)}" for name, value in body.__dict__.items())
         number = f"{header.sender}:{header.id}" if header.id else f"re {header.reply_to or header.part}"
         again = f" attempt {header.attempt}" if header.attempt else ""
-        self.say(source.name, f"-> {target.name}: {header.kind}({said}) [{number}{again}] {fate}")
+        self.say(source.name, f"-> {target.name}: {header.kind}({fields}) [{number}{again}] {fate}")
 
 
 class _Judge:
     """Passes the reports of one process's learner to the oracle."""
 
-    def __init__(self, world: World, one: Incarnation) -> None:
+    def __init__(self, world: World, life: Incarnation) -> None:
         self._world = world
-        self._one = one
+        self._one = life
 
     def trained(self, writer: str, version: int, groups: Sequence[Any], mask_older_than: int | None) -> None:
         if self._one.alive:
@@ -879,8 +881,8 @@ class _Judge:
         if self._world.config.colocate and self._one.alive:
             self._world.see_sleepers(self._one, resident)
 
-    def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Any], after: bytes) -> None:
-        self._world.oracle.computed(writer, before, version, groups, after)
+    def computed(self, writer: str, content: bytes, version: int, groups: Sequence[Any], new_content: bytes) -> None:
+        self._world.oracle.computed(writer, content, version, groups, new_content)
 
     def published(self, writer: str, weights: Weights) -> None:
         self._world.say(self._one.process.name, f"learner: wrote {weights.folder}")

@@ -238,8 +238,8 @@ async def test_calls_in_this_process_have_a_deadline_and_places():
             *(pool.score_all("meets", "", [text], {}) for text in ("", "", "odd")),
             return_exceptions=True,
         )
-    said = [outcome.kind if isinstance(outcome, RewardFailed) else outcome[0].score for outcome in outcomes]
-    assert said == ["timeout", 1.0, "raised", "raised", "raised", 1.0, 1.0, "not_finite"]
+    verdicts = [outcome.kind if isinstance(outcome, RewardFailed) else outcome[0].score for outcome in outcomes]
+    assert verdicts == ["timeout", 1.0, "raised", "raised", "raised", 1.0, 1.0, "not_finite"]
 
 
 def length(prompt, completion, row):

@@ -54,8 +54,8 @@ def no_keys(monkeypatch):
     monkeypatch.setattr(links, "ANSWER_SECONDS", 60.0)
 
 
-def results(found):
-    return {finding.name: finding.result for finding in found}
+def results(findings):
+    return {finding.name: finding.result for finding in findings}
 
 
 def test_the_way_to_a_master_is_measured_and_what_is_wrong_with_it_is_told(master, tmp_path, monkeypatch):

@@ -53,11 +53,11 @@ def test_answers_that_can_be_read_pass_silently(check, capsys):
 @pytest.mark.parametrize("eval_size", [0, 8])
 def test_answers_that_cannot_be_read_are_refused_before_the_run(check, bad, eval_size):
     named = repr(bad if isinstance(bad, str) else bad[-1]) if bad else "the row of the prompt 'What is 8?'"
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         check([*GOOD, bad], eval_size=eval_size)
-    assert "cannot read the answers of 1 of the 9 rows of data.source" in str(told.value)
-    assert "correct or remove these rows" in str(told.value)
-    assert f"that were checked, such as {named}" in str(told.value)
+    assert "cannot read the answers of 1 of the 9 rows of data.source" in str(error.value)
+    assert "correct or remove these rows" in str(error.value)
+    assert f"that were checked, such as {named}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ def test_prompts_that_do_not_name_what_their_tests_call_are_refused_or_told(tmp_
     config = config_of(
         file, data={"source": str(file), "eval_size": 0, "answer_key": None}, reward={"functions": "code"}
     )
-    told = (
+    sentence = (
         r"3 prompts of .* do not name what their tests call, such as .* \(its tests use add(ition)?\): let data.prompt_"
     )
-    for chosen, refusal in ((rows[:3], pytest.raises(UserError, match=told)), (rows[1:], contextlib.nullcontext())):
+    for chosen, refusal in ((rows[:3], pytest.raises(UserError, match=sentence)), (rows[1:], contextlib.nullcontext())):
         file.write_text("".join(json.dumps(row) + "\n" for row in chosen))
         with refusal:
             row_checks.check_prompts_name_calls(config, open_source(config.data, config.seed))
@@ -348,8 +348,8 @@ def test_more_threads_of_engines_than_cores_are_told(monkeypatch, capsys):
     preflight.check_machine(config_of("rows.jsonl", generator={"count": 2}), {}, {})
     assert capsys.readouterr().err == ""
     teacher = {"scorers": {"wise": {"model": "m"}}, "trainer": {"teacher": "wise", "minibatches": 1}}
-    for more in {"generator": {"count": 3}}, {"generator": {"count": 2}, **teacher}:
-        preflight.check_machine(config_of("rows.jsonl", **more), {}, {})
+    for sections in {"generator": {"count": 3}}, {"generator": {"count": 2}, **teacher}:
+        preflight.check_machine(config_of("rows.jsonl", **sections), {}, {})
         assert "Note: the engines have 3 threads together, but this machine has 2 cores" in capsys.readouterr().err
 
 

@@ -1,11 +1,14 @@
 """Where actors listen, what others call them, and that nothing listens beyond this machine without keys unless told."""
 
 import os
+import socket
 import stat
+from typing import Any
 
 import pytest
 from helpers import keys_folder
 
+from actors.runtime import addresses
 from actors.runtime.addresses import ListenAddress, check_place, find_master, open_network, take_folder
 from areal.config import UserError, load_config
 from areal.processes import KEYS
@@ -83,6 +86,23 @@ def test_where_no_run_is_in_progress_the_wait_ends_with_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"No run is in progress in .*mine \(waited 0 s\): start one"):
         find_master(str(tmp_path / "mine"), patience=0)
     assert find_master(MASTER, patience=0) == MASTER
+
+
+def test_a_role_waits_until_the_name_of_the_masters_host_is_known(monkeypatch):
+    known, look_up = iter([False, False]), socket.getaddrinfo
+    monkeypatch.setattr(addresses, "LOOK_SECONDS", 0.0)
+
+    def late(host: str, *more: Any) -> Any:
+        if not next(known, True):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up("127.0.0.1", *more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    assert find_master("tcp://late:5555", patience=100) == "tcp://late:5555"
+    known = iter([False])
+    assert find_master("tcp://late:5555", patience=0) == "tcp://late:5555"  # and is told by who uses it
+    with pytest.raises(UserError, match="Name or service not known: check the host name"):
+        ListenAddress.towards("tcp://late:5555")
 
 
 @pytest.mark.parametrize(

@@ -461,15 +461,14 @@ async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, con
     assert (len(play.starts("master")), len(play.starts("generator"))) == (1, 1)
 
 
-async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, config, tmp_path):
-    play = whole()
+async def test_a_child_that_a_plugin_has_ended_with_0_is_started_again(whole, config, tmp_path, at_once, monkeypatch):
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.0)
+    play = whole(rollout_manager="os._exit(0) if start == 1 else stay()")
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
-    await until(play.everybody_is_up)
-    os.kill(play.pid("generator"), signal.SIGTERM)
-    await until(lambda: "generator/0 has left and is not started again" in play.output)
+    await until(lambda: len(play.starts("rollout_manager")) == 2)
     (tmp_path / "end").write_text("0")
     assert (await running).ok
-    assert len(play.starts("generator")) == 1
+    assert "rollout_manager/0 exited with 0, and is started again" in play.output
 
 
 async def test_a_child_that_somebody_else_told_to_leave_is_started_again(whole, config, tmp_path, at_once):

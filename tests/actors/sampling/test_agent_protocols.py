@@ -168,7 +168,7 @@ async def test_a_response_that_was_cut_is_incomplete(responses):
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("fields", "reason"),
     [
         ({"input": []}, "no message"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
@@ -184,10 +184,10 @@ async def test_a_response_that_was_cut_is_incomplete(responses):
         ({"previous_response_id": "resp_1"}, "response of this sample"),
     ],
 )
-async def test_what_a_response_cannot_do_is_said(responses, asked, reason):
+async def test_what_a_response_cannot_do_is_said(responses, fields, reason):
     session, _, client = await responses("4")
     with pytest.raises(clients.openai.BadRequestError, match=reason):
-        await client.create(**({"model": "m", "input": "?"} | asked))
+        await client.create(**({"model": "m", "input": "?"} | fields))
     assert not session.prompts
 
 
@@ -279,8 +279,8 @@ async def test_a_thread_has_the_messages_the_system_prompt_and_the_tools_that_ca
     session, _, client = await opened(lambda api: claude(api, api_key=api.api_key), "4", "Yes.", "No.")
     how = {"model": "m", "max_tokens": 9, "betas": ["message-threads-2026-08-12"], "stream": stream}
 
-    async def say(text: str, thread: dict, **more) -> str:
-        response = await client.beta.messages.create(messages=[user(text)], thread=thread, **how, **more)
+    async def say(text: str, thread: dict, **fields) -> str:
+        response = await client.beta.messages.create(messages=[user(text)], thread=thread, **how, **fields)
         return (await collected(response))[0].message.id if stream else response.id
 
     first = await say("2+2?", {"type": "create"}, system="Be brief.", tools=[TOOL])
@@ -321,7 +321,7 @@ async def test_tokens_are_counted_without_a_turn(messages):
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("fields", "reason"),
     [
         ({"messages": []}, "messages: "),
         ({"messages": [user([{"type": "image", "source": {}}])]}, "'image'"),
@@ -338,10 +338,10 @@ async def test_tokens_are_counted_without_a_turn(messages):
         ),
     ],
 )
-async def test_what_a_message_cannot_do_is_said(messages, asked, reason):
+async def test_what_a_message_cannot_do_is_said(messages, fields, reason):
     session, _, client = await messages("4")
     with pytest.raises(clients.anthropic.BadRequestError, match=reason) as refused:
-        await client.create(**({"model": "m", "max_tokens": 9, "messages": [user("?")]} | asked))
+        await client.create(**({"model": "m", "max_tokens": 9, "messages": [user("?")]} | fields))
     assert (refused.value.body["type"], refused.value.type) == ("error", "invalid_request_error")
     assert not session.prompts
 
@@ -405,12 +405,12 @@ def texts(events: list) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", replies())
-@pytest.mark.parametrize("told", [[], ["fo"], ["fo", "u"], ["fo", "ur"]])
-def test_the_end_of_a_stream_tells_what_was_not_told_before(kind, told):
+@pytest.mark.parametrize("pieces", [[], ["fo"], ["fo", "u"], ["fo", "ur"]])
+def test_the_end_of_a_stream_tells_what_was_not_told_before(kind, pieces):
     reply = replies()[kind]
-    events = [*reply.start(), *(event for piece in told for event in reply.text(piece)), *reply.finish(answer())]
-    remainder = "four".removeprefix("".join(told))
-    assert texts(events) == [*told, *([remainder] if remainder else [])]
+    events = [*reply.start(), *(event for piece in pieces for event in reply.text(piece)), *reply.finish(answer())]
+    remainder = "four".removeprefix("".join(pieces))
+    assert texts(events) == [*pieces, *([remainder] if remainder else [])]
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ async def opened(tokenizer):
     """Opens a sample whose policy says the texts: (policy, access, client)."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*says, **more):
-            policy = Policy(tokenizer, *says, **more)
+        async def start(*says, **settings):
+            policy = Policy(tokenizer, *says, **settings)
             api = await stack.enter_async_context(policy.endpoint())
             client = clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
             await stack.enter_async_context(client)
@@ -291,7 +291,7 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("fields", "reason"),
     [
         ({"n": 65}, "n: "),
         ({"stop": ["x"] * 17}, "stop"),
@@ -303,10 +303,10 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool call"),
     ],
 )
-async def test_what_cannot_be_done_is_said(opened, asked, reason):
+async def test_what_cannot_be_done_is_said(opened, fields, reason):
     policy, _, chat = await opened("4")
     with pytest.raises(clients.openai.BadRequestError, match=reason):
-        await chat.create(**({"model": "m", "messages": [user("?")]} | asked))
+        await chat.create(**({"model": "m", "messages": [user("?")]} | fields))
     assert not policy.prompts
     (message,) = policy.refused
     assert message.startswith("POST /v1/chat/completions: 400, ") and reason in message

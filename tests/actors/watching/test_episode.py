@@ -31,7 +31,7 @@ def said(text: str, version: int = 0, finish: str = "stop") -> Generation:
 
 
 def printed(
-    *calls: tuple[str, Generation], reads=(), rewards=(), tools=False, credit="sample", scores=(), more=()
+    *calls: tuple[str, Generation], reads=(), rewards=(), tools=False, credit="sample", scores=(), warnings=()
 ) -> str:
     """What is shown of a sample with these calls: prompt and answer."""
     forest = Forest()
@@ -43,7 +43,7 @@ def printed(
         Turn(n + 1, forest.calls[n], reads[n] if reads else None, tools, forest.rewards.get(n)) for n in forest.places()
     ]
     trajectory = forest.trajectory(0.0, credit, 1.0)
-    episode = Episode("mine", trajectory, turns, trajectory.reward, scores, {"start": 9.0, "episode": 1.0}, more)
+    episode = Episode("mine", trajectory, turns, trajectory.reward, scores, {"start": 9.0, "episode": 1.0}, warnings)
     show(episode, decode, "hermes", Console(file=(out := io.StringIO()), width=200))
     return out.getvalue()
 
@@ -94,7 +94,7 @@ def test_what_may_be_wrong_with_a_call_is_a_warning():
     )
     assert "Call 1 looks like a tool call, but no tools were offered." in printed(("a", said(text)), reads=[NOTHING])
     assert "! Call 1 was cut" in printed(("a", said("b", finish="length")))
-    assert "! The endpoint" in printed(("a", said("b")), more=["The endpoint refused a request: ..."])
+    assert "! The endpoint" in printed(("a", said("b")), warnings=["The endpoint refused a request: ..."])
 
 
 def test_long_texts_lose_their_middle_and_none_steers_the_terminal_or_is_markup():

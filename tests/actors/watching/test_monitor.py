@@ -17,13 +17,13 @@ from protocols.errors import DeadlineError
 from protocols.messages import AskStatus, Shutdown, Status
 
 
-def step(number: int, **more: Any) -> dict[str, Any]:
+def step(number: int, **metrics: Any) -> dict[str, Any]:
     return {
         "step": number, "reward_mean": number / 10, "reward_mean_all": None, "groups_filtered": 0, "groups_ready": 3,
         "staleness_mean": 1.5, "staleness_max": 2, "staleness_histogram": [1, 0, 3], "tokens_generated": 1000,
         "tokens_trained": 800, "completion_tokens_mean": 30.0, "step_seconds": 2.0, "train_seconds": 1.5,
         "trainer_wait_seconds": 0.5, "publish_wait_seconds": 0.0,
-    } | more  # fmt: skip
+    } | metrics  # fmt: skip
 
 
 SCORES = {
@@ -59,12 +59,12 @@ def test_the_benchmarks_of_a_model_are_a_table(tmp_path):
     assert "before" not in lines and "Summary" not in lines
 
 
-def drawn(**more: Any) -> list[str]:
+def drawn(**metrics: Any) -> list[str]:
     """The live view at 80 columns, without its frame."""
     counts = {"alive": 37, "ready": 3, "capacity": 11, "max_staleness": 4, "accuracy": {"0": 0.4, "60": 0.7}}
     status = {"run": "demo", "version": 37, "steps": 120, "members": [], "waiting": "", "alerts": []} | counts
     out = io.StringIO()
-    Console(file=out, width=80).print(monitor.render(status | more))
+    Console(file=out, width=80).print(monitor.render(status | metrics))
     return [line[2:-2].rstrip() for line in out.getvalue().splitlines()[1:-1]]
 
 

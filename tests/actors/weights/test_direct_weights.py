@@ -101,10 +101,10 @@ async def _serve_weights(pipe) -> None:
 
 class TrainerProcess:
     def __init__(self, context) -> None:
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve_weights, args=(theirs,), daemon=True)
+        self.pipe, child_end = context.Pipe()
+        self.process = context.Process(target=serve_weights, args=(child_end,), daemon=True)
         self.process.start()
-        theirs.close()
+        child_end.close()
 
     async def started(self) -> TrainerProcess:
         address = await asyncio.to_thread(self.pipe.recv)
@@ -197,8 +197,8 @@ class Cluster:
 def has(end: TransferEnd, policy: Policy) -> bool:
     """Whether a receiver has that version to the bit."""
     files = [load_file(path) for path in Path(policy.folder).glob("*.safetensors")]
-    sent = {name: tensor for file in files for name, tensor in file.items()}
-    return sent.keys() == end.tensors.keys() and all(end.tensors[name].equal(sent[name]) for name in sent)
+    tensors = {name: tensor for file in files for name, tensor in file.items()}
+    return tensors.keys() == end.tensors.keys() and all(end.tensors[name].equal(tensors[name]) for name in tensors)
 
 
 @pytest.fixture(scope="module")
@@ -215,30 +215,30 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def context() -> Iterator:
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([*IMPORTED, "areal.weights.transfer"])
-    return found
+    context_of_tests = multiprocessing.get_context("forkserver")
+    context_of_tests.set_forkserver_preload([*IMPORTED, "areal.weights.transfer"])
+    return context_of_tests
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(models, context, tmp_path_factory):
-    async with started_cluster(tmp_path_factory.mktemp("weights"), models, context, CONFIG) as made:
-        yield made
+    async with started_cluster(tmp_path_factory.mktemp("weights"), models, context, CONFIG) as started:
+        yield started
 
 
 @asynccontextmanager
 async def started_cluster(folder, models, context, config):
     starting = GenerationEngine.start(models[0], config, version=0, transfer="gloo")
     engine, trainer = await asyncio.gather(starting, TrainerProcess(context).started())
-    made = Cluster(folder, models, engine, context, config)
+    cluster = Cluster(folder, models, engine, context, config)
     try:
-        await made.start(trainer)
-        yield made
+        await cluster.start(trainer)
+        yield cluster
     finally:
-        made.trainer.end()
-        for bus in made.buses:
+        cluster.trainer.end()
+        for bus in cluster.buses:
             await bus.close()
-        await made.engine.close()
+        await cluster.engine.close()
 
 
 async def collect(stream, progress=None) -> Generation:
@@ -283,14 +283,14 @@ async def running(cluster):
     await asyncio.gather(*tasks)
 
 
-def at_call(monkeypatch, wanted: str, action) -> None:
+def at_call(monkeypatch, name: str, action) -> None:
     """Do `action` when the generator gets this call, before its engine does."""
     calls = DirectReceiver.calls
 
     async def watched(self, policy):
         async with aclosing(calls(self, policy)) as all_calls:
             async for call, info in all_calls:
-                if call == wanted:
+                if call == name:
                     await action()
                 yield call, info
 
@@ -299,14 +299,14 @@ def at_call(monkeypatch, wanted: str, action) -> None:
 
 async def test_sequences_are_interrupted_and_each_token_has_the_logprob_of_the_weights_that_sampled_it(cluster):
     async with running(cluster) as (progress, tasks):
-        before = cluster.engine.version
+        old_version = cluster.engine.version
         for _ in range(2):  # the second one in the group that there is
             await cluster.publish()
             await cluster.load()
             counts = [len(parts) for parts in progress]
             await until(lambda counts=counts: all(len(p) >= n + 4 for p, n in zip(progress, counts, strict=True)))
         sequences = await asyncio.gather(*tasks)
-    versions = [before, before + 1, before + 2]
+    versions = [old_version, old_version + 1, old_version + 2]
     for sequence in sequences:
         assert set(sequence.versions) == set(versions)
         for version in versions:
@@ -384,9 +384,9 @@ async def test_one_whose_turn_does_not_come_in_its_time_is_not_sent_to():
         await anext(sender.serve(request))
 
 
-async def until_links(cluster, wanted) -> None:
+async def until_links(cluster, links) -> None:
     async with asyncio.timeout(PATIENCE):
-        while (await cluster.trainer.tell())["links"] != wanted:  # noqa: ASYNC110 - another process has them
+        while (await cluster.trainer.tell())["links"] != links:  # noqa: ASYNC110 - another process has them
             await asyncio.sleep(0.05)
 
 
@@ -425,7 +425,7 @@ async def test_a_version_that_does_not_fit_or_is_not_offered_is_refused_and_samp
 async def test_where_a_trainer_dies_while_tensors_land_nothing_is_sampled_until_the_files_are_loaded(
     cluster, monkeypatch
 ):
-    before = cluster.engine.version
+    old_version = cluster.engine.version
     policy = await cluster.publish()
     fetched = asyncio.Event()
 
@@ -437,7 +437,7 @@ async def test_where_a_trainer_dies_while_tensors_land_nothing_is_sampled_until_
         generated = cluster.engine.stats().tokens_generated
         await asyncio.sleep(0.5)
         assert cluster.engine.stats().tokens_generated == generated  # the weights are torn now
-        assert cluster.engine.version == before
+        assert cluster.engine.version == old_version
         fetched.set()
         return await type(cluster.generator._weights).fetch(cluster.generator._weights, policy)
 
@@ -448,8 +448,8 @@ async def test_where_a_trainer_dies_while_tensors_land_nothing_is_sampled_until_
         assert fetched.is_set()
         sequences = await asyncio.gather(*tasks)
     for sequence in sequences:
-        assert set(sequence.versions) == {before, policy.version}
-        for version in (before, policy.version):
+        assert set(sequence.versions) == {old_version, policy.version}
+        for version in (old_version, policy.version):
             part = sequence.versions == version
             assert np.abs(reference(cluster.model(version), sequence.tokens) - sequence.logprobs)[part].max() < 1e-4
     monkeypatch.undo()
@@ -465,8 +465,8 @@ async def test_without_interruption_a_transfer_that_fails_leaves_the_engine_stop
     policy = await cluster.publish()
 
     async def calls():
-        async with aclosing(cluster.generator._receiver.calls(policy)) as sent:
-            async for call, info in sent:
+        async with aclosing(cluster.generator._receiver.calls(policy)) as orders:
+            async for call, info in orders:
                 if call == "finish_weight_update":
                     return
                 yield call, info
@@ -527,9 +527,9 @@ async def test_a_trainer_outlives_an_engine_that_dies_while_tensors_land(cluster
     with pytest.raises(EngineError, match="The vLLM engine process died"):
         await cluster.load()
     await until_links(cluster, [])
-    other = cluster.another(NAMES[1])
-    await other.receive(policy)
-    assert has(other, policy)
+    second = cluster.another(NAMES[1])
+    await second.receive(policy)
+    assert has(second, policy)
     assert (await cluster.trainer.tell())["crashes"] == []
 
 
@@ -575,8 +575,8 @@ class Wire:
 
     def broadcast(self, tensor, src: int) -> None:
         self.sent.append(tensor.clone())
-        self.alive = [each for each in self.alive if each() is not None] + [weakref.ref(tensor)]
-        self.most = max(self.most, sum(each().nbytes for each in self.alive))
+        self.alive = [reference for reference in self.alive if reference() is not None] + [weakref.ref(tensor)]
+        self.most = max(self.most, sum(reference().nbytes for reference in self.alive))
 
 
 async def test_vllms_receiver_of_nccl_takes_what_is_packed_here_and_buffers_are_small(streams, tmp_path):
@@ -606,8 +606,8 @@ async def test_vllms_receiver_of_nccl_takes_what_is_packed_here_and_buffers_are_
         16 << 20,
         device="cpu",
     )
-    sent = load_file(tmp_path / "model.safetensors")
-    assert received.keys() == sent.keys() and all(received[name].equal(sent[name]) for name in sent)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert received.keys() == weights.keys() and all(received[name].equal(weights[name]) for name in weights)
     assert not wire.sent
 
 
@@ -619,7 +619,7 @@ async def test_a_transfer_has_a_stream_to_itself_which_later_ones_use_again(stre
             pass
         with _stream():
             pass
-    assert [streams[0] is other for other in streams] == [True, True, False]
+    assert [streams[0] is stream for stream in streams] == [True, True, False]
     with pytest.raises(RuntimeError), _stream():
         raise RuntimeError("what it has queued may never end")
     with _stream(), _stream():

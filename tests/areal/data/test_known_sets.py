@@ -1,9 +1,11 @@
 """The files of configs/data, on rows in the sets' own formats."""
 
+import base64
 import json
 from pathlib import Path
 
 import pytest
+from tiny_pictures import png
 
 from areal.config import BenchmarkConfig, EvaluatorConfig, RowsConfig, UserError, benchmarks_in, load_config
 from areal.data.rows import prompt_text
@@ -13,6 +15,7 @@ from areal.rewards import math_answers
 
 FOLDER = Path(__file__).parents[3] / "configs" / "data"
 BOX = "put your final answer within \\boxed{}."
+IMAGE = f"data:image/png;base64,{base64.b64encode(png(6, 4, 0)).decode()}"
 SUM = {"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]}
 
 # By file: a row, what its prompt contains, and a right answer where the reward is `math`.
@@ -36,6 +39,14 @@ ROWS = {
             "task": "math", "query_id": "1", "solutions": ["\\boxed{9}", "\\boxed{3^2}"],
         },
         f"Find d.\nPlease reason step by step, and {BOX}", "\\boxed{9}",
+    ),
+    "geometry3k": (
+        {"images": [IMAGE], "problem": "<image>Find x.", "answer": "4 \\sqrt{2}"},
+        "<image>Find x.", "\\boxed{4\\sqrt{2}}",
+    ),
+    "clevr": (
+        {"image": IMAGE, "problem": "How many items are there?", "solution": "<answer> 3 </answer>"},
+        "<image>How many items are there?", "\\boxed{3}",
     ),
     "deepcoder-taco": ({"problem": "Add.", "tests": json.dumps(SUM)}, "Add.", None),
     "deepcoder-primeintellect": (

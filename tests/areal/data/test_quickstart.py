@@ -43,9 +43,9 @@ def test_whoever_needs_a_model_that_is_being_built_waits_for_it(tmp_path: Path, 
 
 def test_a_cache_that_takes_no_files_costs_nothing_but_the_time(tmp_path: Path, places: list[Path]):
     (tmp_path / "cache").write_text("no folder")
-    said: list[str] = []
-    folder = quickstart.ensure(tmp_path / "a", 0, said.append)
-    assert [place.parent for place in places] == [folder.parent] and "is not kept for other runs" in said[0]
+    lines: list[str] = []
+    folder = quickstart.ensure(tmp_path / "a", 0, lines.append)
+    assert [place.parent for place in places] == [folder.parent] and "is not kept for other runs" in lines[0]
 
 
 def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, places: list[Path], monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 import base64
 import csv
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_pictures import png
+from PIL import Image
+from tiny_pictures import bomb, png
 
 from areal.config import DataConfig, RowsConfig, UserError, load_config
 from areal.data.rows import prompt_text
@@ -425,7 +427,10 @@ PICTURED = {
     "as TRL takes it": {"prompt": [{"role": "user", "content": [{"type": "image"}, ASKED]}], "image": {"bytes": PNG}},
     "one, as the hub stores it": {"prompt": "x?", "image": {"bytes": PNG, "path": None}},
     "paths": {"prompt": "<image>x?", "images": ["pictures/1.PNG"]},
+    "paths in objects, as verl takes them": {"prompt": "<image>x?", "images": [{"image": "file://pictures/1.PNG"}]},
+    "as MathVista has it": {"prompt": "x?", "image": "images/1.jpg", "decoded_image": {"bytes": PNG, "path": "1.jpg"}},
     "a data URL": {"prompt": "x?", "image": URL},
+    "a data URL without the kind": {"prompt": "x?", "image": URL.replace("/png", "")},
     "as OpenAI writes it": {
         "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}, ASKED]}]
     },
@@ -441,6 +446,30 @@ def test_pictures_are_read_in_the_forms_of_published_data_sets(tmp_path, row):
     assert read.prompt == [{"role": "user", "content": [SEEN, ASKED]}]
     assert read.pictures == (PNG,) and prompt_text(read.prompt) == "<image>x?"
     assert read.fields == {"prompt": read.prompt, "answer": "1", DIGESTS: [digest_of(PNG)]}
+
+
+def test_pictures_of_the_hub_are_the_files_as_they_were_and_a_bomb_is_not_decoded(tmp_path):
+    import datasets
+
+    jpeg = io.BytesIO()
+    Image.new("CMYK", (6, 4)).save(jpeg, "JPEG")
+    files = {"few": jpeg.getvalue(), "none": None, "bomb": bomb(9_000, 8_000)}
+    rows = [
+        {"prompt": f"{name}?", "answer": "1", "images": [{"bytes": file}] if file else []}
+        for name, file in files.items()
+    ]
+    features = datasets.Features({
+        "prompt": datasets.Value("string"), "answer": datasets.Value("string"), "images": [datasets.Image()]
+    })  # fmt: skip
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    for source in tmp_path / "saved", tmp_path / "rows.parquet":
+        opened = open_source(DataConfig(source=str(source), eval_size=0), 0)
+        order = [opened.key(i) for i in range(3)]
+        assert opened.row(order.index(0)).pictures == (files["few"],)
+        assert opened.row(order.index(1)).pictures == () and opened.row(order.index(1)).prompt == "none?"
+        with pytest.raises(UserError, match="it has 9000 x 8000 = 72000000 pixels"):
+            opened.row(order.index(2))
 
 
 @pytest.mark.parametrize(

@@ -264,8 +264,8 @@ def test_rollouts_that_are_not_complete_are_told(run, tmp_path, capsys):
     assert "observe.rollouts was sample" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("causes", "most"), [([70], 9), ([3], 9), ([0, 1, 2], 13), ([10, 90], 16)])
-def test_few_trials_find_the_groups_without_which_an_effect_goes(causes, most):
+@pytest.mark.parametrize(("causes", "limit"), [([70], 9), ([3], 9), ([0, 1, 2], 13), ([10, 90], 16)])
+def test_few_trials_find_the_groups_without_which_an_effect_goes(causes, limit):
     suspects, tried = [(1, f"g{number}") for number in range(100)], []
 
     def goes(left_out: frozenset) -> bool:
@@ -273,7 +273,7 @@ def test_few_trials_find_the_groups_without_which_an_effect_goes(causes, most):
         return left_out >= {suspects[number] for number in causes}
 
     assert sorted(bisection.smallest(suspects, goes)) == [suspects[number] for number in causes]
-    assert len(tried) <= most
+    assert len(tried) <= limit
 
 
 def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(run, capsys):

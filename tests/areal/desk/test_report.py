@@ -139,7 +139,7 @@ def folder(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def complete_run(tmp_path_factory):
     """The HTML of the report of a whole run."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
     run = make_folder(folder, [record(step) for step in range(1, 6)], SUMMARY, evaluations=EVALUATIONS)
@@ -171,23 +171,23 @@ def report_of(folder):
     return Page(path.read_text())
 
 
-def test_a_whole_run_has_its_headlines_and_every_figure(whole):
-    page = Page(whole)
+def test_a_whole_run_has_its_headlines_and_every_figure(complete_run):
+    page = Page(complete_run)
     for words in ("2.5% → 91.3%", "37.2", "staleness, max (bound 8)", "1.5e-04", "12,800", "name: demo"):
         assert page.says(words), words
     assert page.tags.count("svg") == len(TITLES) + 1  # the timeline
     for title in TITLES:
         assert page.says(title), title
-    assert len(re.findall(r"</svg>\s*<p>[A-Z]", whole)) == len(TITLES), "each plot has its sentence"
+    assert len(re.findall(r"</svg>\s*<p>[A-Z]", complete_run)) == len(TITLES), "each plot has its sentence"
     assert page.says("On rows that it never trained on, its accuracy went from 2.5% to 91.3%.")
     assert page.says("No group was more than 3 versions behind the weights that it trained; 8 were allowed.")
 
 
-def test_the_page_stands_alone(whole):
-    page = Page(whole)
+def test_the_page_stands_alone(complete_run):
+    page = Page(complete_run)
     assert all(address.startswith("#") for address in page.addresses)
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert not re.search(r"url\((?!#)|@import", whole)
+    assert not re.search(r"url\((?!#)|@import", complete_run)
 
 
 def test_a_figure_of_its_own_shows_learning_and_staleness_and_needs_no_page(folder, tmp_path):
@@ -205,15 +205,15 @@ def test_a_run_without_a_step_has_no_figure(tmp_path):
         write_figure(tmp_path, tmp_path / "run.svg")
 
 
-def test_figures_are_well_formed_and_take_the_colours_of_the_page(whole):
-    for figure in re.findall(r"<svg.*?</svg>", whole, re.DOTALL):
+def test_figures_are_well_formed_and_take_the_colours_of_the_page(complete_run):
+    for figure in re.findall(r"<svg.*?</svg>", complete_run, re.DOTALL):
         ElementTree.fromstring(figure)
         assert "currentColor" in figure and "var(--faint)" in figure
         assert not re.search(r"fill: #(000000|ffffff)|stroke: #000000", figure)
 
 
-def test_no_name_stands_twice_in_the_page(whole):
-    names = re.findall(r'\bid="([^"]*)"', whole)
+def test_no_name_stands_twice_in_the_page(complete_run):
+    names = re.findall(r'\bid="([^"]*)"', complete_run)
     assert len(names) == len(set(names))
 
 
@@ -269,9 +269,9 @@ WITHOUT_A_PANEL = {"step", "advantage_max", "optimizer_steps"}
     "value", [pytest.param(None, id="null"), pytest.param(math.nan, id="nan", marks=pytest.mark.slow)]
 )
 def test_a_metric_that_is_missing_everywhere_breaks_nothing(tmp_path, key, value):
-    whole = panels(Record(make_folder(tmp_path / "whole", [record(1)], SUMMARY)))
+    complete_run = panels(Record(make_folder(tmp_path / "whole", [record(1)], SUMMARY)))
     holed = panels(Record(make_folder(tmp_path / "holed", [record(1, **{key: value})], SUMMARY)))
-    changed = [panel for panel, panel_before in zip(holed, whole, strict=True) if panel != panel_before]
+    changed = [panel for panel, panel_before in zip(holed, complete_run, strict=True) if panel != panel_before]
     assert changed
     for panel in changed:
         ElementTree.fromstring(draw(panel))

@@ -33,8 +33,8 @@ def run(tmp_path):
     return tmp_path
 
 
-def ids(found) -> list[tuple[str, int, int]]:
-    return [(row["group"], row["sample"], row["branch"]) for row in found.rows]
+def ids(rows) -> list[tuple[str, int, int]]:
+    return [(row["group"], row["sample"], row["branch"]) for row in rows.rows]
 
 
 def rows(run, where: Where, sort: str | None = "step", descending: bool = False, limit: int = 50, offset: int = 0):
@@ -103,7 +103,7 @@ def test_sql_of_the_user_may_use_all_columns(written):
 
 
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("where", "sentence"),
     [
         ("rewrd > 1", 'Referenced column "rewrd" not found'),
         ("", "The rollouts cannot be queried"),
@@ -118,13 +118,13 @@ def test_sql_of_the_user_may_use_all_columns(written):
         ("step IN (WITH a AS (COPY (SELECT 1) TO '{run}/rollouts/x.parquet') SELECT 1 FROM a)", "top level"),
     ],
 )
-def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(written, tmp_path, where, told):
+def test_sql_of_the_user_reads_only_the_rollouts_and_its_mistakes_are_told(written, tmp_path, where, sentence):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     files_before = sorted(written.rglob("*"))
     filled = where.format(other=tmp_path / "other.parquet", run=str(written).replace("'", "''"))
     with pytest.raises(UserError) as caught:
         rows(written, sql_condition(filled))
-    assert told in str(caught.value) and "prompt_index" in str(caught.value)
+    assert sentence in str(caught.value) and "prompt_index" in str(caught.value)
     assert sorted(written.rglob("*")) == files_before
 
 

@@ -79,30 +79,30 @@ def paper(**changes) -> Plan:
 
 
 def test_the_papers_setting_gives_the_papers_split():
-    found = paper()
+    split = paper()
     assert balanced_share(PAPER_RATES) == pytest.approx(0.75)
-    assert (found.generating_devices, found.ranks, found.share) == (96, 32, 0.75)
-    assert found.throughput == pytest.approx(371_700)
-    assert found.step_seconds == pytest.approx(8192 * 9300 / 371_700)
-    assert found.samples_per_second == pytest.approx(371_700 / 9300)
+    assert (split.generating_devices, split.ranks, split.share) == (96, 32, 0.75)
+    assert split.throughput == pytest.approx(371_700)
+    assert split.step_seconds == pytest.approx(8192 * 9300 / 371_700)
+    assert split.samples_per_second == pytest.approx(371_700 / 9300)
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
 @pytest.mark.parametrize("rates", [Rates(100, 1000), Rates(1000, 100), Rates(300, 310)])
 def test_no_other_split_is_faster(tensor_parallel, rates):
     devices = 16
-    wanted = config(generator={"tensor_parallel": tensor_parallel})
-    found = plan(wanted, SMALL, rates, PAPER_LENGTHS, devices, 80 * GIB)
-    assert found.generating_devices + found.ranks == devices
+    settings = config(generator={"tensor_parallel": tensor_parallel})
+    split = plan(settings, SMALL, rates, PAPER_LENGTHS, devices, 80 * GIB)
+    assert split.generating_devices + split.ranks == devices
     for generating in range(tensor_parallel, devices, tensor_parallel):
-        assert min(generating * rates.generating, (devices - generating) * rates.training) <= found.throughput
+        assert min(generating * rates.generating, (devices - generating) * rates.training) <= split.throughput
 
 
 def test_a_split_whose_training_does_not_fit_is_not_taken():
     fast_trainer = Rates(generating=100, training=10_000)
-    found = plan(config(), LARGE, fast_trainer, TokenLengths(1024, 2000, 8192), 8, 80 * GIB)
-    assert found.ranks > 1  # one alone has no room for 18 bytes a parameter
-    assert found.training.total <= 0.9 * 80 * GIB
+    split = plan(config(), LARGE, fast_trainer, TokenLengths(1024, 2000, 8192), 8, 80 * GIB)
+    assert split.ranks > 1  # one alone has no room for 18 bytes a parameter
+    assert split.training.total <= 0.9 * 80 * GIB
 
 
 def test_zero_divides_what_its_stage_says_by_the_ranks():
@@ -175,8 +175,8 @@ def test_one_of_a_fixed_number_of_microbatches_may_hold_nothing_but_the_longest(
 
 
 def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
-    wanted = config(generator={"tensor_parallel": 2, "max_concurrent_rollouts": 10})
-    memory = generation_memory(wanted, LARGE, TokenLengths(1024, 5000, 15 * 1024), 80 * GIB)
+    settings = config(generator={"tensor_parallel": 2, "max_concurrent_rollouts": 10})
+    memory = generation_memory(settings, LARGE, TokenLengths(1024, 5000, 15 * 1024), 80 * GIB)
     assert memory.full_kv == 10 * 16384 * 57_344 / 2
     assert memory.weights == LARGE.parameters
     assert memory.weights + memory.room + memory.step + memory.overhead == pytest.approx(0.9 * 80 * GIB)
@@ -195,16 +195,16 @@ def test_a_token_is_on_every_device_where_there_are_fewer_heads_than_devices():
 @pytest.mark.parametrize("longest", [9300, 27 * 1024, 64 * 1024])
 def test_at_the_bound_no_group_is_waited_for_and_generators_are_full(longest):
     lengths = TokenLengths(1024, 9300, longest)
-    found = plan(config(), SMALL, PAPER_RATES, lengths, 128, 80 * GIB)
-    assert found.longest_seconds <= found.max_staleness * found.step_seconds
-    assert found.generators * found.generation.sequences <= found.max_staleness * found.samples_a_step
-    assert 1 <= found.staleness <= found.max_staleness
-    assert found.longest_seconds > (found.max_staleness - 1) * found.step_seconds or found.max_staleness <= 2
+    split = plan(config(), SMALL, PAPER_RATES, lengths, 128, 80 * GIB)
+    assert split.longest_seconds <= split.max_staleness * split.step_seconds
+    assert split.generators * split.generation.sequences <= split.max_staleness * split.samples_a_step
+    assert 1 <= split.staleness <= split.max_staleness
+    assert split.longest_seconds > (split.max_staleness - 1) * split.step_seconds or split.max_staleness <= 2
 
 
 def test_two_devices_are_enough_and_one_is_shared_if_the_engine_needs_no_more():
-    found = plan(config(), SMALL, Rates(1, 100), PAPER_LENGTHS, 2, 141 * GIB)
-    assert (found.generators, found.ranks) == (1, 1)
+    split = plan(config(), SMALL, Rates(1, 100), PAPER_LENGTHS, 2, 141 * GIB)
+    assert (split.generators, split.ranks) == (1, 1)
     shared = plan(config(), SMALL, Rates(200, 300), TokenLengths(512, 500, 1024), 1, 80 * GIB)
     assert (shared.generators, shared.ranks, shared.throughput) == (1, 1, pytest.approx(120))
     assert shared.overrides["generator.memory_share"] == "0.3"
@@ -238,19 +238,19 @@ def test_buckets_are_planned_as_deepspeed_makes_them():
 
 def test_the_experts_of_a_layer_are_gathered_and_their_gradients_sent_whole():
     """Of Qwen3-235B-A22B: 128 experts, each with two matrices of 4096 x 1536 that are one, and a third."""
-    one = 128 * 4096 * 1536
+    expert = 128 * 4096 * 1536
     experts = replace(LARGE, parameters=235 * 10**9, trained=235 * 10**9, bucket=500_000_000)
-    stacked = replace(experts, part=3 * one, part_tensor=2 * one)
+    stacked = replace(experts, part=3 * expert, part_tensor=2 * expert)
 
     def buckets(model: ModelSizes, stage: int) -> float:
         return training_memory(config(), model, 64, stage, True, 2048).buckets
 
     assert buckets(experts, 3) == 4 * 500_000_000 + 2 * 10**9
-    assert buckets(stacked, 3) == 4 * 2 * one + 2 * 3 * one + 2 * 3 * one
+    assert buckets(stacked, 3) == 4 * 2 * expert + 2 * 3 * expert + 2 * 3 * expert
     assert 10 * GIB < buckets(stacked, 3) - buckets(experts, 3) < 14 * GIB
-    assert buckets(stacked, 2) == (2 + 4) * 2 * one
+    assert buckets(stacked, 2) == (2 + 4) * 2 * expert
     frozen = replace(stacked, trained=10**7)
-    assert buckets(frozen, 3) == 4 * 10**7 + 2 * 3 * one
+    assert buckets(frozen, 3) == 4 * 10**7 + 2 * 3 * expert
     small = replace(stacked, part=3 * 10**8, part_tensor=2 * 10**8)
     assert buckets(small, 3) == 4 * 500_000_000 + 2 * 2 * 10**8 + 2 * 10**9
 
@@ -316,16 +316,16 @@ def test_the_plan_of_what_others_run(name):
 
     def planned(**trainer) -> Plan:
         trainer |= {"max_tokens_per_microbatch": tokens, **changes}
-        wanted = config(trainer=trainer, generator={"tensor_parallel": engine}, sampling={"max_new_tokens": longest})
-        return plan(wanted, model, rates, lengths, training + generating, memory * GIB)
+        settings = config(trainer=trainer, generator={"tensor_parallel": engine}, sampling={"max_new_tokens": longest})
+        return plan(settings, model, rates, lengths, training + generating, memory * GIB)
 
     if stage is None:
         with pytest.raises(UserError, match="Training does not fit"):
             planned()
         assert planned(**OFFLOADED).training.total < 0.6 * memory * GIB
     else:
-        found = planned()
-        assert (found.ranks, found.generating_devices, found.zero_stage) == (training, generating, stage)
+        split = planned()
+        assert (split.ranks, split.generating_devices, split.zero_stage) == (training, generating, stage)
 
 
 def test_weights_that_are_sent_directly_take_what_the_packs_of_two_transfers_take():
@@ -333,8 +333,8 @@ def test_weights_that_are_sent_directly_take_what_the_packs_of_two_transfers_tak
     model = replace(LARGE, largest=largest)
 
     def sending(transport: str) -> float:
-        wanted = config().model_copy(update={"weights": WeightsConfig(transport=transport)})
-        return training_memory(wanted, model, 2, 2, True, 2048).buckets - 6 * model.bucket
+        settings = config().model_copy(update={"weights": WeightsConfig(transport=transport)})
+        return training_memory(settings, model, 2, 2, True, 2048).buckets - 6 * model.bucket
 
     assert [sending(name) for name in ("folder", "stream", "gloo")] == [0, 0, 0]
     assert sending("nccl") == 2 * (16 * 2**20 + 2 * largest)
@@ -359,8 +359,8 @@ def test_a_step_of_an_engine_has_the_tokens_that_vllm_takes_for_throughput():
     model = replace(LARGE, intermediate=18_944)
 
     def step(device: int, **generator) -> float:
-        wanted = config(generator={"max_concurrent_rollouts": 10} | generator)
-        return generation_memory(wanted, model, TokenLengths(1, 1, 1), device * GIB).step
+        settings = config(generator={"max_concurrent_rollouts": 10} | generator)
+        return generation_memory(settings, model, TokenLengths(1, 1, 1), device * GIB).step
 
     logits = 10 * 3 * 4 * model.vocabulary
     assert step(80) == 2 * 16_384 * (4 * 3584 + 3 * 18_944) + logits
@@ -413,9 +413,9 @@ SIZES = ["--devices", "16", "--device-memory", "80"]
 
 def test_the_tool_prints_changes_that_the_configuration_takes(file, capsys):
     assert main(["plan", "--config", str(file), *SIZES, *RATES]) == 0
-    said = capsys.readouterr().out
-    assert "12 (75%; ideal 75%)" in said
-    overrides = said.splitlines()[-1].split()
+    output = capsys.readouterr().out
+    assert "12 (75%; ideal 75%)" in output
+    overrides = output.splitlines()[-1].split()
     planned = load_config(file, overrides)
     assert (planned.generator.count, planned.trainer.ranks, planned.run_ahead) == (12, 4, "auto")
 
@@ -424,9 +424,9 @@ def test_scorers_have_devices_beside_the_split_and_have_to_fit_them(file, capsys
     model = load_config(file).model
     scorers = [f"scorers.wise={{model: {model}, count: 2, tensor_parallel: 2}}", "trainer.teacher=wise"]
     assert main(["plan", "--config", str(file), *SIZES, *RATES, *scorers]) == 0
-    said = capsys.readouterr().out
-    assert "The scorers (wise, wise) have 4 more devices of the 16." in said
-    assert load_config(file, said.splitlines()[-1].split()).generator.count == 9  # three quarters of 12
+    output = capsys.readouterr().out
+    assert "The scorers (wise, wise) have 4 more devices of the 16." in output
+    assert load_config(file, output.splitlines()[-1].split()).generator.count == 9  # three quarters of 12
     step = ["scorers.wise.engine_options={max_num_batched_tokens: 100000000}"]
     assert main(["plan", "--config", str(file), *SIZES, *RATES, *scorers, *step]) == 2
     assert "The scorer wise has no room for the weights (0.0 GiB on each device) and the" in capsys.readouterr().err
@@ -480,9 +480,9 @@ def test_rates_come_from_a_finished_run(file, tmp_path, capsys):
     records = [{"step": n} | (warm_up if n < 3 else numbers) for n in range(1, 6)]
     (run / "metrics.jsonl").write_text("".join(map(line_of, records)))
     assert main(["plan", "--from", str(run), "--devices", "2", "--device-memory", "80"]) == 0
-    said = capsys.readouterr().out
-    assert "1,000" in said  # tokens/s of one generating device, and of one rank
-    assert "may be faster than measured" in " ".join(said.split())
+    output = capsys.readouterr().out
+    assert "1,000" in output  # tokens/s of one generating device, and of one rank
+    assert "may be faster than measured" in " ".join(output.split())
     assert main(["plan", "--from", str(run), "--devices", "2", "--device-memory", "80", "--training-rate", "77"]) == 0
     assert "77" in capsys.readouterr().out
 
@@ -504,8 +504,8 @@ def test_rates_come_from_a_finished_run(file, tmp_path, capsys):
 )
 def test_a_mistake_gets_one_sentence(file, capsys, arguments, sentence):
     assert main(["plan", *(str(file) if word == "FILE" else word for word in arguments)]) == 2
-    said = capsys.readouterr()
-    assert sentence in said.err and said.err.count("\n") == 1 and not said.out
+    output = capsys.readouterr()
+    assert sentence in output.err and output.err.count("\n") == 1 and not output.out
 
 
 def test_a_run_without_a_step_cannot_be_measured(file, tmp_path, capsys):

@@ -14,8 +14,14 @@ from areal.run_files import EVALUATIONS, EVENTS, METRICS
 from areal.storage.records import line_of
 
 
-def step(number: int, time: float, **more) -> dict:
-    return {"step": number, "time": time, "step_seconds": 2.0, "trainer_wait_seconds": 0.5, "train_seconds": 1.5} | more
+def step(number: int, time: float, **metrics) -> dict:
+    return {
+        "step": number,
+        "time": time,
+        "step_seconds": 2.0,
+        "trainer_wait_seconds": 0.5,
+        "train_seconds": 1.5,
+    } | metrics
 
 
 def span(actor: str, name: str, begin: float, seconds: float) -> dict:

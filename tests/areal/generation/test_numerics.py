@@ -124,14 +124,14 @@ def test_weights_after_two_steps_are_the_same_on_two_ranks(folders, tmp_path):
         assert_same_steps(tmp_path / combination, tmp_path / combination.rpartition("-")[0])
 
 
-def assert_same_steps(found, expected):
+def assert_same_steps(steps, expected):
     """The same weights and the same results of the steps."""
-    weights, right = weights_of(found), weights_of(expected)
+    weights, right = weights_of(steps), weights_of(expected)
     assert weights.keys() == right.keys()
     for name in right:
-        message = f"{found.name}, {name}: "
+        message = f"{steps.name}, {name}: "
         assert_close(weights[name], right[name], rtol=0, atol=TOLERANCE, msg=lambda m, at=message: at + m)
-    facts, right_facts = (json.loads(folder.with_suffix(".json").read_text()) for folder in (found, expected))
+    facts, right_facts = (json.loads(folder.with_suffix(".json").read_text()) for folder in (steps, expected))
     for step, same in zip(facts, right_facts, strict=True):
         assert step == pytest.approx(same, rel=1e-3, abs=1e-6)
 

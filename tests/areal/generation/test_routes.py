@@ -60,8 +60,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-async def collect(engine: GenerationEngine, name: str, prompt: list[int], table: TokenTable, left: int) -> None:
-    async for part in engine.generate(name, prompt, SAMPLING, max_new_tokens=left):
+async def collect(engine: GenerationEngine, name: str, prompt: list[int], table: TokenTable, remaining: int) -> None:
+    async for part in engine.generate(name, prompt, SAMPLING, max_new_tokens=remaining):
         table.append(part)
 
 

@@ -192,9 +192,10 @@ def test_older_weights_count_as_load():
 # ---------------------------------------------------------------------------------------------------------------- moves
 
 
-def on(generator: str, n: int, sampled: int = 500, left: int = 1500, since: float = 0.0, needs: int = 0):
+def on(generator: str, n: int, sampled: int = 500, remaining: int = 1500, since: float = 0.0, needs: int = 0):
     return [
-        Sequence(next(NUMBERS), generator, since, PROMPT + sampled, sampled, left, min_version=needs) for i in range(n)
+        Sequence(next(NUMBERS), generator, since, PROMPT + sampled, sampled, remaining, min_version=needs)
+        for i in range(n)
     ]
 
 
@@ -229,8 +230,8 @@ def test_with_one_generator_nothing_moves():
 
 
 def test_a_sequence_that_is_nearly_done_or_has_a_long_prefix_stays():
-    assert moved(on("a", 64, left=10)) == 0
-    assert moved(on("a", 64, sampled=30_000, left=1_000)) == 0
+    assert moved(on("a", 64, remaining=10)) == 0
+    assert moved(on("a", 64, sampled=30_000, remaining=1_000)) == 0
 
 
 def test_who_came_only_just_stays():

@@ -82,8 +82,8 @@ def shown_by(alert: Alert, folder: Path) -> list[dict]:
     return [dict(row) for row in database.execute(f"select * from rollouts where {alert.where}")]
 
 
-def found_in(folder: Path, records: list[dict], **others) -> list[Alert]:
-    return Digests(folder).alerts(records, others.get("evaluations", ()), others.get("config", {}), 60.0)
+def found_in(folder: Path, records: list[dict], **keywords) -> list[Alert]:
+    return Digests(folder).alerts(records, keywords.get("evaluations", ()), keywords.get("config", {}), 60.0)
 
 
 def copies(random, place):

@@ -32,10 +32,10 @@ def test_arguments_are_one_a_line_or_those_of_asserts(name):
 
 
 def test_results_that_are_all_in_a_list_may_be_given_without_it():
-    found = read_tests(SETS["DeepCoder, taco, calls"][0])
-    assert found.expected == [[[True], True], [[False], False]]
-    found = read_tests({"tests": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [1, 2]]}})
-    assert found.expected == [[[1]], [[1, 2]]]
+    tests = read_tests(SETS["DeepCoder, taco, calls"][0])
+    assert tests.expected == [[[True], True], [[False], False]]
+    tests = read_tests({"tests": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [1, 2]]}})
+    assert tests.expected == [[[1]], [[1, 2]]]
 
 
 def test_the_language_of_a_row_is_its_own_or_that_of_its_verification():
@@ -209,9 +209,9 @@ def test_tests_that_need_more_than_calls_with_plain_data_are_seen(source, beyond
     ],
 )
 def test_tests_that_check_something_are_accepted(source):
-    found = read_tests({"tests": source})
-    assert isinstance(found, Asserts)
-    assert found.needs.names in (("f",), ())
+    tests = read_tests({"tests": source})
+    assert isinstance(tests, Asserts)
+    assert tests.needs.names in (("f",), ())
 
 
 def test_the_names_that_tests_expect_of_a_program_are_those_that_nothing_else_defines():

@@ -56,9 +56,9 @@ async def scores(code, row, programs):
 async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_not(code, anywhere, name):
     row, right, wrong = SETS[name]
     reward, inside = (anywhere, {"inside": 1.0}) if name in INSIDE else (code, {})
-    found = await scores(reward, row, [f"```python\n{right}\n```", *wrong, ""])
-    assert [score for score, _ in found] == [1.0, *[0.0] * (len(found) - 1)]
-    assert found[0][1] == {"passed": 1.0, **inside}
+    results = await scores(reward, row, [f"```python\n{right}\n```", *wrong, ""])
+    assert [score for score, _ in results] == [1.0, *[0.0] * (len(results) - 1)]
+    assert results[0][1] == {"passed": 1.0, **inside}
     # numpy finds all of no numbers close to one.
     assert await reward.weakness(row) == ("functions return []" if name == "HumanEval+" else None)
     if name in INSIDE:
@@ -74,10 +74,10 @@ async def test_right_programs_of_every_kind_pass_in_one_of_the_ways(code, anywhe
         async with slots:
             return await anywhere.score("", f"Here it is:\n```python\n{program}\n```\nIt works.", row)
 
-    programs = drawn({name: rest for name, *rest in right_programs()}, share)
-    found = await asyncio.gather(*(one(row, program) for row, program, _ in programs.values()))
+    programs = drawn({name: parts for name, *parts in right_programs()}, share)
+    results = await asyncio.gather(*(one(row, program) for row, program, _ in programs.values()))
     expected = {"inside": (1.0, {"passed": 1.0, "inside": 1.0}), "outside": (1.0, {"passed": 1.0})}
-    pairs = zip(programs.items(), found, strict=True)
+    pairs = zip(programs.items(), results, strict=True)
     assert {name: result for (name, (_, _, way)), result in pairs if result != expected[way]} == {}
     for row, program, way in programs.values():
         if way == "inside":
@@ -87,7 +87,11 @@ async def test_right_programs_of_every_kind_pass_in_one_of_the_ways(code, anywhe
 
 def calls(*pairs):
     return {
-        "tests": {"fn_name": "f", "inputs": [[given] for given, _ in pairs], "outputs": [want for _, want in pairs]}
+        "tests": {
+            "fn_name": "f",
+            "inputs": [[argument] for argument, _ in pairs],
+            "outputs": [want for _, want in pairs],
+        }
     }
 
 
@@ -135,8 +139,8 @@ async def test_each_call_has_an_object_of_its_own_and_its_own_names_first(code):
 
 async def test_what_is_imported_for_programs_is_no_answer_of_theirs(code):
     row = {"tests": {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}}
-    found = await scores(code, row, ["", "from math import gcd", "def gcd(a, b): return math.gcd(a, b)"])
-    assert [score for score, _ in found] == [0.0, 1.0, 1.0]
+    results = await scores(code, row, ["", "from math import gcd", "def gcd(a, b): return math.gcd(a, b)"])
+    assert [score for score, _ in results] == [0.0, 1.0, 1.0]
 
 
 async def test_each_call_may_use_the_limits_for_itself(hurried):
@@ -157,8 +161,8 @@ async def test_no_program_passes_calls_without_the_answer(code, share):
     elsewhere = ("answers", "asks", "says", "names", "containers", "mocks", "text", "exceptions", "time", "resources")
     programs = {name: program for name, program in attacks.CHEATS.items() if not name.startswith(("lets", *elsewhere))}
     programs = drawn(programs, share)
-    found = await scores(code, calls((7, secret)), programs.values())
-    assert {name: one for name, one in zip(programs, found, strict=True) if one[0]} == {}
+    results = await scores(code, calls((7, secret)), programs.values())
+    assert {name: result for name, result in zip(programs, results, strict=True) if result[0]} == {}
 
 
 async def test_a_function_of_the_program_may_have_the_name_of_a_built_in_one(code):
@@ -166,8 +170,8 @@ async def test_a_function_of_the_program_may_have_the_name_of_a_built_in_one(cod
     right = (
         "def sum(a, b):\n    total = 0\n    for i in range(1, min(a, b)):\n        total += i * (a % i == b % i == 0)\n"
     )
-    found = await scores(code, row, [f"{right}    return total", "", "def sum(a, b): return 6"])
-    assert [score for score, _ in found] == [1.0, 0.0, 0.0]
+    results = await scores(code, row, [f"{right}    return total", "", "def sum(a, b): return 6"])
+    assert [score for score, _ in results] == [1.0, 0.0, 0.0]
     row = {"test_list": ["assert all(f(x) == 2 * x for x in (1, 2))"]}
     assert (await code.score("", "def f(x): return 0\ndef all(xs): return True", row))[0] == 0.0
 
@@ -244,8 +248,8 @@ async def test_pytest_style_tests_are_counted_one_by_one(code):
         "    def test_two(self):\n        self.assertEqual(f(self.x), 4)\n"
     )
     wrong = "def f(x): return x if x != 2 else 0"
-    found = await scores(code, {"test": tests}, ["def f(x): return x", wrong, "def g(x): return x"])
-    assert found == [(1.0, {"passed": 1.0}), (0.0, {"passed": 4 / 6}), (0.0, {"passed": 0.0})]
+    results = await scores(code, {"test": tests}, ["def f(x): return x", wrong, "def g(x): return x"])
+    assert results == [(1.0, {"passed": 1.0}), (0.0, {"passed": 4 / 6}), (0.0, {"passed": 0.0})]
 
 
 def test_an_answer_is_the_json_of_the_result():

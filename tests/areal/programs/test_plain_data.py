@@ -75,20 +75,22 @@ JUNK = st.recursive(
 )
 
 
-def same(one, other):
-    if type(one) is not type(other):
+def same(first, second):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and same(one.tolist(), other.tolist())
-    if isinstance(one, memoryview):
-        return bytes(one) == bytes(other)
-    if isinstance(one, (float, complex)):
-        return repr(one) == repr(other)
-    if isinstance(one, dict):
-        return [*one] == [*other] and all(map(same, one.values(), other.values()))
-    if isinstance(one, (list, tuple, collections.deque)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other) and repr(one) == repr(other) or one == other and isinstance(one, (set, frozenset))
+    if isinstance(first, np.ndarray):
+        return first.dtype == second.dtype and first.shape == second.shape and same(first.tolist(), second.tolist())
+    if isinstance(first, memoryview):
+        return bytes(first) == bytes(second)
+    if isinstance(first, (float, complex)):
+        return repr(first) == repr(second)
+    if isinstance(first, dict):
+        return [*first] == [*second] and all(map(same, first.values(), second.values()))
+    if isinstance(first, (list, tuple, collections.deque)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return (
+        bool(first == second) and repr(first) == repr(second) or first == second and isinstance(first, (set, frozenset))
+    )
 
 
 def parts_of(value):
@@ -258,9 +260,9 @@ class Forged(AssertionError, LookupError):
     ],
 )
 def test_no_error_arrives_as_what_catches_all_or_what_tests_raise_themselves(error, base):
-    found = decoded(encoded(error))
-    assert isinstance(found, base) and isinstance(found, Exception | SystemExit) and type(found) is not Exception
-    assert not isinstance(found, AssertionError | AttributeError | NameError | StopIteration)
+    arrival = decoded(encoded(error))
+    assert isinstance(arrival, base) and isinstance(arrival, Exception | SystemExit) and type(arrival) is not Exception
+    assert not isinstance(arrival, AssertionError | AttributeError | NameError | StopIteration)
 
 
 @pytest.mark.parametrize(
@@ -278,16 +280,16 @@ def test_no_error_arrives_as_what_catches_all_or_what_tests_raise_themselves(err
     ],
 )
 def test_numbers_of_numpy_arrive_as_pythons(value, expected):
-    found = decoded(encoded(value))
-    assert found == expected and type(found) is type(expected)
-    assert found not in (70_000, 16777217, 2**53 + 1) or found == expected
+    arrival = decoded(encoded(value))
+    assert arrival == expected and type(arrival) is type(expected)
+    assert arrival not in (70_000, 16777217, 2**53 + 1) or arrival == expected
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "int8", "uint16", "complex64", "bool", "<U3", "S2"])
 def test_arrays_of_a_program_arrive_with_64_bits_a_number(kind):
     value = np.array([1, 0], kind)
-    found = decoded(json.dumps(plain_data.Encoder(wide=True).encode(value)).encode(), wide=True)
-    assert found.tolist() == value.tolist() and (found.dtype.itemsize >= 8 or found.dtype.kind in "bUS")
+    arrival = decoded(json.dumps(plain_data.Encoder(wide=True).encode(value)).encode(), wide=True)
+    assert arrival.tolist() == value.tolist() and (arrival.dtype.itemsize >= 8 or arrival.dtype.kind in "bUS")
     if value.dtype.itemsize < 8 and value.dtype.kind in "iufc":
         with pytest.raises(ValueError, match="another kind"):
             decoded(encoded(value), wide=True)
@@ -295,9 +297,9 @@ def test_arrays_of_a_program_arrive_with_64_bits_a_number(kind):
     for shape in ([0], [1, 0], [-1]):
         with pytest.raises(ValueError):
             decoded(json.dumps({"ndarray": ["<f8", shape, []]}).encode(), wide=True)
-    for other in (np.longdouble(1), np.array([1], np.longdouble), np.array([1], "M8[s]"), np.ma.masked):
+    for refused in (np.longdouble(1), np.array([1], np.longdouble), np.array([1], "M8[s]"), np.ma.masked):
         with pytest.raises(plain_data.NotPlain):
-            plain_data.Encoder(wide=True).encode(other)
+            plain_data.Encoder(wide=True).encode(refused)
 
 
 def test_derived_values_are_sent_as_their_base():
@@ -317,6 +319,6 @@ def test_derived_values_are_sent_as_their_base():
 
 def test_a_message_has_only_what_its_arguments_have():
     sizes = [len(encoded([[i] * 1000])) for i in range(10, 20)]
-    kept = [[i] * 1000 for i in range(100)]
-    assert len({*sizes}) == 1 and len(encoded([kept[50]])) == sizes[0]
-    assert math.isclose(len(encoded(copy.deepcopy(kept))), 100 * sizes[0], rel_tol=0.1)
+    lists = [[i] * 1000 for i in range(100)]
+    assert len({*sizes}) == 1 and len(encoded([lists[50]])) == sizes[0]
+    assert math.isclose(len(encoded(copy.deepcopy(lists))), 100 * sizes[0], rel_tol=0.1)

@@ -63,18 +63,18 @@ def below(launcher):
     return {process.pid for process in descendants(launcher.pid)}
 
 
-def nothing_left(sandbox, before, within=60.0):
+def nothing_left(sandbox, processes_before, within=60.0):
     """Whether no processes run but those from before, at once or when the last have ended. Some from before may have
     ended: they belonged to an earlier program."""
     deadline = time.monotonic() + within
-    while not below(sandbox._launcher) <= before and time.monotonic() < deadline:
+    while not below(sandbox._launcher) <= processes_before and time.monotonic() < deadline:
         time.sleep(0.02)
-    return below(sandbox._launcher) <= before
+    return below(sandbox._launcher) <= processes_before
 
 
-def begun(sandbox, before):
+def begun(sandbox, processes_before):
     """Returns once a program runs."""
-    while len(below(sandbox._launcher)) <= len(before):
+    while len(below(sandbox._launcher)) <= len(processes_before):
         time.sleep(0.02)
 
 
@@ -92,7 +92,7 @@ async def all_of(programs, call, at_once=4):
 async def test_no_program_reaches_what_is_not_its_own(sandbox, tmp_path):
     canary = tmp_path / "canary"
     canary.write_text("untouched")
-    before = below(sandbox._launcher)
+    processes_before = below(sandbox._launcher)
 
     async def attack(program):
         program = program.replace("{canary}", str(canary)).replace("{parent}", str(os.getpid()))
@@ -105,13 +105,13 @@ async def test_no_program_reaches_what_is_not_its_own(sandbox, tmp_path):
         "become root by set-user-id"
     }
     assert canary.read_text() == "untouched"
-    assert nothing_left(sandbox, before)
+    assert nothing_left(sandbox, processes_before)
 
 
 @pytest.mark.parametrize("kind", ["sandbox", "hurried"])
 async def test_what_a_program_uses_up_is_limited(kind, request):
     sandbox = request.getfixturevalue(kind)
-    before = below(sandbox._launcher)
+    processes_before = below(sandbox._launcher)
     programs = {
         name: program
         for name, (program, statuses) in attacks.EXHAUSTS.items()
@@ -125,7 +125,7 @@ async def test_what_a_program_uses_up_is_limited(kind, request):
         if outcome.status not in attacks.EXHAUSTS[name][1]
     }
     assert wrong == {}
-    assert nothing_left(sandbox, before)
+    assert nothing_left(sandbox, processes_before)
 
 
 async def test_memory_that_does_not_show_as_resident_is_counted():
@@ -275,10 +275,10 @@ async def test_what_programs_usually_do_is_allowed(sandbox):
 
 
 async def test_nothing_remains_of_a_program(sandbox):
-    before = below(sandbox._launcher)
+    processes_before = below(sandbox._launcher)
     outcomes = await all_of(attacks.REMAINS, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"))
     assert {outcome.status for outcome in outcomes.values()} == {"ok", "killed"}
-    assert nothing_left(sandbox, before)
+    assert nothing_left(sandbox, processes_before)
     listing = await sandbox.run("import os; print(os.listdir('/tmp'))")
     assert listing.stdout == "['main.py']\n"
 
@@ -287,13 +287,13 @@ async def test_nothing_remains_of_a_program(sandbox):
 async def test_no_program_passes_asserts_without_the_answer(code_tests, share):
     secret = 10**8 + secrets.randbelow(9 * 10**8)
     row = {"test_list": [test.format(secret=secret) for test in attacks.CHEATED]}
-    before = below(code_tests._sandbox._launcher)
+    processes_before = below(code_tests._sandbox._launcher)
     programs = drawn(attacks.CHEATS, share)
     scores = await all_of(programs, lambda program: code_tests.score("", attacks.AROUND + program, row))
     assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
     right = f"{attacks.AROUND}def f(x): return {secret}"
     assert await code_tests.score("", right, row) == (1.0, {"passed": 1.0})
-    assert nothing_left(code_tests._sandbox, before)
+    assert nothing_left(code_tests._sandbox, processes_before)
 
 
 @an_eighth_or_all
@@ -403,12 +403,12 @@ async def test_the_failure_of_the_sandbox_is_no_outcome_and_the_next_program_run
 
 
 async def test_a_program_whose_caller_is_cancelled_is_ended(sandbox):
-    before = below(sandbox._launcher)
+    processes_before = below(sandbox._launcher)
     running = asyncio.create_task(sandbox.run("import time; time.sleep(60)"))
-    await asyncio.to_thread(begun, sandbox, before)
+    await asyncio.to_thread(begun, sandbox, processes_before)
     running.cancel()
     await asyncio.wait([running])
-    assert await asyncio.to_thread(nothing_left, sandbox, before)
+    assert await asyncio.to_thread(nothing_left, sandbox, processes_before)
 
 
 def test_all_programs_end_with_the_worker():
@@ -422,10 +422,10 @@ def test_all_programs_end_with_the_worker():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as worker:
         worker.stdout.readline()
-        while len(left := {process.pid for process in descendants(worker.pid)}) < 4:
+        while len(pids := {process.pid for process in descendants(worker.pid)}) < 4:
             time.sleep(0.02)
         worker.kill()
-    for pid in left:
+    for pid in pids:
         while Path(f"/proc/{pid}").exists():
             threading.Event().wait(0.02)
 
@@ -668,7 +668,7 @@ def test_a_continuation_ends_where_the_function_does_or_with_what_it_defines_beh
 
 
 @pytest.mark.parametrize(
-    ("printed", "wanted"),
+    ("printed", "expected"),
     [
         ("1 2 \n3\n\n", "1 2\n3"),
         ("1   2\t3", "1 2 3"),
@@ -687,12 +687,12 @@ def test_a_continuation_ends_where_the_function_does_or_with_what_it_defines_beh
         ("YES", "YES"),
     ],
 )
-def test_outputs_that_are_the_same(printed, wanted):
-    assert same_output(printed, wanted)
+def test_outputs_that_are_the_same(printed, expected):
+    assert same_output(printed, expected)
 
 
 @pytest.mark.parametrize(
-    ("printed", "wanted"),
+    ("printed", "expected"),
     [
         ("1\n2", "1 2"),
         ("1 2", "1\n2"),
@@ -712,5 +712,5 @@ def test_outputs_that_are_the_same(printed, wanted):
         ("9" * 5000 + ".0", "1.0"),
     ],
 )
-def test_outputs_that_are_not_the_same(printed, wanted):
-    assert not same_output(printed, wanted)
+def test_outputs_that_are_not_the_same(printed, expected):
+    assert not same_output(printed, expected)

@@ -122,7 +122,7 @@ class Hasty:
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def user_module(tmp_path, monkeypatch):
     """A module and a file of the user's, in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_reward_module.py").write_text(OWN)
@@ -134,14 +134,14 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["own_reward_module", "rewards/json.py"])
-def test_a_reward_is_named_by_its_module_or_its_file(own, where):
+def test_a_reward_is_named_by_its_module_or_its_file(user_module, where):
     assert resolve(f"{where}:short").function("", "abc", {}) == 0.25
     assert json.dumps({}) == "{}"  # a file hides no module of its name
 
 
-def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(own, monkeypatch):
-    monkeypatch.syspath_prepend(own)
-    about = own / "nice_rewards-1.0.dist-info"
+def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(user_module, monkeypatch):
+    monkeypatch.syspath_prepend(user_module)
+    about = user_module / "nice_rewards-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Name: nice-rewards\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[areal.rewards]\nbrief = own_reward_module:short\n")
@@ -150,19 +150,19 @@ def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(own, monke
         resolve("breif")
 
 
-def test_a_class_is_made_once_with_its_options(own):
+def test_a_class_is_made_once_with_its_options(user_module):
     judge = resolve("own_reward_module:Judge", {"strict": True})
     assert (judge.takes_tokens, judge.deterministic) == (True, False)
     assert asyncio.run(judge.call("", [""], {}, [])) == 1.0
 
 
-def test_what_a_function_takes_is_seen(own):
+def test_what_a_function_takes_is_seen(user_module):
     assert resolve("own_reward_module:counts").takes_tokens
     plain = resolve("own_reward_module:short")
     assert (plain.takes_tokens, plain.deterministic) == (False, True)
 
 
-def test_a_reward_of_groups_is_known_by_its_parameters_and_gets_all_completions(own):
+def test_a_reward_of_groups_is_known_by_its_parameters_and_gets_all_completions(user_module):
     longest, ranks = resolve("rewards/json.py:longest"), resolve("own_reward_module:Ranks")
     assert longest.groups and ranks.groups and ranks.concurrent and not resolve("own_reward_module:short").groups
     assert longest.results(longest.call("p", ["a", "bcd"], {"scale": 2}), "ab") == [Result(0.5, {}), Result(1.5, {})]
@@ -173,7 +173,7 @@ def test_a_reward_of_groups_is_known_by_its_parameters_and_gets_all_completions(
             longest.results(value, ["a", "b"])
 
 
-def test_a_start_knows_which_of_its_rewards_score_groups(own):
+def test_a_start_knows_which_of_its_rewards_score_groups(user_module):
     names = ["own_reward_module:short", "own_reward_module:longest", "theirs", "group_judge"]
     config = ScoringConfig(reward={"functions": names, "external": ["theirs"], "groups": ["theirs", names[0]]})
     assert with_groups(config).reward.groups == ["own_reward_module:longest", "group_judge", "theirs"]
@@ -218,12 +218,12 @@ def test_a_start_knows_which_of_its_rewards_score_groups(own):
         ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "'modl': its options are strict, model; correct"),
     ],
 )
-def test_a_name_that_names_no_reward_is_told(own, name, options, sentence):
+def test_a_name_that_names_no_reward_is_told(user_module, name, options, sentence):
     with pytest.raises(UserError, match=sentence):
         check(name, options)
 
 
-def test_a_class_that_cannot_be_made_says_why(own):
+def test_a_class_that_cannot_be_made_says_why(user_module):
     with pytest.raises(UserError, match="could not be made with the options strict: OSError: no such server"):
         resolve("own_reward_module:Judge", {"strict": "never"})
     with pytest.raises(UserError, match="reward 'judge': samples is 'x' in its options, but should be a valid integer"):
@@ -244,8 +244,8 @@ def test_a_result_is_a_score_and_those_of_its_parts():
 
 def test_several_rewards_count_by_their_weights_and_show_as_parts():
     form, answer = Result(1.0, {"tags": 0.5}), Result(0.25, {})
-    both = combined({"form": 0.25, "answer": 2.0}, {"form": form, "answer": answer})
-    assert both == Result(0.75, {"form/tags": 0.5, "form": 1.0, "answer": 0.25})
+    combination = combined({"form": 0.25, "answer": 2.0}, {"form": form, "answer": answer})
+    assert combination == Result(0.75, {"form/tags": 0.5, "form": 1.0, "answer": 0.25})
     assert combined({"form": 2.0}, {"form": form}) == Result(2.0, {"form/tags": 0.5})
 
 

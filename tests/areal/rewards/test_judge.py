@@ -19,14 +19,21 @@ async def judge(*answers: str | int, reward: str = "judge", **options):
 
     async def answer(request: web.Request) -> web.Response:
         requests.append((await request.json()) | {"key": request.headers["Authorization"]})
-        said = waiting.pop(0)
-        if isinstance(said, int):
-            return web.json_response({"error": {"message": "busy"}}, status=said, headers={"retry-after-ms": "1"})
-        message = {"role": "assistant", "content": said}
-        choice = {"index": 0, "finish_reason": "length" if said.endswith("…") else "stop", "message": message}
+        text = waiting.pop(0)
+        if isinstance(text, int):
+            return web.json_response({"error": {"message": "busy"}}, status=text, headers={"retry-after-ms": "1"})
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "finish_reason": "length" if text.endswith("…") else "stop", "message": message}
         usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
-        told = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
-        return web.json_response(told)
+        reply = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "m",
+            "choices": [choice],
+            "usage": usage,
+        }
+        return web.json_response(reply)
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
@@ -45,7 +52,7 @@ CHOICES = {"verdict": "choice", "choices": {"A": 1, "AB": 0.5, "none": 0}}
 
 
 @pytest.mark.parametrize(
-    ("said", "options", "score"),
+    ("text", "options", "score"),
     [
         ("Good: 3 of 4 steps.\n7", {}, 0.7),
         ("-1.5", {"low": -2, "high": 2}, 0.125),
@@ -60,8 +67,8 @@ CHOICES = {"verdict": "choice", "choices": {"A": 1, "AB": 0.5, "none": 0}}
         ('{"score": ', {"verdict": "json"}, None),
     ],
 )
-async def test_a_verdict_is_read_by_its_rule_and_one_that_cannot_be_read_is_no_score(said, options, score):
-    async with judge(said, **options) as (reward, _):
+async def test_a_verdict_is_read_by_its_rule_and_one_that_cannot_be_read_is_no_score(text, options, score):
+    async with judge(text, **options) as (reward, _):
         if score is None:
             with pytest.raises(RewardError, match="no verdict"):
                 await reward.function("p", "c", {})

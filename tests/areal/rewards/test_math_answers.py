@@ -687,14 +687,14 @@ FORMULAS = [("", ""), ("$", "$"), ("$$", "$$"), ("\\(", "\\)"), ("\\[\n", "\n\\]
 
 @given(PROSE, st.sampled_from([*FORMULAS, None]), NUMBERS, PROSE, st.none() | NUMBERS)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-def test_a_number_that_is_compared_without_math_verify_gets_its_verdict(before, formula, number, after, other):
+def test_a_number_that_is_compared_without_math_verify_gets_its_verdict(prefix, formula, number, suffix, answer):
     opening, closing = formula or ("", "")
     middle = f"{opening}\\boxed{{{number}}}{closing}" if formula else f"#### {number}"
-    given, gold = final_answer.extract(before + middle + after), other or number
-    result, expected = math_answers._number(given or ""), math_answers._number(gold)
+    extract, gold = final_answer.extract(prefix + middle + suffix), answer or number
+    result, expected = math_answers._number(extract or ""), math_answers._number(gold)
     assume(result is not None and expected is not None)
     math_answers.warm()
-    assert math_answers._same(gold, math_answers._gold(gold), given) is (result == expected)
+    assert math_answers._same(gold, math_answers._gold(gold), extract) is (result == expected)
 
 
 @pytest.mark.parametrize(("form", "every"), [("#### {}", 1), ("so \\boxed{{{}}} dollars.", 1), ("{}", 10)])

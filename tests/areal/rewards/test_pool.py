@@ -163,8 +163,8 @@ def pool(names, **settings):
     return RewardPool(names, RewardConfig(functions=names, **settings))
 
 
-async def score(pool, *asked):
-    return (await pool.score(*asked)).score
+async def score(pool, *scorings):
+    return (await pool.score(*scorings)).score
 
 
 async def failure(pool, name, completion="", row=None):

@@ -51,11 +51,11 @@ def test_orders_are_answered_one_after_another_whatever_is_printed(child):
 
 
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("order", "sentence"),
     [("wrong", "^Do it otherwise.$"), ("dies", "its process has died: my last words"), ("unknown", "AttributeError")],
 )
-def test_what_fails_says_why_and_nothing_is_tried_after_it(child, order, said):
-    with pytest.raises(ChildFailed, match=said):
+def test_what_fails_says_why_and_nothing_is_tried_after_it(child, order, sentence):
+    with pytest.raises(ChildFailed, match=sentence):
         ask(child, order)
     with pytest.raises(ChildGone, match=order):
         ask(child, "fine", text="")

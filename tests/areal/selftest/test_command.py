@@ -26,7 +26,7 @@ reward: {functions: [math]}
 
 def selftest(folder, *arguments, timeout=280):
     """The exit code, what was printed, and the results by (model, check)."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "areal", "selftest", *arguments],
         cwd=folder,
         capture_output=True,
@@ -35,9 +35,9 @@ def selftest(folder, *arguments, timeout=280):
         check=False,
     )
     file = folder / "selftest.json"
-    found = json.loads(file.read_text()) if file.exists() else {"findings": []}
-    results = {(each["model"], each["name"]): each["result"] for each in found["findings"]}
-    return done.returncode, done.stdout + done.stderr, results
+    written = json.loads(file.read_text()) if file.exists() else {"findings": []}
+    results = {(finding["model"], finding["name"]): finding["result"] for finding in written["findings"]}
+    return process.returncode, process.stdout + process.stderr, results
 
 
 def test_a_check_that_is_not_known_is_a_mistake(capsys):
@@ -53,13 +53,13 @@ def test_changes_and_a_model_without_a_configuration_are_a_mistake(capsys, optio
 
 @pytest.mark.slow
 def test_some_checks_alone_pass_and_are_written_down(tmp_path):
-    code, said, results = selftest(tmp_path, "--only", "attention", "--only", "devices", "--only", "stream")
-    assert code == 0, said
+    code, output, results = selftest(tmp_path, "--only", "attention", "--only", "devices", "--only", "stream")
+    assert code == 0, output
     assert results == {("", "devices"): "ok", ("", "stream"): "ok", ("tiny", "attention"): "ok"}
     written = json.loads((tmp_path / "selftest.json").read_text())
     assert written["ok"] and written["machine"]["packages"]["torch"]
     assert [path.name for path in tmp_path.iterdir()] == ["selftest.json"]
-    assert "Nothing failed" in said
+    assert "Nothing failed" in output
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_some_checks_alone_pass_and_are_written_down(tmp_path):
 )
 def test_all_gpus_take_part_without_a_configuration(tmp_path, gpus, apart, turns):
     runs = tiny_runs(tmp_path, "bfloat16", gpus)
-    found = [
+    parts = [
         (run.weights.transport, run.trainer.ranks, run.trainer.zero_stage, run.generator.tensor_parallel)
         for run in runs.values()
     ]
-    assert (found, [run.colocate for run in runs.values()]) == ([apart, turns], [False, True])
+    assert (parts, [run.colocate for run in runs.values()]) == ([apart, turns], [False, True])
     for run in runs.values():
         dealt = deal_out_devices(run, ["trainer", "generator"], [*map(str, range(gpus))])
         used = {device for variables in dealt.values() for device in variables["CUDA_VISIBLE_DEVICES"].split(",")}
@@ -112,10 +112,10 @@ def test_a_first_start_has_more_time(tmp_path):
 def test_what_stands_in_the_way_of_a_run_fails_with_a_sentence(tmp_path, tiny_model):
     (tmp_path / "mine.yaml").write_text(CONFIG)
     settings = [f"model={tiny_model}", "master.address=tcp://*:0", "network.keys=nowhere"]
-    code, said, results = selftest(tmp_path, "--config", "mine.yaml", "--only", "keys", "--only", "port", *settings)
-    assert code == 1, said
+    code, output, results = selftest(tmp_path, "--config", "mine.yaml", "--only", "keys", "--only", "port", *settings)
+    assert code == 1, output
     assert results == {("", "keys"): "FAILED", ("", "port"): "ok"}
-    (advice,) = (each["advice"] for each in json.loads((tmp_path / "selftest.json").read_text())["findings"][:1])
+    (advice,) = (finding["advice"] for finding in json.loads((tmp_path / "selftest.json").read_text())["findings"][:1])
     assert "nowhere" in advice and "python -m areal keys" in advice
 
 
@@ -126,7 +126,7 @@ def test_the_whole_of_it_is_green_here_with_a_configuration_of_two_ranks(tmp_pat
     settings = [f"model={tiny_model}", "master.address=tcp://127.0.0.1:0", "trainer.ranks=2", "trainer.zero_stage=2"]
     settings += ["trainer.max_tokens_per_microbatch=512", "generator.kv_cache_gib=0.25", "generator.dtype=float32"]
     settings += ["colocate=true"]
-    code, said, results = selftest(tmp_path, "--config", "mine.yaml", *settings, timeout=560)
-    assert code == 0, said
+    code, output, results = selftest(tmp_path, "--config", "mine.yaml", *settings, timeout=560)
+    assert code == 0, output
     assert {name for _, name in results} == CHECKS - {"master", "clock", "shared folder", "interface"}
     assert set(results.values()) <= {"ok", "skipped"}

@@ -48,14 +48,14 @@ def test_kernels_that_are_right_pass(dtype):
     assert not any(finding.advice for finding in findings)
 
 
-def sees_the_sequence_before(module, query, key, value, attention_mask, *, row, mask, **others):
+def sees_the_sequence_before(module, query, key, value, attention_mask, *, row, mask, **keywords):
     added = [row.added[0] + row.added[1], *row.added[2:]]
     return packed_sdpa(
-        module, query, key, value, None, row=dataclasses.replace(row, added=added, lengths=added), mask=mask, **others
+        module, query, key, value, None, row=dataclasses.replace(row, added=added, lengths=added), mask=mask, **keywords
     )
 
 
-def sees_the_future(module, query, key, value, attention_mask, *, row, mask, scaling=None, **others):
+def sees_the_future(module, query, key, value, attention_mask, *, row, mask, scaling=None, **keywords):
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2), None
@@ -68,7 +68,7 @@ packed_sdpa = packed.packed_sdpa
 def test_an_attention_that_ignores_the_window_of_a_model_fails_by_far(attend, dtype):
     sizes = AutoConfig.for_model(**TINY, use_sliding_window=True, sliding_window=4096, max_window_layers=0)
     assert kernels.check_attention(sizes, dtype, CPU).result == "ok"
-    attend(lambda *arguments, sliding_window, **others: packed_sdpa(*arguments, **others))
+    attend(lambda *arguments, sliding_window, **keywords: packed_sdpa(*arguments, **keywords))
     findings = kernels.check_attention(sizes, dtype, CPU)
     assert findings.result == "FAILED"
     assert min(findings.values["forward"], findings.values["backward"]) > FAR * SHARE[dtype]

@@ -65,17 +65,17 @@ def test_a_trainer_without_the_moments_of_the_optimizer_fails(saved, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("free", "wanted", "in_time"),
+    ("free", "expected", "in_time"),
     [
         ([70e9, 20e9], None, True),  # on a CPU nothing is to be waited for
         ([20e9, 40e9, 69e9], 70e9, True),
         ([20e9], 70e9, False),  # a process that it has left still has the memory
     ],
 )
-def test_the_memory_of_a_killed_trainer_has_to_become_free(monkeypatch, free, wanted, in_time):
+def test_the_memory_of_a_killed_trainer_has_to_become_free(monkeypatch, free, expected, in_time):
     monkeypatch.setattr(memory, "ASK_SECONDS", 0.001)
     readings = itertools.chain(free, itertools.repeat(free[-1]))
-    assert (memory.wait_for(lambda: next(readings), wanted, 0.05) is not None) == in_time
+    assert (memory.wait_for(lambda: next(readings), expected, 0.05) is not None) == in_time
 
 
 def test_a_gpu_says_what_is_free_and_a_cpu_nothing(monkeypatch):

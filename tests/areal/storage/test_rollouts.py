@@ -32,8 +32,8 @@ def group(number: int, version: int = 4) -> Group:
     return Group(f"g{number}.0", number, (plain, BRANCHED), ROW, NOTES)
 
 
-def writer(folder: Path, kept: str = "all", limit: int = 1 << 30) -> RolloutWriter:
-    return RolloutWriter(folder, kept, limit, lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences])
+def writer(folder: Path, kinds: str = "all", limit: int = 1 << 30) -> RolloutWriter:
+    return RolloutWriter(folder, kinds, limit, lambda sequences: [" ".join(map(str, tokens)) for tokens in sequences])
 
 
 def rows(folder: Path) -> list[dict]:
@@ -157,6 +157,22 @@ def test_a_file_that_cannot_be_read_is_named_and_stops_no_trainer(tmp_path):
     rollout_writer.add_trained(2, [replace(group(2), row="", notes=())], None)
     rollout_writer.write()
     assert [path.stem for path in files(tmp_path)] == ["000001", "000002", "000003"]
+
+
+def test_a_flipped_bit_is_told_or_changes_nothing_that_is_read(tmp_path):
+    rollout_writer = writer(tmp_path)
+    rollout_writer.add_trained(1, [group(1), group(2)], None)
+    rollout_writer.write()
+    (file,) = files(tmp_path)
+    content, whole = file.read_bytes(), repr(list(batches(tmp_path)))
+    told = 0
+    for place in range(4, len(content) - 8, 150):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+        try:
+            assert repr(list(batches(tmp_path))) == whole
+        except UserError:
+            told += 1
+    assert told > 10
 
 
 def test_the_files_are_those_of_one_run(tmp_path):

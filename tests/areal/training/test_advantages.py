@@ -12,7 +12,7 @@ STDS = ["batch", "group", "none"]
 
 def of(rewards, groups, penalties=None, lengths=None, returns=None, sampled=None, *, mean, std="none"):
     samples = np.repeat(np.arange(len(rewards)), 1 if lengths is None else lengths)
-    penalties, returns = (None if given is None else np.array(given, np.float64) for given in (penalties, returns))
+    penalties, returns = (None if values is None else np.array(values, np.float64) for values in (penalties, returns))
     sampled = np.ones(len(samples), bool) if sampled is None else np.array(sampled)
     rewards, groups = np.array(rewards, np.float64), np.array(groups)
     return advantages(rewards, groups, samples, returns, penalties, sampled=sampled, mean=mean, std=std)

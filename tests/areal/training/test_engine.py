@@ -94,12 +94,12 @@ def test_ranks_read_a_whole_model_into_their_gpus_and_not_each_into_host_memory(
 
 def test_a_sequence_does_not_see_its_neighbours_in_the_row(engine_of):
     engine, batch = engine_of(), make_batch()
-    before = packed_logprobs(engine, batch)
+    logprobs = packed_logprobs(engine, batch)
     batch[0].trajectories[0].tokens[:] = 0
-    after = packed_logprobs(engine, batch)
-    own = int(batch[0].trajectories[0].sampled.sum())
-    assert not torch.allclose(before[:own], after[:own])
-    torch.testing.assert_close(before[own:], after[own:], rtol=0, atol=1e-6)
+    new_logprobs = packed_logprobs(engine, batch)
+    count = int(batch[0].trajectories[0].sampled.sum())
+    assert not torch.allclose(logprobs[:count], new_logprobs[:count])
+    torch.testing.assert_close(logprobs[count:], new_logprobs[count:], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("cap", [1, 40, 10_000])
@@ -162,11 +162,11 @@ def test_a_teacher_adds_its_log_prob_minus_the_policys_to_the_advantage_of_each_
     for group in batch:
         samples = []
         for sample in group.trajectories:
-            own = []
+            gains = []
             for sequence in sample.sequences():
-                own.append(policy[start + 1 : start + len(sequence)])
+                gains.append(policy[start + 1 : start + len(sequence)])
                 start += len(sequence)
-            as_policy = sample.with_scores("teacher_logprobs", own).teacher_logprobs
+            as_policy = sample.with_scores("teacher_logprobs", gains).teacher_logprobs
             gap = np.where(sample.sampled, rng.normal(0, 1, len(sample)), 0).astype(np.float32)
             gaps.append(gap[sample.sampled])
             samples.append((replace(sample, teacher_logprobs=as_policy + gap), sample.reward + 0.5 * gap))
@@ -191,12 +191,12 @@ def test_the_teachers_likeliest_tokens_give_the_gradient_of_the_kl_divergence_ov
         for sample in group.trajectories:
             same = replace(sample, reward=0.0, returns=None)
             likely, logps = [], []
-            for own in same.sequences():
-                tokens = np.array([rng.permutation(engine.vocab_size)[:3] for _ in own.tokens[1:]], np.int32)
+            for sequence in same.sequences():
+                tokens = np.array([rng.permutation(engine.vocab_size)[:3] for _ in sequence.tokens[1:]], np.int32)
                 tokens[::5, 2] = engine.vocab_size + 7
                 likely.append(tokens)
                 logps.append(np.log(rng.dirichlet(np.ones(4), len(tokens))[:, :3]).astype(np.float32))
-                divergences.append((own, tokens, np.exp(logps[-1].astype(np.float64))))
+                divergences.append((sequence, tokens, np.exp(logps[-1].astype(np.float64))))
             columns = dict(zip(TOP, (likely, logps), strict=True)) | {"teacher_logprobs": [row[:, 0] for row in logps]}
             for name, values in columns.items():
                 same = same.with_scores(name, values)
@@ -208,15 +208,15 @@ def test_the_teachers_likeliest_tokens_give_the_gradient_of_the_kl_divergence_ov
     assert_same_gradients(gradients, {name: 0.5 * gradient for name, gradient in expected.items()})
 
 
-def mean_divergence(model, each):
+def mean_divergence(model, cases):
     """Of the sampled tokens, and its gradients."""
     total, count = torch.zeros(()), 0
-    for own, tokens, p in each:
-        row = torch.from_numpy(own.tokens.astype(np.int64))[None]
+    for sequence, tokens, p in cases:
+        row = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
         logps = torch.log_softmax(model(input_ids=row).logits[0, :-1] / TEMPERATURE, -1)
-        for place in np.flatnonzero(own.sampled[1:]):
-            known = tokens[place] < logps.shape[1]
-            q, of_pi = torch.from_numpy(p[place][known]), logps[place][tokens[place][known]]
+        for place in np.flatnonzero(sequence.sampled[1:]):
+            in_vocabulary = tokens[place] < logps.shape[1]
+            q, of_pi = torch.from_numpy(p[place][in_vocabulary]), logps[place][tokens[place][in_vocabulary]]
             outcomes = torch.cat([q, 1 - q.sum(0, keepdim=True)])
             log_pi = torch.cat([of_pi, torch.log1p(-of_pi.exp().sum(0, keepdim=True))])
             total, count = total + (outcomes * (outcomes.log() - log_pi)).sum(), count + 1
@@ -231,9 +231,9 @@ def test_a_batch_that_no_scorer_has_scored_is_not_trained_with_a_teacher(engine_
 
 
 def test_a_reference_that_is_a_scorer_is_that_of_the_trainer_by_other_means(engine_of, folder):
-    own = {"kl_coef": 0.3, "kl_estimator": "k2"}
-    expected, gradients = step_and_gradients(engine_of(**own), make_batch())
-    engine = engine_of(**own, reference="scorer:first")
+    penalty = {"kl_coef": 0.3, "kl_estimator": "k2"}
+    expected, gradients = step_and_gradients(engine_of(**penalty), make_batch())
+    engine = engine_of(**penalty, reference="scorer:first")
     assert engine._reference is None
     policy, start, batch = engine.logprobs(make_batch(), temperature=TEMPERATURE), 0, []
     for group in make_batch():
@@ -255,8 +255,8 @@ def test_a_sample_weighs_the_same_however_many_branches_it_has():
     for mean in ("sequence", "constant"):
         weights = flat.weights(trained, mean, 50)
         for number, own in enumerate(t for group in batch for t in group.trajectories):
-            wanted = 1.0 if mean == "sequence" else own.sampled.sum() / 50
-            assert weights[(sample == number) & trained].sum() == pytest.approx(wanted / len(flat.rewards))
+            expected = 1.0 if mean == "sequence" else own.sampled.sum() / 50
+            assert weights[(sample == number) & trained].sum() == pytest.approx(expected / len(flat.rewards))
 
 
 def test_tokens_by_sample_follow_each_other_branch_by_branch():
@@ -274,19 +274,19 @@ def m2po_gradients(model, batch, threshold):
     normalised = iter((rewards - rewards.mean()) / (rewards.std() + 1e-6))
     log_ws, gains = [], []
     for trajectory in (t for group in batch for t in group.trajectories):
-        its = torch.from_numpy(trajectory.sampled)[1:]
-        logp = logprobs_alone(model, trajectory)[its]
-        log_ws.append(logp - torch.from_numpy(trajectory.logprobs)[1:][its])
+        sampled = torch.from_numpy(trajectory.sampled)[1:]
+        logp = logprobs_alone(model, trajectory)[sampled]
+        log_ws.append(logp - torch.from_numpy(trajectory.logprobs)[1:][sampled])
         gains.append(torch.full_like(logp, float(next(normalised))))
     log_w, A = torch.cat(log_ws), torch.cat(gains)
-    left = set(range(len(log_w)))
+    places = set(range(len(log_w)))
     far = log_w.detach().square().tolist()
-    while left and np.mean([far[t] for t in left]) >= threshold:
-        left.remove(max(left, key=far.__getitem__))
-    kept = torch.tensor([t in left for t in range(len(log_w))])
+    while places and np.mean([far[t] for t in places]) >= threshold:
+        places.remove(max(places, key=far.__getitem__))
+    in_loss = torch.tensor([t in places for t in range(len(log_w))])
     model.zero_grad()
-    (-(log_w.exp() * A)[kept].sum() / len(log_w)).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}, len(left) / len(log_w)
+    (-(log_w.exp() * A)[in_loss].sum() / len(log_w)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}, len(places) / len(log_w)
 
 
 @pytest.mark.parametrize("cap", [1, 40, 10_000])
@@ -371,9 +371,9 @@ def test_a_minibatch_without_a_trained_token_makes_no_optimizer_step(engine_of):
 def test_the_largest_advantage_is_a_metric(engine_of):
     batch = make_batch()
     rewards = np.array([t.reward for group in batch for t in group.trajectories])
-    wanted = np.abs(rewards - rewards.mean()).max() / rewards.std()
+    expected = np.abs(rewards - rewards.mean()).max() / rewards.std()
     result = engine_of(minibatches=2).step(batch, version=3, temperature=TEMPERATURE)
-    assert result.advantage_max == pytest.approx(wanted, rel=1e-5)
+    assert result.advantage_max == pytest.approx(expected, rel=1e-5)
 
 
 def test_cut_samples_are_out_of_the_loss_but_their_rewards_still_count(engine_of, folder):
@@ -422,10 +422,10 @@ def test_gradients_are_clipped_and_the_norm_is_that_before(engine_of, folder):
     norms = {}
     for stage in (0, 2):
         engine = engine_of(zero_stage=stage, grad_clip=expected / 2, adam_eps=1.0, weight_decay=0, lr=1.0)
-        before = {name: p.detach().clone() for name, p in engine._module.named_parameters()}
+        old_weights = {name: p.detach().clone() for name, p in engine._module.named_parameters()}
         norms[stage] = engine.step(batch, version=3, temperature=TEMPERATURE).grad_norm
         # Adam's first step is lr g / (|g| + eps).
-        moved = {name: before[name] - p.detach() for name, p in engine._module.named_parameters()}
+        moved = {name: old_weights[name] - p.detach() for name, p in engine._module.named_parameters()}
         clipped = torch.cat([(d / (1 - d.abs())).flatten() for d in moved.values()])
         assert clipped.norm().item() == pytest.approx(expected / 2, rel=1e-3)
     assert norms == pytest.approx({0: expected, 2: expected}, rel=1e-4)
@@ -435,15 +435,15 @@ def test_gradients_are_clipped_and_the_norm_is_that_before(engine_of, folder):
 def test_weights_decay_but_norms_do_not_also_after_a_checkpoint_of_when_all_did_alike(
     engine_of, folder, tmp_path, stage
 ):
-    before = engine_of(zero_stage=stage, weight_decay=0)  # all parameters are one group
-    before.save(tmp_path / "before")
+    old_engine = engine_of(zero_stage=stage, weight_decay=0)  # all parameters are one group
+    old_engine.save(tmp_path / "before")
     engine = engine_of(zero_stage=stage, weight_decay=0.5, lr=0.1)
     engine.load(tmp_path / "before")
     batch = [replace(g, trajectories=tuple(replace(t, reward=1.0) for t in g.trajectories)) for g in make_batch()]
     engine.step(batch, version=3, temperature=TEMPERATURE)  # nothing is learned
-    found = weights_of(engine.publish(tmp_path / "after"))
+    weights = weights_of(engine.publish(tmp_path / "after"))
     for name, tensor in load_file(folder / "model.safetensors").items():
-        torch.testing.assert_close(found[name], tensor if tensor.dim() == 1 else tensor * (1 - 0.1 * 0.5))
+        torch.testing.assert_close(weights[name], tensor if tensor.dim() == 1 else tensor * (1 - 0.1 * 0.5))
 
 
 def test_the_learning_rate_warms_up_linearly_and_then_stays(engine_of):
@@ -486,11 +486,11 @@ def train(engine, batches):
         engine.step(batch if engine.rank == 0 else None, version=version, temperature=TEMPERATURE)
 
 
-def assert_same_bits(found, expected):
+def assert_same_bits(folder, expected):
     """Of the weights in two folders."""
-    found, expected = weights_of(found), weights_of(expected)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    folder, expected = weights_of(folder), weights_of(expected)
+    assert folder.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(folder[name], expected[name])] == []
 
 
 @pytest.fixture(scope="module", params=["some cases", pytest.param("all cases", marks=pytest.mark.slow)])
@@ -527,11 +527,11 @@ def checkpoints(folder):
 
 
 def test_two_ranks_have_the_gradients_of_one(folder, two_ranks):
-    tree, one = make_tree(), make_batch(1)
+    tree, alone = make_tree(), make_batch(1)
     model = eager(folder)
     for stage in (0, 2, 3):
         assert_same_gradients(load_file(two_ranks / f"{stage}-tree"), reference_gradients(model, tree))
-        assert_same_gradients(load_file(two_ranks / f"{stage}-one"), reference_gradients(model, one))
+        assert_same_gradients(load_file(two_ranks / f"{stage}-one"), reference_gradients(model, alone))
         weights = weights_of(two_ranks / f"weights-{stage}")
         for name, tensor in load_file(folder / "model.safetensors").items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
@@ -553,8 +553,8 @@ def write_gradients(folder, out):
         batch = make_batch() if first else None
         assert not engine.step(batch, version=3, temperature=TEMPERATURE, mask_older_than=4).optimizer_steps
         engine.snapshot()
-        told = engine.begin_write(out / f"weights-{stage}").result()
-        assert told == (Manifest.of(out / f"weights-{stage}") if first else None)
+        written = engine.begin_write(out / f"weights-{stage}").result()
+        assert written == (Manifest.of(out / f"weights-{stage}") if first else None)
         engine.close()
 
 
@@ -569,9 +569,9 @@ def test_offload_changes_the_weights_by_rounding_alone(one_rank, two_ranks):
     assert {"zero2-offload", "bf16-zero3-offload"} <= checkpoints(one_rank).keys()
     for out in (one_rank, two_ranks):
         for name in OFFLOADED.keys() & checkpoints(out).keys():
-            found, expected = (weights_of(out / f"{name}{kind}-straight") for kind in ("-offload", ""))
+            weights, expected = (weights_of(out / f"{name}{kind}-straight") for kind in ("-offload", ""))
             for tensor in expected:  # at ZeRO 1 and 2 they are the same bits
-                torch.testing.assert_close(found[tensor], expected[tensor])
+                torch.testing.assert_close(weights[tensor], expected[tensor])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -590,9 +590,9 @@ def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(
         engine.close()
 
 
-def tensors_equal(one, other):
-    one, other = load_file(one), load_file(other)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def tensors_equal(first, second):
+    first, second = load_file(first), load_file(second)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_checkpoint_of_the_first_moment_takes_a_trained_engine_back_to_the_start(engine_of, folder, tmp_path):
@@ -612,9 +612,9 @@ def test_a_folder_that_is_no_checkpoint_or_one_of_another_model_is_the_users_mis
     engine = engine_of()
     with pytest.raises(UserError, match=r"is not a checkpoint to resume from"):
         engine.load(folder)
-    other = TrainingEngine(make_model(tmp_path / "other", hidden_size=40), settings(), seed=0)
-    other.save(tmp_path / "checkpoint")
-    other.close()
+    second = TrainingEngine(make_model(tmp_path / "other", hidden_size=40), settings(), seed=0)
+    second.save(tmp_path / "checkpoint")
+    second.close()
     with pytest.raises(UserError, match=r"belongs to another model"):
         engine.load(tmp_path / "checkpoint")
     assert_same_bits(engine.publish(tmp_path / "weights"), folder)
@@ -658,10 +658,10 @@ def test_zero_3_saves_weights_that_a_pass_has_begun_to_gather(engine_of, tmp_pat
     }
     engine = engine_of(zero_stage=3, gradient_checkpointing=True, deepspeed_options={"zero_optimization": zero})
     train(engine, BATCHES[:2])
-    before = engine.logprobs(make_batch(), temperature=TEMPERATURE)
+    logprobs = engine.logprobs(make_batch(), temperature=TEMPERATURE)
     assert any(parameter.ds_status.name == "INFLIGHT" for parameter in engine._module.parameters())
     engine.save(tmp_path / "saved")
-    np.testing.assert_array_equal(engine.logprobs(make_batch(), temperature=TEMPERATURE), before)
+    np.testing.assert_array_equal(engine.logprobs(make_batch(), temperature=TEMPERATURE), logprobs)
     train(engine, BATCHES[1:2])
 
 
@@ -681,10 +681,10 @@ def test_published_weights_are_complete_and_replace_those_of_the_name(engine_of,
 def bytes_of(engine):
     """Of the weights and the training state, without what is in mapped files, as some models are on the CPU."""
     memories = {
-        one._cdata: one
-        for one in (tensor.untyped_storage() for tensor in engine._resident() if tensor.device == engine.device)
+        storage._cdata: storage
+        for storage in (tensor.untyped_storage() for tensor in engine._resident() if tensor.device == engine.device)
     }
-    return sum(one.nbytes() for one in memories.values() if one.resizable())
+    return sum(storage.nbytes() for storage in memories.values() if storage.resizable())
 
 
 @pytest.mark.parametrize(
@@ -697,11 +697,11 @@ def test_training_goes_on_to_the_same_bits_after_its_state_was_in_host_memory(en
     for version, batch in enumerate(BATCHES):
         for engine in (stayed, moved):
             engine.step(batch, version=version, temperature=TEMPERATURE)
-        whole = bytes_of(moved)
+        size = bytes_of(moved)
         moved.offload()
-        assert bytes_of(moved) == 0 < whole
+        assert bytes_of(moved) == 0 < size
         moved.reload()
-        assert bytes_of(moved) == whole
+        assert bytes_of(moved) == size
     assert_same_state(stayed.save(tmp_path / "stayed"), moved.save(tmp_path / "moved"))
     assert_same_bits(moved.publish(tmp_path / "published"), stayed.publish(tmp_path / "expected"))
 
@@ -712,8 +712,8 @@ def test_a_snapshot_is_what_is_written_whatever_is_trained_meanwhile(engine_of, 
     train(engine, BATCHES[:1])
     assert engine.begin_write(tmp_path / "before").result() == Manifest.of(tmp_path / "before")
     assert tensors_equal(tmp_path / "before" / "model.safetensors", folder / "model.safetensors")
-    after = engine.publish(tmp_path / "after")
-    assert not tensors_equal(after / "model.safetensors", folder / "model.safetensors")
+    new_folder = engine.publish(tmp_path / "after")
+    assert not tensors_equal(new_folder / "model.safetensors", folder / "model.safetensors")
 
 
 def test_deepspeed_compiles_no_op_of_its_own(engine_of):
@@ -725,18 +725,18 @@ def test_deepspeed_compiles_no_op_of_its_own(engine_of):
 
 def test_options_reach_deepspeed_on_top_of_what_is_set_here(engine_of):
     options = {"zero_optimization": {"reduce_bucket_size": 1234}, "data_types": {"grad_accum_dtype": "bf16"}}
-    found = engine_of(zero_stage=2, grad_clip=0.5, deepspeed_options=options)._deepspeed._config
-    assert (found.zero_config.reduce_bucket_size, found.grad_accum_dtype) == (1234, "bf16")
-    assert (found.zero_config.stage, found.gradient_clipping) == (2, 0.5)
+    settings_of_engine = engine_of(zero_stage=2, grad_clip=0.5, deepspeed_options=options)._deepspeed._config
+    assert (settings_of_engine.zero_config.reduce_bucket_size, settings_of_engine.grad_accum_dtype) == (1234, "bf16")
+    assert (settings_of_engine.zero_config.stage, settings_of_engine.gradient_clipping) == (2, 0.5)
 
 
 def test_an_option_that_deepspeed_does_not_take_is_told_before_the_model_is_read(folder, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())  # and no weights
-    with pytest.raises(UserError, match=r"trainer.deepspeed_options: .*reduce_bucket_size") as told:
+    with pytest.raises(UserError, match=r"trainer.deepspeed_options: .*reduce_bucket_size") as error:
         TrainingEngine(
             tmp_path, settings(deepspeed_options={"zero_optimization": {"reduce_bucket_size": "many"}}), seed=0
         )
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):

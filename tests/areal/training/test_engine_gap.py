@@ -43,15 +43,15 @@ def gap_of(model, weights, probe, ours):
     return float(np.abs(their_values[probe.sampled - 1] - ours).mean())
 
 
-def scaled(weights, before):
+def scaled(weights, old_weights):
     return weights | {"model.norm.weight": weights["model.norm.weight"] * 1.01}
 
 
-def with_one_of_before(weights, before):
-    return weights | {name: before[name] for name in weights if "layers.1.mlp.up_proj" in name}
+def with_one_of_before(weights, old_weights):
+    return weights | {name: old_weights[name] for name in weights if "layers.1.mlp.up_proj" in name}
 
 
-@pytest.mark.parametrize("planted", [scaled, with_one_of_before, lambda weights, before: before])
+@pytest.mark.parametrize("planted", [scaled, with_one_of_before, lambda weights, old_weights: old_weights])
 def test_a_wrong_load_is_noticed_with_the_first_version_and_named_once(versions, planted):
     model, probe, results = versions
     loaded = [load_file(folder / "model.safetensors") for folder, _ in results]

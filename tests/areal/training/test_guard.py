@@ -154,5 +154,5 @@ def test_engines_that_compute_the_first_weights_otherwise_end_the_run_at_its_fir
         guard().check_first({"logprob_gap": None}, folder) is guard().check_first({"logprob_gap": 0.5}, folder) is None
     )
     for gap in (0.6, math.nan):
-        told = guard().check_first({"logprob_gap": gap}, folder)
-        assert "guard.logprob_gap allows 0.5: vLLM computes DeepseekV3ForCausalLM otherwise than the trainer" in told
+        verdict = guard().check_first({"logprob_gap": gap}, folder)
+        assert "guard.logprob_gap allows 0.5: vLLM computes DeepseekV3ForCausalLM otherwise than the trainer" in verdict

@@ -130,8 +130,10 @@ def test_what_config_json_does_not_show_of_a_model_s_attention_is_found_in_its_f
     assert "do not call the attention function" in missing([], parts=[torch.nn.MultiheadAttention(2, 1)])
 
 
-@pytest.mark.parametrize(("longest", "more"), [(16, 0), (None, 0), (17, 20)])
-def test_the_longest_sequence_that_may_come_says_which_frequencies_of_longrope_every_row_has(tmp_path, longest, more):
+@pytest.mark.parametrize(("longest", "surplus"), [(16, 0), (None, 0), (17, 20)])
+def test_the_longest_sequence_that_may_come_says_which_frequencies_of_longrope_every_row_has(
+    tmp_path, longest, surplus
+):
     """As in vLLM. transformers takes those of the longest sequence that it gets, which `more` tokens after it are."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS}
     folder = make_kind("Phi3", tmp_path / "model", original_max_position_embeddings=16, rope_parameters=rope)
@@ -142,7 +144,7 @@ def test_the_longest_sequence_that_may_come_says_which_frequencies_of_longrope_e
     expected = []
     for tokens in (torch.from_numpy(sample.tokens).long() for sample in groups[0].trajectories):
         with torch.no_grad():
-            logps = references.logprobs_alone(model, pad(tokens, (0, more)), TEMPERATURE)
+            logps = references.logprobs_alone(model, pad(tokens, (0, surplus)), TEMPERATURE)
         expected += [0.0, *logps[: len(tokens) - 1].tolist()]
     np.testing.assert_allclose(computed, expected, atol=1e-5)
 

@@ -93,7 +93,7 @@ def reference_weights(tokens, kind, bounds, level="token"):
     log_w = prox - behav
     if level != "token":
         log_w = [COMBINED[level](log_w[sequence == i]) for i in sequence]
-    w = np.array([weight(each, kind, bounds) for each in log_w])
+    w = np.array([weight(ratio, kind, bounds) for ratio in log_w])
     if kind == "masked_kl":
         p, q = np.exp(prox), np.exp(behav)
         w[np.maximum(bernoulli_kl(p, q), bernoulli_kl(q, p)) > bounds[1]] = 0.0
@@ -121,8 +121,8 @@ def reference_surrogate(tokens, low, high, kind="full", bounds=UNCUT, dual=np.in
     ]
 
 
-def assert_equal(found, cases):
-    loss, clipped, gradient = found
+def assert_equal(values, cases):
+    loss, clipped, gradient = values
     np.testing.assert_allclose(loss, [-case.J for case in cases], rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(gradient, [-case.dJ for case in cases], rtol=1e-10, atol=1e-12)
     assert clipped.tolist() == [case.held for case in cases]

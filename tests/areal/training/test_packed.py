@@ -341,8 +341,8 @@ def test_softcapping_sinks_and_chunks_are_those_of_each_path_alone_in_any_tree(
     sizes = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
     layer = SimpleNamespace(config=sizes, layer_idx=0) if window is None else torch.nn.Module()
     T = row.tokens.shape[1]
-    given = [torch.randn(1, heads, T, 4, generator=make, dtype=torch.float64) for heads in (2, 1, 1)]
-    inputs = [x.requires_grad_() for x in (*given, torch.randn(2, generator=make, dtype=torch.float64))]
+    inputs_of_heads = [torch.randn(1, heads, T, 4, generator=make, dtype=torch.float64) for heads in (2, 1, 1)]
+    inputs = [x.requires_grad_() for x in (*inputs_of_heads, torch.randn(2, generator=make, dtype=torch.float64))]
     toward = torch.randn(1, T, 2, 4, generator=make, dtype=torch.float64)
     *qkv, sinks = inputs
     function, about = {PACKED_SDPA: packed_sdpa, PACKED_FLEX: packed_flex}[attention], attention_kwargs(row, attention)
@@ -352,8 +352,10 @@ def test_softcapping_sinks_and_chunks_are_those_of_each_path_alone_in_any_tree(
         out, _ = function(layer, *qkv, None, scaling=0.3, softcap=1.5, s_aux=sinks, sliding_window=window, **about)
     exact = exact_attention(*qkv, row, cap=1.5, sinks=sinks, chunk=T if window else chunk, window=window)
     torch.testing.assert_close(out, exact)
-    for ours, theirs in zip(*(torch.autograd.grad((x * toward).sum(), inputs) for x in (out, exact)), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for gradient, reference in zip(
+        *(torch.autograd.grad((x * toward).sum(), inputs) for x in (out, exact)), strict=True
+    ):
+        torch.testing.assert_close(gradient, reference)
 
 
 def test_private_tokens_of_one_sequence_are_nothing_to_the_others(model):

@@ -162,10 +162,10 @@ def test_a_router_weighs_given_experts_as_transformers_does(tmp_path, kind):
         with GivenExperts(numbers[:, layer][None], routing.experts):
             expected = router(hidden)
         replayed.follow(routes)
-        found = router(hidden)
-        assert found[2].equal(expected[2]) and found[2][:10].equal(unrouted[2][:10])
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-7)
-        assert found[1].dtype == unrouted[1].dtype and found[0].equal(unrouted[0])
+        choice = router(hidden)
+        assert choice[2].equal(expected[2]) and choice[2][:10].equal(unrouted[2][:10])
+        torch.testing.assert_close(choice[1], expected[1], rtol=1e-6, atol=1e-7)
+        assert choice[1].dtype == unrouted[1].dtype and choice[0].equal(unrouted[0])
 
 
 def trajectory(length, prompt, *, tokens=None, routes=None):
@@ -175,14 +175,14 @@ def trajectory(length, prompt, *, tokens=None, routes=None):
 
 
 def test_the_pass_at_a_token_has_the_routes_of_the_token_that_it_sampled():
-    own = np.array([[0, 0], [0, 0], [1, 2], [3, 1], [0, 2]], np.uint8)
-    flat = FlatBatch.of([Group("0", 0, (trajectory(5, 2, routes=own),))], minibatches=1)
+    routes = np.array([[0, 0], [0, 0], [1, 2], [3, 1], [0, 2]], np.uint8)
+    flat = FlatBatch.of([Group("0", 0, (trajectory(5, 2, routes=routes),))], minibatches=1)
     assert flat.routes.tolist() == [[0, 0], [1, 2], [3, 1], [0, 2], [0, 0]]
     row = pack(flat, flat.trained(None), [0], torch.device("cpu"))
     assert row.routes.tolist() == flat.routes.tolist()
     assert row.filled(2).routes.tolist() == [*flat.routes.tolist(), [0, 0], [0, 0]]
     with pytest.raises(ValueError, match="only 1 of 2 sequences have routes"):
-        FlatBatch.of([Group("0", 0, (trajectory(5, 2, routes=own), trajectory(5, 2)))], minibatches=1)
+        FlatBatch.of([Group("0", 0, (trajectory(5, 2, routes=routes), trajectory(5, 2)))], minibatches=1)
 
 
 def test_a_prefix_is_shared_up_to_the_first_pass_that_took_other_experts():

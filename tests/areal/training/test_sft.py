@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -19,9 +20,12 @@ from tiny_training import weights_of
 
 from areal.__main__ import main
 from areal.data import addition
+from areal.pictures import DIGESTS
+from areal.sight import sight_of
+from areal.storage.pictures import PictureStore, pictures_of
 from areal.storage.rollouts import RolloutWriter
 from areal.tokens import load_tokenizer
-from areal.training.sft import SftConfig, SftData, sampled
+from areal.training.sft import SftConfig, SftData, _demonstrations, sampled
 from areal.trajectory import Branch, Group, Trajectory
 
 ROOT = Path(__file__).parents[3]
@@ -159,7 +163,7 @@ def test_a_completion_may_be_a_message_of_the_assistant(tiny_model, rows, tmp_pa
     assert losses[:2] == losses[2:]
 
 
-def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str, float]]]) -> Path:
+def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str, float]]], row: str = "") -> Path:
     """Groups of single answers with their rewards, by prompt; the first has a sample of two branches, too."""
     of, groups = load_tokenizer(str(model)), []
     for prompt, answers in samples.items():
@@ -168,9 +172,9 @@ def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str,
             parts = [of.encode(prompt), [*of.encode(answer), of.eos_token_id]]
             tokens, versions = np.concatenate(parts), np.repeat([-1, 7], [len(part) for part in parts])
             item.append(trajectory(tokens, versions, reward))
-        groups.append(Group(f"g{len(groups)}.0", len(groups), tuple(item)))
+        groups.append(Group(f"g{len(groups)}.0", len(groups), tuple(item), row))
     branched = trajectory([1, 2, 3, 4, 5, 6, 7], [-1, -1, 7, 7, -1, 8, 8], 2.0, (Branch(0, 4), Branch(3, 3)))
-    groups[0] = Group("g0.0", 0, (*groups[0].trajectories, branched))
+    groups[0] = replace(groups[0], trajectories=(*groups[0].trajectories, branched))
     writer = RolloutWriter(folder, "all", 1 << 30, lambda sequences: [of.decode(tokens) for tokens in sequences])
     writer.add_trained(1, groups, None)
     writer.write()
@@ -184,7 +188,8 @@ def trajectory(tokens, versions, reward: float, branches: tuple[Branch, ...] = (
 
 def test_of_rollouts_exactly_the_sampled_tokens_of_the_best_are_trained(tiny_model, tmp_path):
     answers = {"a1=": [("2", 1.0)], "a2=": [("3", 1.0), ("4", 1.0), ("5", 0.0)], "a3=": [("5", 0.0)]}
-    data = SftData(source=str(write_rollouts(tmp_path / "rollouts", tiny_model, answers)), eval_size=1)
+    row = json.dumps({DIGESTS: ["0a"]})
+    data = SftData(source=str(write_rollouts(tmp_path / "rollouts", tiny_model, answers, row)), eval_size=1)
     of = load_tokenizer(str(tiny_model))
     rows, held_out = sampled(of, tiny_model, tmp_path / "rollouts", SftConfig(model="", output="", data=data))
     results = [row.trajectories[0] for row in sorted([*rows, *held_out], key=lambda row: row.prompt_index)]
@@ -195,6 +200,44 @@ def test_of_rollouts_exactly_the_sampled_tokens_of_the_best_are_trained(tiny_mod
     ]
     assert [item.versions.tolist() for item in results] == [[-1, -1, 0, 0], [-1, -1, -1, -1, 0, 0], [-1, -1, -1, 0, 0]]
     assert {len(rows), len(held_out)} == {1, 2}  # no prompt is in both
+    assert {pictures_of(row)[0] for row in (*rows, *held_out)} == {"0a"}, "they go on from the pictures of the prompt"
+
+
+@pytest.fixture
+def dots(tmp_path, monkeypatch) -> Path:
+    """The folder of a model that sees, and of rows that show it pictures."""
+    monkeypatch.syspath_prepend(str(ROOT / "configs" / "examples" / "dots"))
+    import make
+
+    make.write_model(tmp_path / "dots")
+    make.write_rows(tmp_path / "dots" / "rows.jsonl", 6)
+    return tmp_path / "dots"
+
+
+def test_rows_with_pictures_are_encoded_as_in_a_run_and_their_files_put_aside(dots, tmp_path):
+    data = SftData(source=str(dots / "rows.jsonl"), eval_size=2)
+    config = SftConfig(model=str(dots), output=tmp_path / "out", data=data)
+    (pictures := tmp_path / "pictures").mkdir()
+    (rows, held_out), _ = _demonstrations(load_tokenizer(str(dots), data), config, pictures)
+    names = [name for row in (*rows, *held_out) for name in pictures_of(row)]
+    assert len(rows) == 4 and sorted(names) == sorted(file.name for file in pictures.iterdir())
+    store = PictureStore(pictures)
+    for row in rows:
+        (sequence,), (content,) = row.trajectories, store.of_group(row)
+        assert (sequence.tokens == 2).sum() == sight_of(str(dots)).look(content).tokens == 4
+        assert not sequence.sampled[sequence.tokens == 2].any()
+
+
+def test_ranks_that_compute_rows_together_refuse_pictures(dots, tmp_path, capsys):
+    settings = ["trainer.ranks=2", "trainer.sequence_parallel=2"]
+    assert main(arguments(dots, dots / "rows.jsonl", tmp_path / "out", *settings)) == 2
+    assert "have pictures, which trainer.sequence_parallel does not take" in capsys.readouterr().err
+
+
+def test_a_model_learns_from_rows_with_pictures(dots, tmp_path, capsys):
+    assert not main(arguments(dots, dots / "rows.jsonl", tmp_path / "tuned", *SETTINGS, "epochs=4"))
+    losses = held_out_losses(capsys.readouterr().out)
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test_a_model_learns_from_the_rollouts_of_a_run(tiny_model, tmp_path, capsys):

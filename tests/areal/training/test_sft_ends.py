@@ -83,7 +83,7 @@ def test_completions_that_spell_special_tokens_are_reported(tmp_path):
     )
     data = SftData(source=str(folder / "rows.jsonl"), eval_size=1)
     config = SftConfig(model=str(folder), output=tmp_path / "out", data=data)
-    _, notes = _demonstrations(load_tokenizer(str(folder), data), config)
+    _, notes = _demonstrations(load_tokenizer(str(folder), data), config, folder)
     assert notes == ["1 completions spell special tokens, such as <start>, and train these"]
 
 

@@ -98,8 +98,8 @@ def go_on(folder, out, stage, **changes):
     engine.close()
 
 
-def same_adapters(one, other):
-    return (one / "adapter_model.safetensors").read_bytes() == (other / "adapter_model.safetensors").read_bytes()
+def same_adapters(first, second):
+    return (first / "adapter_model.safetensors").read_bytes() == (second / "adapter_model.safetensors").read_bytes()
 
 
 def test_a_checkpoint_goes_from_any_zero_stage_to_any_other(folder, tmp_path):

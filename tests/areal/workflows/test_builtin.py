@@ -53,9 +53,9 @@ async def run(name: str, session: Session, **options):
     return await resolve_workflow(name, options)(session, ROW)
 
 
-def said(done) -> str:
+def said(trajectory) -> str:
     """What of a trajectory was sampled."""
-    return Characters().decode(done.tokens[done.sampled].tolist(), skip_special_tokens=True)
+    return Characters().decode(trajectory.tokens[trajectory.sampled].tolist(), skip_special_tokens=True)
 
 
 async def test_single_turn_is_one_scored_completion():
@@ -190,7 +190,7 @@ async def test_a_workflow_of_the_users_own_gets_its_options():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "sentence"),
     [
         ("triple_turn", {}, "known are single_turn, multi_turn"),
         ("single_turn", {"max_turns": 2}, "it takes no options"),
@@ -209,7 +209,7 @@ async def test_a_workflow_of_the_users_own_gets_its_options():
         (f"{__name__}:of_a_session", {}, "arguments: besides a session and a row it takes no options"),
     ],
 )
-def test_a_mistake_in_the_options_is_told_before_anything_runs(name, options, told):
+def test_a_mistake_in_the_options_is_told_before_anything_runs(name, options, sentence):
     with pytest.raises(UserError) as error:
         resolve_workflow(name, options)
-    assert told in str(error.value)
+    assert sentence in str(error.value)

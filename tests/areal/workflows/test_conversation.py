@@ -219,10 +219,10 @@ def test_a_turn_is_known_again_in_the_form_the_other_side_was_shown():
 
 
 @pytest.mark.parametrize(
-    "made", [lambda: Conversation(tokenizer()), lambda: Conversation(tokenizer(CHATML), plain=True)]
+    "conversations", [lambda: Conversation(tokenizer()), lambda: Conversation(tokenizer(CHATML), plain=True)]
 )
-def test_without_a_template_texts_follow_one_another_as_they_are(made):
-    talk, of = made(), tokenizer()
+def test_without_a_template_texts_follow_one_another_as_they_are(conversations):
+    talk, of = conversations(), tokenizer()
     messages = [user("hell")]
     talk.prompt(messages)
     messages += [talk.add(sampled(of, "o", EOS)), user("!")]
@@ -230,9 +230,9 @@ def test_without_a_template_texts_follow_one_another_as_they_are(made):
 
 
 def test_messages_begin_with_the_template_where_there_is_one_and_text_as_it_is():
-    def prompt_of(made, prompt):
-        talk, messages = begin(made, prompt)
-        return made.decode(talk.prompt(messages))
+    def prompt_of(conversation, prompt):
+        talk, messages = begin(conversation, prompt)
+        return conversation.decode(talk.prompt(messages))
 
     chat = [{"role": "system", "content": "abc"}, user("hello")]
     assert prompt_of(tokenizer(CHATML), "hello") == "hello"

@@ -63,7 +63,7 @@ def test_an_answer_without_tokens_counts_for_nothing():
 
 
 @pytest.mark.parametrize(
-    ("credit", "discount", "given_", "wanted"),
+    ("credit", "discount", "given_", "expected"),
     [
         ("sample", 0.5, {0: 1.0, 2: 4.0}, None),
         ("call", 0.5, {0: 1.0, 2: 4.0}, [9.0, 8.0, 12.0]),
@@ -72,16 +72,16 @@ def test_an_answer_without_tokens_counts_for_nothing():
         ("return_to_go", 1.0, {}, None),
     ],
 )
-def test_what_each_call_is_credited_with(credit, discount, given_, wanted):
+def test_what_each_call_is_credited_with(credit, discount, given_, expected):
     forest = forest_of((PROMPT, [3, 4]), ([5], [6]), ([*PROMPT, 3, 4, 9], [6, 7, 8]))
     for call, value in given_.items():
         forest.reward(forest.calls[call], value)
     trajectory = forest.trajectory(8.0, credit, discount)
     assert trajectory.reward == 8.0 + sum(given_.values())
-    if wanted is None:
+    if expected is None:
         assert trajectory.returns is None
         return
-    for call, credited in enumerate(wanted):
+    for call, credited in enumerate(expected):
         assert trajectory.returns[trajectory.versions == call].tolist() == [credited] * len(forest.calls[call].tokens)
 
 
@@ -100,13 +100,13 @@ def histories(draw):
 
 
 @settings(max_examples=5 * settings.default.max_examples)
-@given(made=histories(), data=st.data())
-def test_each_sampled_token_is_there_once_after_exactly_what_it_was_sampled_from(made, data):
-    sampled = [call for call in made if call[1]]
-    forest = forest_of(*made)
+@given(calls=histories(), data=st.data())
+def test_each_sampled_token_is_there_once_after_exactly_what_it_was_sampled_from(calls, data):
+    sampled = [call for call in calls if call[1]]
+    forest = forest_of(*calls)
     if not sampled:
         return
-    number = iter([i for i, call in enumerate(made) if call[1]])
+    number = iter([i for i, call in enumerate(calls) if call[1]])
     values = data.draw(st.lists(st.integers(-4, 4), min_size=len(sampled), max_size=len(sampled)))
     for call, value in zip(forest.calls, values, strict=True):
         forest.reward(call, value)
@@ -122,7 +122,7 @@ def test_each_sampled_token_is_there_once_after_exactly_what_it_was_sampled_from
     expected = {}
     for i, (prompt, tokens) in zip(number, sampled, strict=True):
         for k in range(len(tokens)):
-            value = values[len([n for n in range(i) if made[n][1]])]
+            value = values[len([n for n in range(i) if calls[n][1]])]
             expected[float(np.float32(-(i + np.float32(k + 1) / 64)))] = (i, prompt + tokens[: k + 1], value)
     if trajectory.returns is None:
         assert len(set(values)) == 1 or sum(values) == values[0]
@@ -130,12 +130,12 @@ def test_each_sampled_token_is_there_once_after_exactly_what_it_was_sampled_from
     assert results == expected
 
 
-@given(made=histories())
-def test_a_prefix_of_an_earlier_call_is_stored_once(made):
-    forest = forest_of(*made)
+@given(calls=histories())
+def test_a_prefix_of_an_earlier_call_is_stored_once(calls):
+    forest = forest_of(*calls)
     if not forest.calls:
         return
     trajectory = forest.trajectory(1.0, "sample", 1.0)
-    prompts = {tuple(prompt[:n]) for prompt, tokens in made if tokens for n in range(1, len(prompt) + 1)}
+    prompts = {tuple(prompt[:n]) for prompt, tokens in calls if tokens for n in range(1, len(prompt) + 1)}
     # No more tokens than one for each distinct prefix of a prompt, and one for each sampled token.
-    assert len(trajectory.tokens) <= len(prompts) + sum(len(tokens) for _, tokens in made)
+    assert len(trajectory.tokens) <= len(prompts) + sum(len(tokens) for _, tokens in calls)

@@ -24,9 +24,11 @@ def row(prompt="", **fields) -> Row:
     return Row(index=3, prompt=prompt, answer=None, reward=None, fields=fields)
 
 
-async def play(world: str, session: Session, given: Row | None = None, most: int = 8, **options):
+async def play(world: str, session: Session, given: Row | None = None, max_turns: int = 8, **options):
     name = f"gymnasium:{world}"
-    workflow = resolve_workflow("environment", {"environment": name, "environment_options": options, "max_turns": most})
+    workflow = resolve_workflow(
+        "environment", {"environment": name, "environment_options": options, "max_turns": max_turns}
+    )
     return await workflow(session, given or row())
 
 
@@ -73,7 +75,7 @@ async def test_an_answer_that_ends_in_a_number_is_that_action_and_the_board_is_s
 @installed
 async def test_an_observation_that_is_no_text_is_shown_as_its_str():
     session = Session(RIGHT, RIGHT)
-    await play("FrozenLake-v1", session, most=2, is_slippery=False)
+    await play("FrozenLake-v1", session, max_turns=2, is_slippery=False)
     assert session.prompts == ["0", "021"]
 
 
@@ -81,7 +83,7 @@ async def test_an_observation_that_is_no_text_is_shown_as_its_str():
 @pytest.mark.parametrize("text", ["somewhere", "4", "-1"])
 async def test_an_answer_without_an_action_costs_what_the_user_has_set_and_is_told(text):
     session = Session(text, RIGHT)
-    outcome = await play("FrozenLake-v1", session, most=2, unparsed_reward=-0.5, **LAKE)
+    outcome = await play("FrozenLake-v1", session, max_turns=2, unparsed_reward=-0.5, **LAKE)
     assert "That is no action. Actions are: Discrete(4)." in session.prompts[1]
     assert outcome.reward == -0.5
 
@@ -93,7 +95,7 @@ def by_name(text: str) -> int | None:
 @installed
 async def test_a_function_of_the_users_own_reads_actions():
     session = Session("down", "0", "right")
-    await play("FrozenLake-v1", session, most=3, action=f"{__name__}:by_name", **LAKE)
+    await play("FrozenLake-v1", session, max_turns=3, action=f"{__name__}:by_name", **LAKE)
     assert "(Down)" in session.prompts[1] and "no action" in session.prompts[2]
 
 
@@ -168,7 +170,7 @@ async def test_environments_that_are_slow_hold_no_other_episode_up(slow, shout):
 
 @installed
 @pytest.mark.parametrize(
-    ("world", "options", "told"),
+    ("world", "options", "sentence"),
     [
         ("Chess-v7", {}, "cannot be made with these environment_options: Environment `Chess` doesn't exist"),
         ("no_such_module:Go-v0", {}, "is not installed (No module named 'no_such_module'"),
@@ -177,7 +179,7 @@ async def test_environments_that_are_slow_hold_no_other_episode_up(slow, shout):
         ("Pendulum-v1", {}, "takes neither texts nor numbers but Box(-2.0, 2.0"),
     ],
 )
-def test_a_mistake_in_the_options_is_told_before_anything_runs(world, options, told):
+def test_a_mistake_in_the_options_is_told_before_anything_runs(world, options, sentence):
     with pytest.raises(UserError) as error:
         rehearse("environment", {"environment": f"gymnasium:{world}", "environment_options": options})
-    assert told in str(error.value)
+    assert sentence in str(error.value)

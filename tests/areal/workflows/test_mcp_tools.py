@@ -145,7 +145,7 @@ NOTES = program()["notes"]
 
 
 @pytest.mark.parametrize(
-    ("servers", "told"),
+    ("servers", "sentence"),
     [
         ({}, "needs a server: set rollout_manager.workflow_options.servers="),
         ({"a": {"comand": "python"}}, "Extra inputs are not permitted"),
@@ -154,14 +154,14 @@ NOTES = program()["notes"]
         ({"a": {"command": "no-such-program"}}, "There is no program 'no-such-program' to start"),
     ],
 )
-def test_a_mistake_in_the_servers_is_told(servers, told):
+def test_a_mistake_in_the_servers_is_told(servers, sentence):
     with pytest.raises(UserError) as error:
         resolve_workflow("tools", {"servers": servers})
-    assert told in str(error.value)
+    assert sentence in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("servers", "told"),
+    ("servers", "sentence"),
     [
         ({"a": {"command": sys.executable, "args": ["-c", "import no_such"]}}, "No module named 'no_such'"),
         ({"a": {"url": "http://127.0.0.1:9/mcp"}}, "'a' did not start: All connection attempts failed"),
@@ -169,7 +169,7 @@ def test_a_mistake_in_the_servers_is_told(servers, told):
         ({"a": NOTES, "b": NOTES}, "the MCP servers 'a' and 'b' both have note"),
     ],
 )
-def test_a_server_that_does_not_start_is_told_before_the_run(servers, told):
+def test_a_server_that_does_not_start_is_told_before_the_run(servers, sentence):
     with pytest.raises(UserError) as error:
-        rehearse("tools", {"servers": servers, "timeout_seconds": 2.0 if "took" in told else 60.0})
-    assert told in str(error.value) and "\n" not in str(error.value)
+        rehearse("tools", {"servers": servers, "timeout_seconds": 2.0 if "took" in sentence else 60.0})
+    assert sentence in str(error.value) and "\n" not in str(error.value)

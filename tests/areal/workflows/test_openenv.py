@@ -33,11 +33,11 @@ def url(free_port):
     class Game(Environment):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
-        def reset(self, seed=None, episode_id=None, hint="", **others):
+        def reset(self, seed=None, episode_id=None, hint="", **keywords):
             self.secret = seed
             return Told(text=f"Guess. {hint}")
 
-        def step(self, action, timeout_s=None, **others):
+        def step(self, action, timeout_s=None, **keywords):
             if action.number < 0:
                 raise ValueError("numbers are positive")
             if action.number == 99:
@@ -120,16 +120,16 @@ async def test_a_step_that_does_not_end_fails_its_sample(url):
 
 @installed
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "sentence"),
     [
         ({"action": "guess"}, "have no field 'guess' but metadata, number"),
         ({}, "missing a required argument: 'action'"),
     ],
 )
-def test_a_mistake_in_the_options_is_told_before_anything_runs(url, options, told):
+def test_a_mistake_in_the_options_is_told_before_anything_runs(url, options, sentence):
     with pytest.raises(UserError) as error:
         rehearse("environment", {"environment": f"openenv:{url}", "environment_options": options})
-    assert told in str(error.value)
+    assert sentence in str(error.value)
 
 
 def test_without_a_server_the_user_is_told(free_port):

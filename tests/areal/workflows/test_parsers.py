@@ -43,8 +43,8 @@ def tokenizer():
 def read(tokenizer):
     """Reads a turn of this text by the parsers of these names."""
 
-    def read(text: str, tools="hermes", reasoning=None, offered=(WEATHER,), template=None, **more) -> Parsed:
-        return Parsers(tokenizer, tools, reasoning, template).parse(turn(tokenizer, text), list(offered), **more)
+    def read(text: str, tools="hermes", reasoning=None, offered=(WEATHER,), template=None, **keywords) -> Parsed:
+        return Parsers(tokenizer, tools, reasoning, template).parse(turn(tokenizer, text), list(offered), **keywords)
 
     return read
 

@@ -27,9 +27,9 @@ WORDS = ["?", "user", "assistant", "[", "]", ".", "how", "many", "two", "sure", 
 def tokenizer(tmp_path):
     raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="?"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=".", additional_special_tokens=[PLACEHOLDER])
-    made.chat_template = TEMPLATE
-    made.save_pretrained(tmp_path)
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=".", additional_special_tokens=[PLACEHOLDER])
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "image_token_id": 10}))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 28 * 28}))
     return load_tokenizer(str(tmp_path))

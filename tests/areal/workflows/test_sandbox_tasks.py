@@ -86,9 +86,9 @@ def swe_row(monkeypatch) -> dict:
         monkeypatch.setattr(sandbox_tasks, name, value)
     row = SWE_BENCH | {"FAIL_TO_PASS": '["test_calc.py::test_sum"]'}
     row["PASS_TO_PASS"] = '["test_calc.py::test_zero", "test_calc.py::test_text[a"]'  # cut at a space, as published
-    before, after = TESTS.splitlines(), MORE_TESTS.splitlines()[len(TESTS.splitlines()) :]
-    hunk = f"@@ -{len(before)},1 +{len(before)},{len(after) + 1} @@\n {before[-1]}\n" + "".join(
-        f"+{line}\n" for line in after
+    old_lines, new_lines = TESTS.splitlines(), MORE_TESTS.splitlines()[len(TESTS.splitlines()) :]
+    hunk = f"@@ -{len(old_lines)},1 +{len(old_lines)},{len(new_lines) + 1} @@\n {old_lines[-1]}\n" + "".join(
+        f"+{line}\n" for line in new_lines
     )
     row["test_patch"] = f"--- a/test_calc.py\n+++ b/test_calc.py\n{hunk}"
     row |= {"files": {"/tmp/testbed/calc.py": ADD.format("-"), "/tmp/testbed/test_calc.py": TESTS}}
@@ -129,8 +129,8 @@ def test_harbors_tasks_are_rows(tmp_path):
     built = task_of(rows["a"].fields)
     assert built.build == str(tmp_path / "a/environment")
     harbor_task(tmp_path / "other/a", "FROM y\nRUN make\n")  # one of the same name has another image
-    other = open_source(DataConfig(source=f"harbor:{tmp_path}/other", eval_size=0), seed=0).row(0)
-    assert built.image != task_of(other.fields).image and built.image.startswith("areal-harbor-a:")
+    second = open_source(DataConfig(source=f"harbor:{tmp_path}/other", eval_size=0), seed=0).row(0)
+    assert built.image != task_of(second.fields).image and built.image.startswith("areal-harbor-a:")
     (tmp_path / "a/tests/test.sh").unlink()
     with pytest.raises(UserError, match="has no tests/test.sh"):
         open_source(DataConfig(source=f"harbor:{tmp_path}", eval_size=0), seed=0)

@@ -145,23 +145,23 @@ async def test_every_provider_keeps_the_contract(provider, owner, tmp_path):
 async def test_a_command_is_ended_at_its_deadline_and_the_policy_is_told(provider, owner):
     async with opened(owner, provider) as sandbox:
         tools = SandboxTools(sandbox, timeout_seconds=5.0)
-        told = await tools.call("shell", '{"command": "echo begun; sleep 3600"}')
-        assert told == "begun\nexit status: killed after 5 s, with all that it had started"
+        answer = await tools.call("shell", '{"command": "echo begun; sleep 3600"}')
+        assert answer == "begun\nexit status: killed after 5 s, with all that it had started"
         assert await tools.call("shell", '{"command": "echo on"}') == "on\nexit status: 0"
 
 
 async def test_two_sandboxes_share_nothing_and_a_folder_can_be_copied(provider, owner):
     place = provider.folder
-    async with opened(owner, provider) as one, opened(owner, provider) as two:
-        await one.write(f"{place}/repo/deep/kept", b"1", SECONDS)
-        await one.exec("sh", "-c", f"ln -s deep/kept {place}/repo/link", seconds=SECONDS)
+    async with opened(owner, provider) as first, opened(owner, provider) as two:
+        await first.write(f"{place}/repo/deep/kept", b"1", SECONDS)
+        await first.exec("sh", "-c", f"ln -s deep/kept {place}/repo/link", seconds=SECONDS)
         await two.write(f"{place}/repo/old", b"", SECONDS)
         assert await two.read(f"{place}/repo/deep/kept", SECONDS) is None
-        assert await copy_folder(one, two, f"{place}/repo", SECONDS)
+        assert await copy_folder(first, two, f"{place}/repo", SECONDS)
         assert await two.read(f"{place}/repo/link", SECONDS) == b"1"
         assert await two.read(f"{place}/repo/old", SECONDS) is None
-        await one.exec("sh", "-c", f"rm -r {place}/repo && ln -s {place} {place}/repo", seconds=SECONDS)
-        assert not await copy_folder(one, two, f"{place}/repo", SECONDS)
+        await first.exec("sh", "-c", f"rm -r {place}/repo && ln -s {place} {place}/repo", seconds=SECONDS)
+        assert not await copy_folder(first, two, f"{place}/repo", SECONDS)
 
 
 async def test_a_late_answer_is_awaited_no_more_and_the_command_is_not_run_again(service, monkeypatch, owner):
@@ -186,16 +186,16 @@ async def test_a_service_that_dies_fails_the_sample(tmp_path, monkeypatch, owner
 
 
 async def test_what_a_killed_process_left_is_ended_by_its_label_when_the_next_one_starts(service, programs):
-    killed, other, successor = (Sandboxes(name, programs) for name in ("run-1", "run-2", "run-1"))
+    killed, foreign_owner, successor = (Sandboxes(name, programs) for name in ("run-1", "run-2", "run-1"))
     provider = SimpleNamespace(name=service, image=None, arguments=())
-    lost, foreign = opened(killed, provider), opened(other, provider)
-    leftover, kept = await lost.__aenter__(), await foreign.__aenter__()
+    lost, foreign = opened(killed, provider), opened(foreign_owner, provider)
+    leftover, foreign_sandbox = await lost.__aenter__(), await foreign.__aenter__()
     async with opened(successor, provider):
-        assert not await leftover.alive() and await kept.alive()
+        assert not await leftover.alive() and await foreign_sandbox.alive()
         with pytest.raises(SandboxError, match="has ended the sandbox"):
             await leftover.exec("true", seconds=SECONDS)
     await foreign.__aexit__(None, None, None)
-    for sandboxes in killed, other, successor:
+    for sandboxes in killed, foreign_owner, successor:
         await sandboxes.close()
 
 
@@ -285,15 +285,15 @@ async def one_core(monkeypatch) -> AsyncIterator[tuple[Programs, Sandbox, Sandbo
     programs = Programs(SandboxConfig())
     owner = Sandboxes("run-1", programs)
     bubble = SimpleNamespace(name="bubble", image=None, arguments=())
-    async with opened(owner, bubble) as one, opened(owner, bubble) as two:
-        yield programs, one, two
+    async with opened(owner, bubble) as first, opened(owner, bubble) as two:
+        yield programs, first, two
     await programs.close()
 
 
 async def test_a_command_waits_for_a_core_and_its_time_counts_from_then_on(one_core):
-    programs, one, two = one_core
+    programs, first, two = one_core
     async with programs.slot():
-        late = asyncio.create_task(one.exec("echo", "on", seconds=3))
+        late = asyncio.create_task(first.exec("echo", "on", seconds=3))
         given_up = asyncio.create_task(two.exec("echo", "no", seconds=3))
         ended, _ = await asyncio.wait([late, given_up], timeout=3.1)
         assert not ended
@@ -303,15 +303,15 @@ async def test_a_command_waits_for_a_core_and_its_time_counts_from_then_on(one_c
 
 
 async def test_a_command_that_only_waits_keeps_no_core_from_others_and_one_that_computes_does(one_core):
-    _, one, two = one_core
+    _, first, two = one_core
     ended = []
 
     async def run(sandbox: Sandbox, *command: str, seconds: float) -> None:
         ended.append((await sandbox.exec(*command, seconds=seconds)).status)
 
-    await asyncio.gather(run(one, "python", "-c", "while True: pass", seconds=1.5), run(two, "true", seconds=SECONDS))
+    await asyncio.gather(run(first, "python", "-c", "while True: pass", seconds=1.5), run(two, "true", seconds=SECONDS))
     assert ended == [None, 0]
-    server = asyncio.create_task(one.exec("sleep", "3600", seconds=3600))
+    server = asyncio.create_task(first.exec("sleep", "3600", seconds=3600))
     assert (await two.exec("echo", "on", seconds=SECONDS)).text == "on"
     server.cancel()
 
