@@ -713,7 +713,9 @@ class LedgerState:
             return False
         if row.start_version is None:
             return in_progress
-        return (row.resumed or self._min_version(row) <= row.start_version) and row.start_version <= self.version
+        return (
+            row.resumed or row.session != "" or self._min_version(row) <= row.start_version
+        ) and row.start_version <= self.version
 
 
 class Ledger(LedgerState):
@@ -789,12 +791,18 @@ class Ledger(LedgerState):
         """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
         return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.capacity))]
 
-    def open_session(self, session: str, owner: str, now: float, lease_seconds: float) -> LedgerGroup | None:
-        """Open a session with this name, if `session_capacity` allows it."""
-        if not self.session_capacity:
+    def open_session(
+        self, session: str, owner: str, now: float, lease_seconds: float, served: int | None = None
+    ) -> LedgerGroup | None:
+        """Open a session with this name, if `session_capacity` allows it. served: the version that users get, if it is
+        not the newest. It is the start version, if all alive groups can still be trained before their deadlines."""
+        older = served is not None and served < self.version
+        if not self.session_capacity or (older and not self._fits_start(served or 0)):
             return None
         group_id = f"s{self._next_session}.0"
         self._emit(Opened(group_id, session, owner, self.version, now + lease_seconds))
+        if older:
+            self._emit(Started(group_id, served or 0))
         return self._groups[group_id]
 
     def adopt(self, group_ids: Iterable[str], owner: str, now: float, lease_seconds: float) -> list[LedgerGroup]:
@@ -1048,6 +1056,13 @@ class Ledger(LedgerState):
             return False
         rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]
         return not self._fits(rows)
+
+    def _fits_start(self, version: int) -> bool:
+        """Whether another group that starts with this version can be trained in time."""
+        deadlines = [version + self.settings.max_staleness]
+        if self.settings.bounds_groups:
+            deadlines += map(self.deadline, self._unbatched())
+        return schedulable(deadlines, self.batches_logged, self.settings.batch_size)
 
     def _fail(self, group: LedgerGroup, reason: str) -> None:
         """Re-queue the prompt, or discard it after `max_attempts` failures. A session is discarded."""
