@@ -98,6 +98,7 @@ class Engine(Protocol):
         *,
         first_version: int | None = None,
         pictures: Sequence[Picture] = (),
+        cache_salt: str = "",
     ) -> AsyncGenerator[Generation, None]: ...
     async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
@@ -340,7 +341,12 @@ class Generator(Actor):
             if self._engine.version < new.min_version:
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
             sampled = self._engine.generate(
-                name, prompt.tokens, sampling, first_version=new.first_version, pictures=prompt.seen()
+                name,
+                prompt.tokens,
+                sampling,
+                first_version=new.first_version,
+                pictures=prompt.seen(),
+                cache_salt=new.cache_salt,
             )
             with self.member.working("sampling", "sample", self._samples):
                 async with contextlib.aclosing(sampled) as parts:

@@ -1115,6 +1115,12 @@ class GatewayConfig(Section):
     certificate: UserPath | None = Field(None, description="file of the certificate for TLS, PEM; null: no TLS")
     private_key: UserPath | None = Field(None, description="file of its private key, PEM")
     keys: dict[str, KeyConfig] = Field(default_factory=dict, description="who may do what, by name")
+    serve: Literal["newest", "evaluated"] = Field(
+        "newest",
+        description="newest: the version in training; evaluated: one generator keeps the last version whose held-out "
+        "accuracy is at most accuracy_drop below that of the one served before, and takes the calls of users alone",
+    )
+    accuracy_drop: float = Field(0.02, ge=0, description="see gateway.serve")
     without_permit: Literal["serve", "wait"] = Field(
         "serve",
         description="what a new session gets if as many are open as may be: it is served and not trained, or has to "
@@ -1459,6 +1465,12 @@ class Config(ScoringConfig, metaclass=_Checked):
             )
 
     def _conflicts_of_sessions(self) -> Iterator[str]:
+        if self.gateway.serve == "evaluated" and not (self.data.eval_size and self.evaluator.every):
+            yield "gateway.serve=evaluated serves what is evaluated: set evaluator.every and data.eval_size"
+        if self.gateway.serve == "evaluated" and self.gateway.share == 1:
+            yield "gateway.serve=evaluated needs rows to train when no version is good enough: lower gateway.share"
+        if self.gateway.serve == "evaluated" and self.generator.count < 2:
+            yield "gateway.serve=evaluated keeps a generator for users, and training needs others: set generator.count"
         if not self.gateway.share:
             return
         if self.gateway.max_session_tokens < self.sampling.max_new_tokens:

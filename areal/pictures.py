@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -51,6 +52,14 @@ def decode(content: bytes) -> Image:
         layer = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
     return picture.convert("RGB")
+
+
+def thumbnail(content: bytes, side: int) -> str:
+    """A PNG of at most `side` x `side` pixels as a data URL. Raises ValueError."""
+    picture = decode(content)
+    picture.thumbnail((side, side))
+    picture.save(file := io.BytesIO(), "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _open(content: bytes) -> Image:

@@ -150,13 +150,12 @@ class Record:
             new = [*(record for record in older if record["step"] < first), *new]
         steps, evaluations = self._read = self._read or ([], [])
         steps += new
-        evaluations += [e for e in self._new_evaluations.read() if isinstance(e.get("version"), int)]
+        evaluations += self._new_evaluations.read()
         return self._read
 
     def _in_short(self, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """The records of steps, without the values that are left out."""
-        steps = (record for record in records if isinstance(record.get("step"), int))
-        return [{key: value for key, value in record.items() if key not in self._without} for record in steps]
+        return [{key: value for key, value in record.items() if key not in self._without} for record in records]
 
     @property
     def steps(self) -> list[int]:
@@ -204,10 +203,9 @@ class Record:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The events, in the order of their time. Incomplete ones are left out."""
+        """The events, in the order of their time."""
         records = chain.from_iterable(read_records(self.folder / file) for file in (OLDER[EVENTS], EVENTS))
-        events = [event for event in records if isinstance(event.get("time"), int | float) and "actor" in event]
-        return sorted(events, key=lambda event: event["time"])
+        return sorted(records, key=lambda event: event["time"])
 
     @property
     def last_written(self) -> float | None:

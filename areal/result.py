@@ -79,6 +79,9 @@ def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Res
 async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
     """What `score` says of several rewards by name, which are asked at the same time. If one raises, the others are
     cancelled, and this raises the same."""
+    names = list(names)
+    if len(names) == 1:  # without the cost of a task
+        return {names[0]: await score(names[0])}
     calls = {name: asyncio.create_task(score(name)) for name in names}
     try:
         await asyncio.gather(*calls.values())

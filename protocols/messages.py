@@ -22,7 +22,7 @@
 | rollout_manager, evaluator, gateway | reward | Score | Done |
 | rollout_manager | scorer | ScoreTokens | Done |
 | rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
-| rollout_manager | trainer | AskSamples | StoredSamples |
+| rollout_manager, gateway | trainer | AskSamples | StoredSamples |
 | rollout_manager, gateway | trainer | StoreSamples | GroupAccepted |
 | rollout_manager | trainer | OfferPictures | LackingPictures |
 | rollout_manager | trainer | StorePictures | Done |
@@ -187,7 +187,7 @@ def actor_name(identity: str) -> str:
 
 class Member(Part):
     """An actor as the directory lists it. `identity` is role/index#incarnation. A generator with `held` loads no policy
-    newer than `held`, which is being evaluated on it."""
+    newer than `held`, which is being evaluated on it or, if it is `serving`, is what users get (gateway.serve)."""
 
     identity: Name
     role: Name
@@ -196,6 +196,7 @@ class Member(Part):
     state: State
     serves: Several[Name] = ()
     held: Policy | None = None
+    serving: bool = False
 
 
 class Join(Message):
@@ -492,7 +493,8 @@ class JobFailed(Part):
 
 class NewSequence(Part):
     """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message.
-    `first_version`: of the first token of its sample; None: nothing of it is sampled yet."""
+    `first_version`: of the first token of its sample; None: nothing of it is sampled yet. `cache_salt`: it shares the
+    KV cache of a prefix with sequences of the same one alone."""
 
     job: int
     prompt: int
@@ -504,6 +506,7 @@ class NewSequence(Part):
     min_new_tokens: Count = 0
     min_version: int
     first_version: int | None = None
+    cache_salt: Name = ""
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")

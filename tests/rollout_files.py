@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 from scripted_policy import byte_tokenizer
 
+from areal.pictures import DIGESTS
 from areal.run_files import ROLLOUTS
 from areal.storage.rollouts import RolloutWriter
 from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory, row_text
@@ -25,9 +27,9 @@ def sample(said: Said, reward: float = 0.0, version: int = 0, branches: tuple[Br
     return Trajectory(tokens, logprobs, versions, reward, "stop", branches)
 
 
-def group(index: int, *samples: Trajectory, question: str = "2+2") -> Group:
+def group(index: int, *samples: Trajectory, **fields: Any) -> Group:
     notes = tuple(Note({"exact": s.reward}, 0, ("generator/0#1",), 1e9, 2.0) for s in samples)
-    return Group(f"g{index}.0", index, samples, row_text({"prompt": question}), notes)
+    return Group(f"g{index}.0", index, samples, row_text({"prompt": "2+2", **fields}), notes)
 
 
 def writer(run: Path) -> RolloutWriter:
@@ -59,7 +61,7 @@ def write_run(run: Path) -> None:
         pair = [group(2 * step - 2, first, plain), group(2 * step - 1, second, plain)]
         rollout_writer.add_trained(step, pair, values(*pair))
         if step == 2:
-            rollout_writer.add_untrained(group(9, plain, plain, question="3+3"), "filtered", "all rewards are equal")
+            rollout_writer.add_untrained(group(9, plain, plain, prompt="3+3"), "filtered", "all rewards are equal")
         rollout_writer.write()
 
 
@@ -67,3 +69,11 @@ def write_model(run: Path) -> None:
     """A config.yaml that names a folder with the tokenizer."""
     TOKENIZER.save_pretrained(run / "model")
     (run / "config.yaml").write_text(yaml.safe_dump({"name": "demo", "model": str(run / "model")}))
+
+
+def write_pictured_run(run: Path, names: list[Any]) -> None:
+    """A step of one group, whose prompt has pictures of these names."""
+    one = group(0, sample([("user: <image>\n", False), ("red", True)], 1.0), **{DIGESTS: names})
+    rollout_writer = writer(run)
+    rollout_writer.add_trained(1, [one], values(one))
+    rollout_writer.write()

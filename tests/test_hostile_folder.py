@@ -19,7 +19,7 @@ from areal.config import dump_config, load_config
 from areal.plugins import announce_code
 from areal.processes import ROOT
 from areal.storage.journal import Journal
-from areal.storage.records import line_of
+from areal.storage.records import line_of, read_records
 
 PRIVATE = '{"text": "the private text of the user"}'
 
@@ -173,6 +173,27 @@ def test_a_model_for_the_hub_has_no_file_that_a_link_leads_to(hostile, capsys):
     assert "extra.json is left out: it is a link to" in capsys.readouterr().err
     assert not any(PRIVATE in text for text in texts_in(hostile / "hub"))
     assert (hostile / "hub" / "config.json").is_file()
+
+
+def test_records_with_values_of_another_type_stop_no_reader(hostile, capsys):
+    for name in ("evaluations.jsonl", "tensorboard", "trace.json", "report.html"):
+        (hostile / name).unlink()
+    records = {
+        "metrics.jsonl": [{"step": [1], "reward_mean": 0.5}, {"reward_mean": 0.5}],
+        "evaluations.jsonl": [{"version": None, "accuracy": 1.0}, {"accuracy": 1.0}],
+        "events.jsonl": [{"time": "now", "actor": "trainer/0"}, {"time": 1.0, "actor": 7}],
+        "changes.jsonl": [{"step": "1", "key": 3}],
+    }
+    for file, lines in records.items():
+        with (hostile / file).open("a") as text:
+            text.writelines(line_of(record) for record in lines)
+        assert len(list(read_records(hostile / file))) == (file == "metrics.jsonl")
+    (hostile / "summary.json").write_text('{"seconds": [1, "a"], "steps": {}}')
+    (hostile / "tracked.json").write_text('{"metrics.jsonl": null}')
+    for tool in (["trace"], ["track"], ["report"], ["compare", str(hostile)]):
+        assert not main([*tool, str(hostile)])
+    assert main(["audit", str(hostile)]) == 1  # it shows less than a run without damage
+    assert "damaged, or of another run" in capsys.readouterr().out
 
 
 def test_links_in_a_copy_of_a_run_are_links(hostile, tmp_path):

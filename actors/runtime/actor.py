@@ -84,12 +84,13 @@ def parked(request: Request[Any]) -> asyncio.Timeout:
 class Ending:
     """Why an actor stopped. `ok`: the run reached its end, or the actor was told to leave and left. `fenced`: the
     master no longer accepts this incarnation; a new one may join. `stopped`: a signal told it to stop before the run's
-    end."""
+    end. `of_run`: the master has said that the run has ended."""
 
     ok: bool
     reason: str
     fenced: bool = False
     stopped: bool = False
+    of_run: bool = False
 
 
 class Actor(HandlesRequests):

@@ -358,8 +358,9 @@ class Membership:
 
     def _run_ended(self, end: Shutdown) -> None:
         """The master has ended the run."""
-        if not (end.stopped and self.kind.drains_at_a_stop and self._drain(Ending(False, end.reason))):
-            self.stop(Ending(end.ok, end.reason))
+        ending = Ending(end.ok, end.reason, of_run=True)
+        if not (end.stopped and self.kind.drains_at_a_stop and self._drain(replace(ending, ok=False))):
+            self.stop(ending)
 
     async def _drain_when_told(self) -> None:
         ending = await self.leave_sign

@@ -10,6 +10,7 @@ It starts each role with the command line that a user would type. The exit code 
     3       the master has fenced it; it is restarted at once
     5       somebody else than the supervisor sent it SIGTERM, and it has handed over its work; it is restarted as if it
             had died
+    6       the master has said that the run failed, or was stopped
     others  it died
 
 A supervised master is stopped by SIGINT, and no run ends for a SIGTERM that only the master gets.
@@ -56,9 +57,10 @@ from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
 from protocols.transport import Bus, ask_until
 
-END, FAILED, USER_ERROR, FENCED, ERROR, LEFT = range(6)
+END, FAILED, USER_ERROR, FENCED, ERROR, LEFT, RUN_FAILED = range(7)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
+READ_BYTES = 1 << 13  # fewer lines than a log takes at a time (Backlog.LINES)
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
@@ -115,6 +117,7 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     pump: asyncio.Task[None] | None = None
     starts: int = 0
+    failed: bool = False  # the run, as it has said at its end
     deaths: Deaths = field(default_factory=Deaths)
     began: float = 0.0  # when this process was started
     identity: str = ""  # as which this process is a member of the run, or was
@@ -214,7 +217,8 @@ class Supervisor:
                 for role in roles:
                     index = sum(child.role == role for child in self.children)
                     self._add(tasks, role, index, arguments + further.get(role, []))
-            self._finish(Ending(True, "every role reached its end"))
+            failures = [child.last_line for child in self.children if child.failed]
+            self._finish(Ending(not failures, failures[0] if failures else "every role reached its end"))
 
         return await self._until_over(work())
 
@@ -263,7 +267,7 @@ class Supervisor:
 
     async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:
         """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
-        their place in the run and do not end, and a master that has stopped to answer, which all others leave."""
+        their place in the run and do not end, and a master that has stopped to answer, before all others leave it."""
         printed: set[str] = set()
         answering, silent = 0, 0  # the start of the master that has answered last, and looks since then
         while True:
@@ -272,9 +276,9 @@ class Supervisor:
                 status = await status_of(bus, address, ASK_SECONDS)
             except BusError:  # it is asked again
                 silent += 1
-                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds
+                lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds / 2
                 if lost and (process := master.running):
-                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds:g} s")
+                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds / 2:g} s")
                     kill_group(process)
                 continue
             answering, silent = master.starts, 0
@@ -342,9 +346,10 @@ class Supervisor:
                 code = await self._end_of(child)
             if ending := self._end_of_run(child, code):
                 return self._finish(ending)
-            if code == END and self._master is None:
+            if code in (END, RUN_FAILED) and self._master is None:
+                child.failed = code == RUN_FAILED
                 return self._say(f"{child.name} has left and is not started again. Last output: {child.last_line}")
-            if code == END:
+            if code in (END, RUN_FAILED):
                 await asyncio.sleep(END_SECONDS)
             if self._summary():
                 return
@@ -482,7 +487,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[list[str]]:
     Lines of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to the start of its line, are
     cut."""
     begun = b""  # the last line, whose end has not come yet
-    while data := await reader.read(LONGEST_LINE_BYTES):
+    while data := await reader.read(READ_BYTES):
         *lines, begun = (begun + data).split(b"\n")
         if len(begun) > LONGEST_LINE_BYTES:
             lines, begun = [*lines, begun], b""

@@ -64,10 +64,11 @@ class SampleState:
     request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
     `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
     `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
-    asked, in order. `pictures`: the files of those of the prompt.
+    asked, in order. `pictures`: the files of those of the prompt. `cache_salt`: of whose text the KV cache may be used.
     """
 
     pictures: Sequence[bytes] = ()
+    cache_salt = ""
 
     def __init__(
         self,
@@ -135,6 +136,7 @@ class Call(Job):
                     **{name: getattr(sampling, name) for name in SAMPLING},
                     min_version=call.min_version,
                     first_version=call.sample.first_version,
+                    cache_salt=call.sample.cache_salt,
                 )
             )
         tokens_of_all = tuple(tokens for _, tokens in prompts.values())

@@ -34,7 +34,7 @@ MAX_REWARDS = 1024
 
 class UserSample(SampleSession):
     """The sample of a session. Each call has `call_limit` tokens; all together have `gateway.max_session_tokens`.
-    `newest_version`: of its last token."""
+    `newest_version`: of its last token. Only sessions of the same key see by the time of an answer what was asked."""
 
     newest_version: int | None = None
     on_first: Callable[[], None] | None = None
@@ -45,6 +45,7 @@ class UserSample(SampleSession):
         total = services.config.gateway.max_session_tokens
         sampling = services.config.sampling.model_copy(update={"max_new_tokens": total})
         super().__init__(services, row, sampling, group.min_version if group else 0, on_start=on_start)
+        self.cache_salt = name.partition(":")[0]
         self.call_limit = services.config.sampling.max_new_tokens
 
     async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:

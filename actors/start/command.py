@@ -524,8 +524,8 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         structlog.get_logger().exception("failed")
         leave(4)
     print(shown(ending.reason), file=sys.stderr)
-    if ending.stopped and SUPERVISED in os.environ and "RANK" not in os.environ:
-        leave(5)
+    if SUPERVISED in os.environ and "RANK" not in os.environ and (ending.stopped or (ending.of_run and not ending.ok)):
+        leave(5 if ending.stopped else 6)
     leave(3 if ending.fenced else 0 if ending.ok else 1)
 
 

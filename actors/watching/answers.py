@@ -14,7 +14,7 @@ from areal.desk.curves import COLOURS
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'",
+    "style-src 'unsafe-inline'; img-src data:",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
 from areal.config import UserError
-from areal.desk.rollouts import Rollouts, condition
+from areal.desk.rollouts import Rollouts, condition, picture_shown, pictures_of
 from areal.record import Record
 from areal.text import all_shown, shown
 from areal.tokens import token_texts
@@ -35,7 +35,7 @@ class RolloutPages:
     """The page at /rollouts, and what it asks for, of a run."""
 
     def __init__(self, record: Record) -> None:
-        self._rollouts = Rollouts(record)
+        self._rollouts, self._folder = Rollouts(record), record.folder
         self._threads = ThreadPoolExecutor(QUERIES, "rollouts")
         self._tokenizer = functools.cache(record.tokenizer)
         self._loading = threading.Lock()  # two threads cannot import transformers at the same time
@@ -79,7 +79,8 @@ class RolloutPages:
             if name in ("logprobs", "proximal_logprobs", "advantages", "returns")
         }
         texts = tokenizer and token_texts(tokenizer, row["tokens"])
-        return {**row, **of_tokens, "texts": texts, "pieces": pieces(row["versions"])}
+        pictures = [picture_shown(file) for file in pictures_of(row, self._folder)]
+        return {**row, **of_tokens, "texts": texts, "pieces": pieces(row["versions"]), "pictures": pictures}
 
     async def _answer(self, query: Callable[[], Any]) -> web.Response:
         try:

@@ -489,7 +489,7 @@ def _cut_outliers(axes: Any, points: Sequence[tuple[float, float]], unit: str) -
 
 def _shown(summary: dict[str, Any], key: str, form: str) -> str:
     value = summary.get(key)
-    return "–" if value is None else format(value, form)
+    return format(value, form) if isinstance(value, int | float) else "–"
 
 
 def _ending(summary: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from areal.command_line import output
 from areal.config import UserError
-from areal.desk.rollouts import SORTED_BY, QueryStuck, Rollouts, Where, sql_condition
+from areal.desk.rollouts import SORTED_BY, QueryStuck, Rollouts, Where, pictures_of, sql_condition
 from areal.record import Record
 from areal.tokens import token_texts
 from areal.trajectory import pieces
@@ -40,16 +41,18 @@ def print_rollouts(options: Namespace) -> None:
     console.print(f"{total:,} rollouts of {page.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
     tokenizer = record.tokenizer() if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
     for row in page.rows:
-        _print(row, tokenizer, console)
+        _print(row, tokenizer, pictures_of(row, record.folder), console)
 
 
-def _print(row: dict[str, Any], tokenizer: Any, console: Console) -> None:
+def _print(row: dict[str, Any], tokenizer: Any, pictures: list[Path], console: Console) -> None:
     branch = f", branch {row['branch']}" if row["branch"] or row["shared"] else ""
     step = row["fate"] if row["step"] is None else f"step {row['step']}"
     title = f"{step} · group {row['group']} · prompt {row['prompt_index']} · sample {row['sample']}{branch}"
     console.print()
     console.print(Rule(Text(title), align="left"))
     console.print(Text(" · ".join(_about(row))))
+    for file in pictures:
+        console.print(Text(f"── picture {file}", style="dim"), soft_wrap=True)
     for heading, text, style in _texts(row, tokenizer):
         console.print(Text(f"── {heading}", style="dim"))
         console.print(Text(text, style=style), soft_wrap=True)  # so that it can be copied

@@ -7,7 +7,9 @@ are shown, never for those that are only filtered or sorted.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 import duckdb
 
 from areal.config import UserError
+from areal.pictures import DIGESTS, MAX_BYTES, digest_of, thumbnail
 from areal.record import ROLLOUT_COLUMNS, Record
+from areal.run_files import PICTURES
 
 T = TypeVar("T")
 
@@ -44,6 +48,10 @@ GLIMPSE = 300
 """Characters of a text in a list of rows."""
 EXCERPT = 4000
 """Characters of the texts of a group, side by side."""
+THUMBNAIL = 256
+"""The longest side of a picture on the page, in pixels."""
+_PICTURE = re.compile(r"[0-9a-f]{32}")
+_PICTURES = 16  # of a prompt that are shown
 _ATTEMPTS = 3  # to read files of which the oldest may just be removed
 _FROM = "FROM read_parquet($files)"
 _CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion"
@@ -290,3 +298,29 @@ _Ask = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 def _mistake(error: duckdb.Error) -> UserError:
     message = " ".join(str(error).partition("\n\nLINE")[0].split()).rstrip(".!")
     return UserError(f"The rollouts cannot be queried ({message}): their columns are {', '.join(COLUMNS)}.")
+
+
+def pictures_of(row: dict[str, Any], folder: Path) -> list[Path]:
+    """The files of the first pictures of a prompt, in the run folder `folder`."""
+    names: Any = None
+    with suppress(ValueError, AttributeError):
+        names = json.loads(row["row"]).get(DIGESTS)
+    digests = [name for name in names if _PICTURE.fullmatch(str(name))] if isinstance(names, list) else []
+    return [folder / PICTURES / digest for digest in digests[:_PICTURES]]
+
+
+def picture_shown(file: Path) -> str:
+    """The picture as the page shows it, a data URL, or why it cannot."""
+    try:
+        return _small(file)
+    except (OSError, ValueError) as error:
+        return f"The picture {file.name} cannot be shown: {error}."
+
+
+def _small(file: Path) -> str:
+    if not file.is_file() or file.stat().st_size > MAX_BYTES:
+        raise ValueError("its file is missing or too large")
+    content = file.read_bytes()
+    if digest_of(content) != file.name:
+        raise ValueError("its file is damaged")
+    return thumbnail(content, THUMBNAIL)

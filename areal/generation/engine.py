@@ -205,6 +205,7 @@ class GenerationEngine:
         max_new_tokens: int | None = None,
         first_version: int | None = None,
         pictures: Sequence[Picture] = (),
+        cache_salt: str = "",
     ) -> AsyncGenerator[Generation, None]:
         """Sample one continuation of `tokens`, streamed in parts of about `stream_interval` tokens, at least one. The
         last one has a `finish`.
@@ -212,7 +213,8 @@ class GenerationEngine:
         `max_new_tokens` replaces that of `sampling` (a sequence continued from another engine has fewer tokens left).
         first_version: of the first token of the sample that this call belongs to. With `kv_on_update: keep` the call
         reuses prefixes since this version, otherwise only those that the current weights have computed.
-        pictures: those that the first placeholders among the tokens stand for.
+        pictures: those that the first placeholders among the tokens stand for. cache_salt: the call reuses prefixes of
+        calls with the same one alone.
         Closing the async generator or cancelling its task aborts the sequence in the engine. Raises ValueError for
         tokens and pictures that the model cannot take, EngineError if the engine dies or hands over its sequences.
         """
@@ -228,7 +230,8 @@ class GenerationEngine:
             routed_experts_prompt_start=len(tokens) - 1 if self._core.vllm_config.aux_output_config.enabled else 0,
         )
         features = _features(self._model.folder, tokens, pictures) if pictures else None
-        async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version, features)) as sequences:
+        salt = self._salt(cache_salt, first_version)
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, salt, features)) as sequences:
             async for sequence in sequences:
                 yield sequence.take()
 
@@ -257,7 +260,7 @@ class GenerationEngine:
         self, request_id: str, tokens: Sequence[int], params: SamplingParams | PoolingParams
     ) -> _Sequence:
         """The sequence of these tokens once it has `scores`."""
-        async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as sequences:
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, self._salt())) as sequences:
             async for sequence in sequences:
                 if sequence.scores is not None:
                     return sequence
@@ -268,10 +271,11 @@ class GenerationEngine:
         request_id: str,
         tokens: Sequence[int],
         params: SamplingParams | PoolingParams,
-        first_version: int | None,
+        salt: str | None,
         features: list[MultiModalFeatureSpec] | None = None,
     ) -> AsyncGenerator[_Sequence, None]:
-        """The sequence, each time that it has something new for its reader, who takes it. features: of `_features`."""
+        """The sequence, each time that it has something new for its reader, who takes it. salt: of `_salt`. features:
+        of `_features`."""
         self._check_tokens(tokens)
         self._raise_if_failed()
         if self._handed_over:
@@ -280,7 +284,7 @@ class GenerationEngine:
         key = f"{request_id}#{next(self._serial)}"
         sequence = self._sequences[key] = _Sequence(len(tokens), self._config.stream_interval)
         try:
-            await self._send(key, tokens, params, first_version, features)
+            await self._send(key, tokens, params, salt, features)
             while not sequence.exhausted:
                 await sequence.grow()
                 yield sequence
@@ -452,16 +456,13 @@ class GenerationEngine:
         key: str,
         tokens: Sequence[int],
         params: SamplingParams | PoolingParams,
-        first_version: int | None,
+        salt: str | None,
         features: list[MultiModalFeatureSpec] | None,
     ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine import EngineCoreRequest
 
-        # Requests share the KV cache of a prefix only if their salts are equal.
-        current = self._salts[self._version]
-        salt = current if first_version is None else self._salts.get(first_version, current)
         request = EngineCoreRequest(
             request_id=key,
             prompt_token_ids=[int(token) for token in tokens],
@@ -470,10 +471,17 @@ class GenerationEngine:
             pooling_params=None if isinstance(params, SamplingParams) else params,
             arrival_time=time.time(),
             lora_request=LoRARequest("policy", ADAPTER, "loaded by open_policy") if self._model.lora else None,
-            cache_salt=salt if self.keeps_cache else None,
+            cache_salt=salt,
             data_parallel_rank=None,
         )
         await self._call(self._core.add_request_async(request))
+
+    def _salt(self, of_user: str = "", first_version: int | None = None) -> str | None:
+        """Requests share the KV cache of a prefix only if their salts are equal: that of a user, and of weights."""
+        if not self.keeps_cache:
+            return of_user or None
+        current = self._salts[self._version]
+        return f"{of_user}\n{current if first_version is None else self._salts.get(first_version, current)}"
 
     async def _open(self, folder: Path) -> None:
         """Have the files opened that are loaded next. The trainer may have removed them since they were checked."""
@@ -695,14 +703,13 @@ def _features(model: Path, tokens: Sequence[int], pictures: Sequence[Picture]) -
     )
 
     features = []
-    starts = sight_of(str(model)).starts(np.asarray(tokens), pictures)
-    for start, picture in zip(starts, pictures, strict=False):
-        patches, grid = torch.from_numpy(picture.patches), torch.tensor(picture.grid)
-        flat = MultiModalFlatField(slices=[[slice(0, len(patches))]], dim=0)
-        fields = {
-            "pixel_values": MultiModalFieldElem(patches, flat),
-            "image_grid_thw": MultiModalFieldElem(grid, MultiModalBatchedField(keep_on_cpu=True)),
-        }
+    sight = sight_of(str(model))
+    for start, picture in zip(sight.starts(np.asarray(tokens), pictures), pictures, strict=False):
+        flat = MultiModalFlatField(slices=[[slice(0, len(picture.patches))]], dim=0)
+        whole = MultiModalBatchedField(keep_on_cpu=True)
+        by_patch, of_whole = sight.features(picture)
+        fields = {name: MultiModalFieldElem(torch.from_numpy(value), flat) for name, value in by_patch.items()}
+        fields |= {name: MultiModalFieldElem(torch.from_numpy(value), whole) for name, value in of_whole.items()}
         place = PlaceholderRange(start, picture.tokens)
         features.append(MultiModalFeatureSpec(MultiModalKwargsItem(fields), "image", picture.name, place, picture.name))
     return features

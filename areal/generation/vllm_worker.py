@@ -307,7 +307,8 @@ class KeepingScheduler(AsyncGatheringScheduler):
         super().set_pause_state(pause_state)
         if pause_state == PauseState.UNPAUSED:
             for request in self.waiting:
-                request.cache_salt = f"after pause {self._pauses}"
+                of_user = (request.cache_salt or "").partition("\n")[0]
+                request.cache_salt = f"{of_user}\nafter pause {self._pauses}"
                 request.block_hashes.clear()
                 request.update_block_hashes()
 

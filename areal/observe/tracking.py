@@ -130,7 +130,8 @@ class Tracker:
         self._sinks = sinks
         self._new = {file: NewRecords(folder / file) for file in FILES}
         self._state = folder / "tracked.json"
-        self._newest = json.loads(self._state.read_text()) if self._state.exists() else dict.fromkeys(FILES, -1)
+        newest = json.loads(self._state.read_text()) if self._state.exists() else {}
+        self._newest = {file: value if isinstance(value := newest.get(file), int) else -1 for file in FILES}
 
     def run(self) -> None:
         while self._sinks:

@@ -12,9 +12,19 @@ from zlib import crc32
 
 import structlog
 
+from areal.run_files import CHANGES, EVALUATIONS, EVENTS, METRICS, OLDER
 from areal.storage.disk import rename, replace
 
 log = structlog.get_logger()
+
+# What each record of a file has, with its type. Anybody may have made the folder: a record without these is damaged.
+COMMON: dict[str, dict[str, Any]] = {
+    METRICS: {"step": int},
+    EVALUATIONS: {"version": int},
+    EVENTS: {"time": int | float, "actor": str},
+    CHANGES: {"step": int, "key": str},
+}
+COMMON |= {older: COMMON[file] for file, older in OLDER.items()}
 
 
 def whole_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -41,7 +51,7 @@ def _move_damaged(path: Path, aside: Path) -> None:
     whole.unlink(missing_ok=True)
     with path.open("rb") as lines, whole.open("xb") as kept, aside.open("ab") as moved:
         for line in lines:  # a long run has gigabytes of them
-            (moved if record_of(line) is None else kept).write(line)
+            (moved if record_of(line, path.name) is None else kept).write(line)
         for file in (moved, kept):
             file.flush()
             os.fsync(file.fileno())
@@ -88,7 +98,7 @@ def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, 
         file.seek(begin)
         for number, line in enumerate(file, 1):
             end += len(line)
-            if (record := record_of(line)) is not None:
+            if (record := record_of(line, path.name)) is not None:
                 yield record, end, number
 
 
@@ -98,8 +108,8 @@ def line_of(record: Mapping[str, Any]) -> str:
     return f'{text[:-1]}, "crc": {crc32(text.encode())}}}\n'
 
 
-def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if the line is not complete, or damaged."""
+def record_of(line: bytes, file: str = "") -> dict[str, Any] | None:
+    """The record in a line of the file with that name; None if the line is not complete, or damaged."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -107,7 +117,8 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict) or not line.endswith(b"\n"):
         return None
     checksum = record.pop("crc", None)
-    return record if checksum == crc32(json.dumps(record).encode()) else None
+    is_whole = checksum == crc32(json.dumps(record).encode())
+    return record if is_whole and all(isinstance(record.get(k), t) for k, t in COMMON.get(file, {}).items()) else None
 
 
 class NewRecords:

@@ -218,7 +218,7 @@ def compare_record(folder: Path, run: str, version: int) -> None:
     runs = set()
     for record in metrics_of(folder):
         kept[str(metrics)] = record["step"]
-        runs.add(record["run"])
+        runs.add(record.get("run"))
     for name, step in kept.items():
         if step > version:
             raise UserError(

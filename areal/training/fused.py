@@ -15,6 +15,7 @@ from torch import Tensor
 
 BLOCK = 8192
 """Words that a program takes at a time."""
+WARPS = 8
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -23,7 +24,9 @@ def _reduce(logits, factor, words, top, normaliser, entropy, BLOCK: tl.constexpr
     row = tl.program_id(0)
     first = row.to(tl.int64) * words
     lanes = tl.arange(0, BLOCK)
-    highest, total, pull = LOWEST, 0.0, 0.0  # pull: the sum of power * (score - highest)
+    highest = LOWEST
+    total = 0.0
+    pull = 0.0  # the sum of power * (score - highest)
     for start in range(0, words, BLOCK):
         inside = start + lanes < words
         scores = tl.load(logits + first + start + lanes, mask=inside, other=LOWEST).to(tl.float32) * factor
@@ -58,7 +61,7 @@ def reduce(logits: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of the scores, logits [U, W] times `factor`: the highest, log sum exp(score - highest), and the entropies, [U]
     each in fp32."""
     sums = logits.new_empty((3, len(logits)), dtype=torch.float32)
-    _reduce[(len(logits),)](logits, factor, logits.shape[1], *sums, BLOCK=BLOCK)
+    _reduce[(len(logits),)](logits, factor, logits.shape[1], *sums, BLOCK=BLOCK, num_warps=WARPS)
     top, normaliser, entropy = sums
     return top, normaliser, entropy
 
@@ -82,5 +85,5 @@ def differentiate(
     complete = together - logps.exp() * (sums[row] + pulls[row] * (logps + entropy[row]))
     grid: Any = (len(logits), triton.cdiv(words, BLOCK))
     if len(logits):
-        _differentiate[grid](logits, factor, words, *rows, BLOCK=BLOCK)
+        _differentiate[grid](logits, factor, words, *rows, BLOCK=BLOCK, num_warps=WARPS)
     return logits.index_put_(places, complete.to(logits.dtype))

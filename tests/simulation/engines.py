@@ -246,6 +246,7 @@ class SimEngine:
         max_new_tokens: int | None = None,
         first_version: int | None = None,
         pictures: Sequence[Any] = (),
+        cache_salt: str = "",
     ) -> AsyncGenerator[Generation, None]:
         await self._admits.wait()
         if self._error is not None:

@@ -814,6 +814,11 @@ def sessions_expire_at_each_step() -> AbstractContextManager[None]:
     return patch.multiple(Ledger, _overdue=lambda ledger: ledger._head(GroupState.OPEN, ledger.open_sessions))
 
 
+def served_versions_however_old() -> AbstractContextManager[None]:
+    """A session may begin with a version for which no step is left."""
+    return patch.multiple(Ledger, _fits_start=lambda ledger, version: True)
+
+
 def sessions_without_a_limit() -> AbstractContextManager[None]:
     """Sessions may take all places of rows."""
     return patch.multiple(Ledger, _most_sessions=Ledger._most_alive)
@@ -883,11 +888,14 @@ def left_sessions_begin_anew() -> AbstractContextManager[None]:
 
 
 def rewards_without_receipts() -> AbstractContextManager[None]:
-    """The master forgets the ids of the rewards that were taken."""
-    apply = RunState._apply_rewarded
-    return patch.multiple(
-        RunState, _apply_rewarded=lambda state, change: apply(state, change.model_copy(update={"marks": ()}))
-    )
+    """The master forgets the ids of rewards at each step."""
+    apply = RunState._apply_stepped
+
+    def forget(state: RunState, change: Any) -> None:
+        apply(state, change)
+        state.receipts.clear()
+
+    return patch.multiple(RunState, _apply_stepped=forget)
 
 
 def stored_sessions_begin_anew() -> AbstractContextManager[None]:
@@ -907,7 +915,8 @@ def deleted_sessions_stay() -> AbstractContextManager[None]:
     ask_master = Membership.ask_master
 
     async def ask(member: Membership, message: Message, *more: Any) -> Any:
-        return Done() if isinstance(message, DiscardSession) else await ask_master(member, message, *more)
+        deletes = isinstance(message, DiscardSession) and message.reason == "deleted"
+        return Done() if deletes else await ask_master(member, message, *more)
 
     return patch.multiple(Membership, ask_master=ask)
 
@@ -1022,6 +1031,7 @@ MUTANTS: dict[str, Mutant] = {
     "steps wait for sessions": steps_wait_for_sessions,
     "sessions beyond the bound": sessions_beyond_the_bound,
     "sessions expire at each step": sessions_expire_at_each_step,
+    "served versions however old": served_versions_however_old,
     "sessions without a limit": sessions_without_a_limit,
     "sessions lost with their gateway": sessions_lost_with_their_gateway,
     "sessions taken from gateways": sessions_taken_from_gateways,

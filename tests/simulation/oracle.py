@@ -637,6 +637,12 @@ class Oracle:
             self._rewards[taken[-1]] = value
             self.taken += 1
 
+    def forgotten(self, session: str) -> None:
+        """A user is told that a reward does not count of which it was told that it does."""
+        groups = [group for group, name in self.disk.session_of.items() if name == session]
+        if taken := [group for group in groups if self.disk.is_taken(group)]:
+            self.fail(Violation(f"{session} is told that its reward does not count, but {taken} has it", *taken))
+
     def deleted(self, session: str) -> None:
         """A user is told that nothing of its session will be trained any more."""
         groups = [group for group, name in self.disk.session_of.items() if name == session]
@@ -833,7 +839,7 @@ class Oracle:
     def _book(self) -> Book:
         config = self.config
         bounds = config.on_straggler in ("wait", "requeue")
-        return Book(config.batch_size, bounds)
+        return Book(config.batch_size, bounds, serves_evaluated=config.gateway.serve == "evaluated")
 
     def _guard(self, check: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from logging import CRITICAL, DEBUG
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from structlog.typing import EventDict
 from actors import evaluator, rollout_manager
 from actors.mastering import run_state
 from actors.runtime import membership
-from actors.sampling import sessions
+from actors.sampling import sessions, user_sessions
 from areal.generation import routing
 from areal.generation.routing import GeneratorLoad
 from areal.processes import ROOT
@@ -26,7 +27,7 @@ from protocols import transport
 from protocols.codec import decode_body
 from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
 from simulation.cluster.loop import undisturbed
-from simulation.loop import DEAD, FaultyLoop
+from simulation.loop import DEAD, FaultyLoop, WorldScheduler
 from simulation.model import Model
 
 # Small intervals, because most simulated sequences take less than a second.
@@ -42,6 +43,7 @@ class Simulated(Protocol):
 
     model: Model
     random: Random
+    scheduler: WorldScheduler
     trace: list[str] | None
 
     def say(self, who: str, what: str) -> None: ...
@@ -83,6 +85,8 @@ def quiet(world: Simulated) -> Iterator[None]:
         intervals: dict[str, Any] = {"BALANCE_SECONDS": BALANCE_SECONDS, "STORE_AFTER_SECONDS": STORE_AFTER_SECONDS}
         settings.enter_context(patch.multiple(rollout_manager, plan_moves=moves, **intervals))
         settings.enter_context(patch.multiple(sessions, place_of=_place_in_checkout))
+        clock = SimpleNamespace(time=lambda: world.scheduler.now)
+        settings.enter_context(patch.multiple(user_sessions, time=clock))
         settings.enter_context(
             patch.multiple(disk, free_bytes=lambda _: 0, _inodes=lambda _: "", _same_disk=lambda *_: False)
         )

@@ -147,6 +147,8 @@ MIXED = Model(
     steps=8, batch_size=2, group_size=1, gateways=2, users=4, share=0.8, session_seconds=3600.0, idle_seconds=3600.0
 )
 ALONE = Model(steps=8, batch_size=2, group_size=1, gateways=2, users=4, share=1.0, managers=0)
+# Users get versions that are evaluated, and older than the newest.
+EVALUATED = replace(MIXED, steps=12, serve="evaluated", generators=3, eval_size=2, every=3)
 
 
 def gateways_die(n: int = 0) -> Plan:
@@ -155,8 +157,8 @@ def gateways_die(n: int = 0) -> Plan:
 
 def samples_unreported(n: int = 0) -> Plan:
     """Gateways die while the trainer has samples of which it cannot tell the master."""
-    cut = (Partition(0.8 + 2 * i, ("trainer-0",), ("master-0",), 1.2) for i in range(4))
-    return plan(*cut, *(Kill(1.4 + 2 * i + n / 20, f"gateway-{i % 2}", 0.2) for i in range(4)), until=10.0)
+    cut = (Partition(0.8 + 3 * i, ("trainer-0",), ("master-0",), 2.0) for i in range(4))
+    return plan(*cut, *(Kill(1.8 + 3 * i + n / 20, f"gateway-{i % 2}", 0.2) for i in range(4)), until=10.0)
 
 
 def gateways_are_replaced(n: int = 0) -> Plan:
@@ -300,6 +302,7 @@ PROVOKED = {
     "steps wait for sessions": Provoked("no progress", lambda n: plan(), MIXED, 4),
     "sessions beyond the bound": Provoked("every group fits before its deadline", lambda n: plan(), MIXED, 4),
     "sessions expire at each step": Provoked("no step had to go on without it", lambda n: plan(), MIXED, 4),
+    "served versions however old": Provoked("every group fits before its deadline", lambda n: plan(), EVALUATED),
     "sessions without a limit": Provoked("has room for", lambda n: plan(), MIXED, 4),
     "sessions lost with their gateway": Provoked("is discarded for", gateways_die, MIXED, 4),
     "sessions taken from gateways": Provoked("but is held by", lambda n: plan(), MIXED, 4),
@@ -307,8 +310,8 @@ PROVOKED = {
     "answers before they are saved": Provoked("before it is on the trainer's disk", lambda n: plan(), MIXED, 4),
     "calls sampled again": Provoked("and before with", lambda n: plan(), ALONE),
     "left sessions begin anew": Provoked("", gateways_die, ALONE),
-    "rewards without receipts": Provoked("has the reward", lambda n: plan(), ALONE, 4),
-    "stored sessions begin anew": Provoked("has the reward", samples_unreported, ALONE, 16),
+    "rewards without receipts": Provoked("does not count", lambda n: plan(), ALONE, 4),
+    "stored sessions begin anew": Provoked("has calls, but", samples_unreported, ALONE),
     "deleted sessions stay": Provoked("is told that it is deleted", lambda n: plan(), ALONE),
     "sessions trained twice": Provoked("an answer of", lambda n: plan(), replace(ALONE, eval_size=1, idle_seconds=1.0)),
     "sessions of two gateways": Provoked("the answer", gateways_are_replaced, ALONE, 16),

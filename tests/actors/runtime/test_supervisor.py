@@ -274,6 +274,13 @@ async def test_a_child_has_the_environment_that_it_was_given_at_each_start(stage
     assert (play.folder / "reward.sees").read_text() == "0,1,2 "
 
 
+async def test_children_whose_run_has_failed_elsewhere_are_not_started_again_and_say_why(stage):
+    play = stage(reward="print('the guard')\nsys.exit(6)", generator="time.sleep(0.2)\nprint('the guard')\nsys.exit(6)")
+    ending = await play.supervisor.run_roles(["reward", "generator"], [], {})
+    assert (ending.ok, ending.reason) == (False, "the guard")
+    assert [len(play.starts(role)) for role in ("reward", "generator")] == [1, 1]
+
+
 async def test_a_fenced_child_is_started_again_at_once(stage, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 1000.0)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 1000.0)
@@ -297,7 +304,7 @@ async def test_an_output_without_line_feeds_ends_no_child(stage):
 async def test_a_child_that_prints_much_waits_for_few_writes_and_all_lines_are_kept(stage, tmp_path, monkeypatch):
     writes, append = [], Backlog.append
     monkeypatch.setattr(Backlog, "append", lambda file, lines: (writes.append(1), append(file, lines)))
-    play = stage(reward="print(*range(50_000), sep=chr(10))")
+    play = stage(reward="sys.stdout.write(chr(10).join(map(str, range(50_000))))")
     play.supervisor._folder = tmp_path
     await play.supervisor.run_roles(["reward"], [], {})
     assert (tmp_path / "logs" / "reward-0.out").read_text().split() == [str(number) for number in range(50_000)]
@@ -395,7 +402,7 @@ async def test_a_master_that_has_stopped_to_answer_is_killed_and_started_again(
     await until(lambda: len(play.starts("master")) == 2)
     (tmp_path / "end").write_text("0")
     assert (await running).ok
-    assert "master/0 is killed: it has not answered for 1 s" in play.output
+    assert "master/0 is killed: it has not answered for 0.5 s" in play.output
 
 
 @pytest.mark.parametrize("silent", [None, 600.0])

@@ -298,7 +298,7 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
         ({"stop": "x" * 1025}, "stop"),
         ({"messages": []}, "messages: "),
         ({"response_format": {"type": "json_object"}}, "response_format.type: only text can be trained"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "have no picture"),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "oracle"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool call"),
     ],

@@ -8,7 +8,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rollout_files import sample, write_model, write_run
+from rollout_files import sample, write_model, write_pictured_run, write_run
 
 from areal.__main__ import main
 from areal.config import UserError
@@ -260,3 +260,10 @@ def test_a_file_with_other_columns_is_told_in_one_sentence(run, capsys, change):
     assert "rollouts of this format have other columns" in error and error.count("\n") == 1
     with pytest.raises(UserError, match="rollouts of this format have other columns"):
         list(Record(run).rows(["group"]))
+
+
+def test_of_pictures_their_files_are_printed(tmp_path, capsys):
+    write_pictured_run(tmp_path, ["0a" * 16, "../../etc/passwd"])
+    assert main(["rollouts", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"── picture {tmp_path}/pictures/{'0a' * 16}\n" in printed and "passwd" not in printed

@@ -1118,6 +1118,19 @@ async def test_prompt_tokens_are_counted_and_those_that_an_earlier_sequence_left
     assert stats_after.prefix_cache_hits - stats_before.prefix_cache_hits == 2 * BLOCK_SIZE
 
 
+async def test_a_prefix_is_shared_with_the_same_user_alone_also_where_the_kv_cache_is_kept(
+    keeping: GenerationEngine,
+) -> None:
+    prompt = [*PROMPT[: 2 * BLOCK_SIZE], 9]
+    for keeps in (False, True):
+        keeping.keeps_cache, hits = keeps, []
+        for user in ("", "anna", "bert", "anna", ""):
+            before = keeping.stats().prefix_cache_hits
+            await collect(keeping.generate("call", prompt, SAMPLING, cache_salt=user and f"{user} {keeps}"))
+            hits.append(keeping.stats().prefix_cache_hits - before)
+        assert hits[1:] == [0, 0, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE]
+
+
 async def test_a_later_turn_reuses_the_kept_kv_cache_of_its_sample(keeping: GenerationEngine, models: Models) -> None:
     prompt = PROMPT[: 2 * BLOCK_SIZE + 5]
     turn = await collect(keeping.generate("first turn", prompt, SAMPLING))
