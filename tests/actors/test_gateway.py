@@ -27,7 +27,7 @@ from actors.sampling.calls import Call
 from actors.sampling.router import Router
 from actors.training.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
-from areal.config import Config
+from areal.config import Config, UserError
 from areal.result import Result
 from areal.sampled import Generation
 from areal.staleness.ledger import EXPIRED, Batch
@@ -405,6 +405,18 @@ async def test_users_get_the_evaluated_version_which_bounds_how_old_their_sessio
         city.served = 2
         _, _, headers = await user.say("hi", session="new")
         assert city.ledger.session_groups("anna:new")[0].admission_version == 2
+
+
+@pytest.mark.parametrize("sentence", ["set evaluator.every", "lower gateway.share", "set generator.count"])
+def test_what_evaluated_versions_need_is_said_before_a_run(sentence):
+    values = make_config().model_dump() | {"generator": {"count": 2}, "evaluator": {"every": 2}}
+    values["data"]["eval_size"], values["data"]["source"] = 4, "addition"
+    values["gateway"] |= {"serve": "evaluated", "share": 0}
+    Config(**values)
+    section, key = sentence.split()[1].split(".")
+    values[section] |= {key: 1 if key == "share" else 0 if key == "every" else 1}
+    with pytest.raises(UserError, match=sentence):
+        Config(**values)
 
 
 def generator(index: int, **more) -> Member:
