@@ -96,6 +96,7 @@ class Gateway(Sampler):
         self._works: set[asyncio.Task[Any]] = set()
         self._opening: dict[str, asyncio.Lock] = {}
         self._counts = Counter[str]()
+        self._router.users = self._settings.serve == "evaluated"
         self._first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
         self._keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         port = self._settings.port and self._settings.port + (self.member.index or 0)
@@ -159,6 +160,8 @@ class Gateway(Sampler):
         """The session of this name, which takes calls. Raises ApiError."""
         if self.member.state == "draining":
             raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
+        if self._router.users and not any(m.serving for m in self.directory.with_role("generator")):
+            raise ApiError("no evaluated version is served now: try again later", "no_version", 503)
         key = name.partition(":")[0]
         if name == f"{key}:{NO_SESSION}":
             name = self._unnamed.get(key, "")

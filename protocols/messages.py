@@ -22,7 +22,7 @@
 | rollout_manager, evaluator, gateway | reward | Score | Done |
 | rollout_manager | scorer | ScoreTokens | Done |
 | rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
-| rollout_manager | trainer | AskSamples | StoredSamples |
+| rollout_manager, gateway | trainer | AskSamples | StoredSamples |
 | rollout_manager, gateway | trainer | StoreSamples | GroupAccepted |
 | rollout_manager | trainer | OfferPictures | LackingPictures |
 | rollout_manager | trainer | StorePictures | Done |
@@ -187,7 +187,7 @@ def actor_name(identity: str) -> str:
 
 class Member(Part):
     """An actor as the directory lists it. `identity` is role/index#incarnation. A generator with `held` loads no policy
-    newer than `held`, which is being evaluated on it."""
+    newer than `held`, which is being evaluated on it or, if it is `serving`, is what users get (gateway.serve)."""
 
     identity: Name
     role: Name
@@ -196,6 +196,7 @@ class Member(Part):
     state: State
     serves: Several[Name] = ()
     held: Policy | None = None
+    serving: bool = False
 
 
 class Join(Message):

@@ -50,6 +50,7 @@ class Recorded:
     """The part of a session that keeps all calls."""
 
     sampling = SamplingConfig(max_new_tokens=64)
+    pictures: tuple[bytes, ...] = ()
 
     def __init__(self, credit: Credit = "sample", discount: float = 1.0) -> None:
         self.forest = Forest()

@@ -1,11 +1,13 @@
 """Decides which version is evaluated, on which generator, and when an evaluation is given up. It does no I/O.
 
 A version that is due while the run goes on is *held*: one generator loads no newer one until it is evaluated. Version 0
-is held from the start. The last version is due last, and needs no hold: no newer one comes.
+is held from the start. The last version is due last, and needs no hold: no newer one comes. With `gateway.serve:
+evaluated` a generator goes on to hold what is good enough for users, until another one holds something newer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -45,6 +47,17 @@ class Evaluations:
         return DueEvaluation(version, None) if version == self._config.steps and not self.is_over(version) else None
 
     @property
+    def server(self) -> Member | None:
+        """The generator from which users get their answers (gateway.serve: evaluated)."""
+        return next((m for m in self._members.with_role("generator", healthy=False) if m.serving), None)
+
+    @property
+    def served(self) -> int | None:
+        """The version that users get; None: the newest, or none."""
+        server = self.server
+        return server.held.version if server and server.held else None
+
+    @property
     def ready(self) -> DueEvaluation | None:
         """The evaluation that is due, unless its generator is not ready."""
         due = self.due
@@ -78,7 +91,8 @@ class Evaluations:
             return
         if version in self._state.evaluations or version in self._state.not_evaluated:
             return  # the run has gone back to this version
-        generators = sorted(self._members.with_role("generator"), key=lambda m: m.index)
+        healthy = self._members.with_role("generator")
+        generators = sorted((m for m in healthy if m.held is None), key=lambda m: m.index)
         if due := self.due:
             self._drop(version, f"version {due.version} is still being evaluated")
         elif not generators or not self._members.with_role("evaluator"):
@@ -88,7 +102,8 @@ class Evaluations:
 
     def _hold(self, generator: Member, policy: Policy) -> None:
         self._held_since = self._clock()
-        self._members.hold(generator, policy)
+        first = policy.version == 0 and self._config.gateway.serve == "evaluated"
+        self._members.hold(generator, policy, serving=first)
 
     # --- what the evaluator reports
 
@@ -111,8 +126,31 @@ class Evaluations:
         if due is None or due.version != result.version:
             return False
         self._state.emit(Evaluated(evaluation=result))
-        self._release(due)
+        if due.holder and self._is_good_enough(result):
+            self._serve(due.holder)
+        else:
+            self._release(due)
         return True
+
+    def _is_good_enough(self, result: EvaluationDone) -> bool:
+        """Whether users get the version from now on. It is compared with the last one that was good enough, also if the
+        generator that served it is lost."""
+        settings, least = self._config.gateway, -math.inf
+        if settings.serve == "newest" or result.accuracy is None:
+            return False
+        for version, evaluation in sorted(self._state.evaluations.items()):
+            if version < result.version and evaluation.accuracy is not None and evaluation.accuracy >= least:
+                least = evaluation.accuracy - settings.accuracy_drop
+        good = result.accuracy >= least
+        log.info("served to users" if good else "not served to users", version=result.version, least=least)
+        return good
+
+    def _serve(self, generator: Member) -> None:
+        """From now on users get what this generator holds. The one before goes on once its sequences have ended."""
+        server = self.server
+        if server is not None and server.identity != generator.identity:
+            self._members.hold(server, server.held)
+        self._members.hold(generator, generator.held, serving=True)
 
     def give_up(self, due: DueEvaluation, reason: str) -> None:
         """There is no result. The holder loads the newest version."""
@@ -161,7 +199,12 @@ class Evaluations:
                 self.abandon(f"{member.identity} is gone, like the one before, and none of them has scored another row")
 
     def watch(self) -> None:
-        """Give up an evaluation that takes too long, or that nobody does. Call this every second."""
+        """Give up an evaluation that takes too long, or that nobody does, and let go who has served users. Call this
+        every second."""
+        for generator in self._members.with_role("generator", healthy=False):
+            over = generator.held and not generator.serving and self.is_over(generator.held.version)
+            if over and not self._members.last_heartbeats[generator.identity].sequences:
+                self._members.hold(generator, None)
         now, limit, patience = self._clock(), self._config.evaluator.timeout_seconds, self._config.master.lost_seconds
         if self._members.with_role("evaluator", healthy=False):
             self._evaluator_seen = now

@@ -98,9 +98,10 @@ class Members:
         self._enter(MemberChanged(member=updated))
         return True
 
-    def hold(self, generator: Member, policy: Policy | None) -> None:
-        """Have the generator load no policy newer than `policy`; None: it goes on to the newest one."""
-        self._enter(MemberChanged(member=generator.model_copy(update={"held": policy})))
+    def hold(self, generator: Member, policy: Policy | None, serving: bool = False) -> None:
+        """Have the generator load no policy newer than `policy`; None: it goes on to the newest one. serving: whether
+        it is what users get."""
+        self._enter(MemberChanged(member=generator.model_copy(update={"held": policy, "serving": serving})))
 
     def remove(self, identity: str, reason: str) -> None:
         self._state.emit(Left(identity=identity))

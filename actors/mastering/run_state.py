@@ -147,7 +147,9 @@ class RunState:
     @property
     def holder(self) -> tuple[Member, Policy] | None:
         """The generator that holds a policy until it is evaluated, and that policy; None if no generator does."""
-        return next(((member, held) for member in self.members.values() if (held := member.held) is not None), None)
+        over = {*self.evaluations, *self.not_evaluated}
+        holders = ((member, held) for member in self.members.values() if (held := member.held) is not None)
+        return next(((member, held) for member, held in holders if held.version not in over), None)
 
     @property
     def unpublished(self) -> bool:

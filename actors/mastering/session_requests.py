@@ -39,7 +39,8 @@ class SessionRequests(HandlesRequests):
             self._run.meter.begin()
             seconds = self._run.config.master.lease_seconds
             if self._run.free_sessions():
-                group = ledger.open_session(name, owner, self._run.now(), seconds) or group
+                served = self._run.evaluations.served
+                group = ledger.open_session(name, owner, self._run.now(), seconds, served) or group
         receipts, mark = self._run.state.receipts, request.message.mark
         taken = bool(mark) and f"{name} {mark}" in receipts
         if group is None:

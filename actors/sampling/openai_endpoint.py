@@ -180,7 +180,8 @@ class OpenAIEndpoint:
 
     async def _count(self, request: web.Request) -> web.Response:
         sample, body = await self._read(request, CountRequest)
-        return web.json_response({"input_tokens": openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer)})
+        count = openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer, sample.chat.pictures)
+        return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:
         sample, body = await self._read(request, RewardRequest)

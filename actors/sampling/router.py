@@ -43,7 +43,9 @@ class _Avoided:
 
 class Router:
     """Chooses an actor of a role: the least loaded one that has not failed a request recently. A generator that holds a
-    version older than `min_version` is chosen only if there is no other.
+    version older than `min_version` is chosen only if there is no other, and never if it serves users.
+
+    users: whether the requests are of users, whose generator is the one that serves them alone.
 
     `requests`: number of this actor's requests at each server, by its identity, including slots that samples have
     before their first request. `room`: notified when one of them ends. `loads`: the load that each generator has
@@ -63,6 +65,7 @@ class Router:
         self.requests: Counter[str] = Counter()
         self.room = Notifier()
         self.loads: dict[str, GeneratorLoad] = {}
+        self.users = False
         self._avoid: dict[str, _Avoided] = {}
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
@@ -71,7 +74,9 @@ class Router:
         serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
         """
         candidates = await self.directory.until(
-            lambda: [m for m in self.directory.with_role(role) if serves in (None, *m.serves)]
+            lambda: [
+                m for m in self.directory.with_role(role) if serves in (None, *m.serves) and self.may(m, min_version)
+            ]
         )
         askers = self.askers
         # Reported loads are out of date. Each asker begins its choice at another actor, so that not all of them fill
@@ -84,6 +89,13 @@ class Router:
             return held_back, self._seconds_avoided(m), self._load_of(m, askers, min_version)
 
         return min(candidates, key=cost)
+
+    def may(self, member: Member, min_version: int = 0) -> bool:
+        """Whether the member may get a request."""
+        if member.role != "generator" or (member.serving and self.users):
+            return True
+        keeps_back = member.serving and member.held is not None and member.held.version < min_version
+        return not self.users and not keeps_back
 
     @property
     def askers(self) -> int:
@@ -111,7 +123,8 @@ class Router:
 
     def avoids(self, member: Member) -> bool:
         """True if the member is to get a request only if there is no other."""
-        return self._seconds_avoided(member) > 0
+        now = self.directory.members.get(member.identity, member)
+        return not self.may(now) or self._seconds_avoided(member) > 0
 
     def _seconds_avoided(self, member: Member) -> float:
         """The longer, the more tries have failed; 0: it is not avoided, or a try is due."""

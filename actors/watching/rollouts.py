@@ -79,8 +79,8 @@ class RolloutPages:
             if name in ("logprobs", "proximal_logprobs", "advantages", "returns")
         }
         texts = tokenizer and token_texts(tokenizer, row["tokens"])
-        seen = [picture_shown(file) for file in pictures_of(row, self._folder)]
-        return {**row, **of_tokens, "texts": texts, "pieces": pieces(row["versions"]), "pictures": seen}
+        pictures = [picture_shown(file) for file in pictures_of(row, self._folder)]
+        return {**row, **of_tokens, "texts": texts, "pieces": pieces(row["versions"]), "pictures": pictures}
 
     async def _answer(self, query: Callable[[], Any]) -> web.Response:
         try:

@@ -56,7 +56,7 @@ def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tu
     """The prompt as messages in which each picture is a part with its `digest`, `width` and `height`, and the files.
     values: of `in_fields`. folder: for paths. Raises UserError."""
     unplaced, pictures = iter(values), []
-    messages = _marked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, bool(values))
+    messages = _marked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, len(values))
 
     def put(part: Part) -> Part:
         if part["type"] == "text":
@@ -80,13 +80,13 @@ def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tu
     return placed, tuple(pictures)
 
 
-def _marked(messages: Sequence[Part], has_values: bool) -> list[Part]:
-    """The messages with parts where their texts have marks."""
-    if not has_values or has_parts(list(messages)):
+def _marked(messages: Sequence[Part], count: int) -> list[Part]:
+    """The messages with parts where their texts have marks, of which there are `count` if none is written."""
+    if not count or has_parts(list(messages)):
         return list(messages)
     if not any(PICTURE_MARK in message["content"] for message in messages):
         first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
-        marked = messages[first] | {"content": PICTURE_MARK + messages[first]["content"]}
+        marked = messages[first] | {"content": PICTURE_MARK * count + messages[first]["content"]}
         messages = [*messages[:first], marked, *messages[first + 1 :]]
     return [message | {"content": _split(message["content"])} for message in messages]
 
@@ -107,6 +107,14 @@ def _own(part: Part) -> Iterator[Any]:
             yield value.get("url", value) if isinstance(value, Mapping) else value
 
 
+def from_url(value: str) -> bytes | None:
+    """The file in a data URL; None if it is none. Raises ValueError."""
+    if not (url := _DATA_URL.match(value)):
+        return None
+    with explain(binascii.Error, "its data URL is not base64: {why}", ValueError):
+        return base64.b64decode(value[url.end() :], validate=True)
+
+
 def _read(value: Any, folder: Path) -> bytes:
     """The file of a picture. Raises OSError and ValueError."""
     while isinstance(value, Mapping):
@@ -119,9 +127,8 @@ def _read(value: Any, folder: Path) -> bytes:
         return buffer.getvalue()
     if not isinstance(value, str):
         raise ValueError(f"it is of type {type(value).__name__}")
-    if url := _DATA_URL.match(value):
-        with explain(binascii.Error, "its data URL is not base64: {why}", ValueError):
-            return base64.b64decode(value[url.end() :], validate=True)
+    if (content := from_url(value)) is not None:
+        return content
     if "://" in value.removeprefix("file://") or value.startswith("data:"):
         raise ValueError(f"{value[:80]} is not on this machine: save it as a file")
     file = folder / Path(value.removeprefix("file://")).expanduser()

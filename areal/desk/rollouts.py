@@ -305,8 +305,8 @@ def pictures_of(row: dict[str, Any], folder: Path) -> list[Path]:
     names: Any = None
     with suppress(ValueError, AttributeError):
         names = json.loads(row["row"]).get(DIGESTS)
-    known = [name for name in names if _PICTURE.fullmatch(str(name))] if isinstance(names, list) else []
-    return [folder / PICTURES / name for name in known[:_PICTURES]]
+    digests = [name for name in names if _PICTURE.fullmatch(str(name))] if isinstance(names, list) else []
+    return [folder / PICTURES / digest for digest in digests[:_PICTURES]]
 
 
 def picture_shown(file: Path) -> str:

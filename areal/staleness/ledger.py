@@ -500,6 +500,13 @@ class LedgerState:
         """True if the steps after the logged batch can train all `groups`, which are outside it, in time."""
         return schedulable(map(self.deadline, groups), self.batches_logged, self.settings.batch_size)
 
+    def _fits_start(self, version: int) -> bool:
+        """True if another group that starts with this version can be trained in time."""
+        deadlines = [version + self.settings.max_staleness]
+        if self.settings.bounds_groups:
+            deadlines += map(self.deadline, self._unbatched())
+        return schedulable(deadlines, self.batches_logged, self.settings.batch_size)
+
     def _leased(self) -> list[LedgerGroup]:
         return [group for group in self._groups.values() if group.lease_expires is not None]
 
@@ -713,7 +720,9 @@ class LedgerState:
             return False
         if row.start_version is None:
             return in_progress
-        return (row.resumed or self._min_version(row) <= row.start_version) and row.start_version <= self.version
+        return (
+            row.resumed or row.session != "" or self._min_version(row) <= row.start_version
+        ) and row.start_version <= self.version
 
 
 class Ledger(LedgerState):
@@ -789,12 +798,18 @@ class Ledger(LedgerState):
         """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
         return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.capacity))]
 
-    def open_session(self, session: str, owner: str, now: float, lease_seconds: float) -> LedgerGroup | None:
-        """Open a session with this name, if `session_capacity` allows it."""
-        if not self.session_capacity:
+    def open_session(
+        self, session: str, owner: str, now: float, lease_seconds: float, served: int | None = None
+    ) -> LedgerGroup | None:
+        """Open a session with this name, if `session_capacity` allows it. served: the version that users get, if it is
+        not the newest. It is the start version, if all alive groups can still be trained before their deadlines."""
+        older = served is not None and served < self.version
+        if not self.session_capacity or (older and not self._fits_start(served or 0)):
             return None
         group_id = f"s{self._next_session}.0"
         self._emit(Opened(group_id, session, owner, self.version, now + lease_seconds))
+        if older:
+            self._emit(Started(group_id, served or 0))
         return self._groups[group_id]
 
     def adopt(self, group_ids: Iterable[str], owner: str, now: float, lease_seconds: float) -> list[LedgerGroup]:

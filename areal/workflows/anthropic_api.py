@@ -193,24 +193,35 @@ def _chat_messages(role: str, content: str | list[Json]) -> list[Json]:
     calls: list[Json] = []
     for block in content:
         match block:
-            case {"type": "text"}:
-                texts.append(block)
+            case {"type": "text"} | {"type": "image"}:
+                texts.append(_picture(block))
             case {"type": "tool_use", "id": number, "name": name, "input": arguments} if role == "assistant":
                 calls.append(
                     {"id": number, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
                 )
             case {"type": "tool_result", "tool_use_id": number} if role == "user":
-                results.append({"role": "tool", "tool_call_id": number, "content": block.get("content")})
+                result = block.get("content")
+                result = [_picture(part) for part in result] if isinstance(result, list) else result
+                results.append({"role": "tool", "tool_call_id": number, "content": result})
             case {"type": "thinking" | "redacted_thinking"} if role == "assistant":
                 pass
             case _:
                 raise ApiError(
                     f"a message of the role {role} has a block of the type {block.get('type')!r}, or one that lacks a "
-                    f"field: blocks are text, and tool_use and thinking of the assistant, and tool_result of the user"
+                    f"field: blocks are text and image, and tool_use and thinking of the assistant, and tool_result of "
+                    f"the user"
                 )
     if calls:
         return [{"role": role, "content": texts, "tool_calls": calls}]
     return [*results, {"role": role, "content": texts}] if texts or not results else results
+
+
+def _picture(block: Any) -> Any:
+    """A block with a picture as the part of a chat message that it is, any other as it is."""
+    match block:
+        case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
+            return {"type": "image_url", "image_url": f"data:{kind};base64,{data}"}
+    return block
 
 
 def _blocks(message: Json) -> list[Json]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -22,6 +22,9 @@ from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
 from areal.config import SamplingConfig, explain
+from areal.data.pictured import from_url
+from areal.data.rows import PICTURE_PARTS
+from areal.pictures import digest_of, size_of
 from areal.sampled import Generation, Tokens
 from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text
 from areal.workflows.parsers import Parsed, Parsers, cut
@@ -30,6 +33,11 @@ Json = dict[str, Any]
 # An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
 Event = Json | Literal["[DONE]"]
 
+# The engine and the trainer know the pictures of the row, and put them where the first placeholders are.
+NOT_OF_THE_ROW = (
+    "a call's messages have no picture, or all pictures of the sample's row, in order: their files as data URLs, or "
+    "the parts of the row's prompt; others cannot be trained yet (docs/agents.md)"
+)
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
 NO_FORM = (
@@ -54,9 +62,10 @@ class ApiError(Exception):
 
 class CallsPolicy(Protocol):
     """The part of a session that an agent's calls need. `parsers` read what the policy says, `sampling` is how it is
-    sampled."""
+    sampled. `pictures`: the files of those of the row."""
 
     tokenizer: Any
+    pictures: Sequence[bytes]
 
     @property
     def parsers(self) -> Parsers: ...
@@ -123,6 +132,7 @@ class SamplingFields(BaseModel):
             raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
 
 
+NO_PICTURES: Mapping[str, Json] = {}
 NEUTRAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
 """Values of a request that change nothing."""
 
@@ -172,6 +182,7 @@ class ChatSession:
     def __init__(self, session: CallsPolicy) -> None:
         self._session = session
         self.tokenizer = session.tokenizer
+        self.pictures = [_picture(content) for content in session.pictures]
         self._parsers = session.parsers
         # After each answer, by the digest of all messages and the tools.
         self._conversations: dict[bytes, Conversation] = {}
@@ -182,13 +193,19 @@ class ChatSession:
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     async def complete(
-        self, request: ChatRequest, name: str = "", on_text: Callable[[str], None] | None = None
+        self,
+        request: ChatRequest,
+        name: str = "",
+        on_text: Callable[[str], None] | None = None,
+        earlier: Sequence[Any] | None = None,
     ) -> Answer:
         """What the policy answers. `name`: the answer's id. `on_text` gets the text while it comes, unless it has to be
-        complete to be parsed. Raises ApiError, or what the session raised: the sample has then failed."""
+        complete to be parsed. `earlier`: the message and the finish that the same turn was read as before, since a call
+        of a tool gets a new id whenever it is read. Raises ApiError, or what the session raised: the sample has then
+        failed."""
         request.check_sampling(self._session.sampling)
         await self._check(request.offered)
-        messages = [message_of(raw) for raw in request.messages]
+        messages = messages_of(request, self.pictures)
         digests = list(accumulate(messages, _digest, initial=json.dumps(request.offered).encode()))
         talk, prompt = self._prompt(messages, request.offered, digests)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -198,12 +215,11 @@ class ChatSession:
         sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, keep)
         if not len(sampled.tokens):  # no room is left
             return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
-        read = await self._read(sampled, request, stops)
-        message = _shown(read)
+        message, finish = earlier or await self._read(sampled, request, stops)
+        self._tool_calls.update(call["id"] for call in message.get("tool_calls", ()))
         self._conversations[_digest(digests[-1], talk.add(sampled, message_of(message)))] = talk
         self._answers[name] = sampled
         self.last_text = message["content"] or ""
-        finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish or "length"
         return Answer(message, finish, sampled, len(prompt))
 
     def name_answer(self, name: str, answer: Answer) -> None:
@@ -247,14 +263,15 @@ class ChatSession:
         with explain(ValueError, "{why}", ApiError):
             await asyncio.get_running_loop().run_in_executor(_PARSING, self._parsers.check, tools)
 
-    async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> Parsed:
-        if not self._parsers.reads(request.offered):
-            return self._parsers.parse(sampled, None, stops)
-        read = await asyncio.get_running_loop().run_in_executor(
-            _PARSING, self._parsers.parse, sampled, request.offered, stops, self._tool_calls
-        )
-        self._tool_calls.update(call["id"] for call in read.calls)
-        return read
+    async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> tuple[Json, str]:
+        """The message that was sampled, and how it ends."""
+        if self._parsers.reads(request.offered):
+            read = await asyncio.get_running_loop().run_in_executor(
+                _PARSING, self._parsers.parse, sampled, request.offered, stops, self._tool_calls
+            )
+        else:
+            read = self._parsers.parse(sampled, None, stops)
+        return _shown(read), "stop" if read.stopped else "tool_calls" if read.calls else sampled.finish or "length"
 
 
 def _digest(prefix: bytes, message: Json) -> bytes:
@@ -383,10 +400,10 @@ def error_body(message: str, code: str | None) -> Json:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def prompt_tokens(request: ChatRequest, tokenizer: Any) -> int:
-    """How many tokens the chat template makes of the messages and tools. Raises ApiError."""
-    messages = [message_of(raw) for raw in request.messages]
-    return len(_rendered(Conversation(tokenizer, request.offered), messages))
+def prompt_tokens(request: ChatRequest, tokenizer: Any, pictures: Sequence[Json] = ()) -> int:
+    """How many tokens the chat template makes of the messages and tools. pictures: `ChatSession.pictures`. Raises
+    ApiError."""
+    return len(_rendered(Conversation(tokenizer, request.offered), messages_of(request, pictures)))
 
 
 def _rendered(conversation: Conversation, messages: list[Json]) -> list[int]:
@@ -414,13 +431,29 @@ def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json
     return {"content": content, "refusal": None}
 
 
-def message_of(raw: Json) -> Json:
+def messages_of(request: ChatRequest, pictures: Sequence[Json]) -> list[Json]:
+    """The messages of a request, whose pictures are none or `pictures`. Raises ApiError."""
+    by_digest = {picture["digest"]: picture for picture in pictures}
+    messages = [message_of(raw, by_digest) for raw in request.messages]
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    if [part for part in parts if part["type"] == "image"] not in ([], [*pictures]):
+        raise ApiError(NOT_OF_THE_ROW, "pictures")
+    return messages
+
+
+def _picture(content: bytes) -> Json:
+    """The part of a message that is this picture, as in the row's prompt."""
+    width, height = size_of(content)
+    return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
+
+
+def message_of(raw: Json, by_digest: Mapping[str, Json] = NO_PICTURES) -> Json:
     """A chat message in the form that templates take, without fields that clients add to the messages they received.
-    Raises ApiError."""
+    by_digest: pictures. Raises ApiError."""
     role = "system" if raw.get("role") == "developer" else raw.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(f"a message has the role {role!r}: roles are system, developer, user, assistant and tool")
-    message = {"role": role, "content": _text(raw.get("content"))}
+    message = {"role": role, "content": _content(raw.get("content"), by_digest)}
     if role == "tool":
         message |= {key: raw[key] for key in ("tool_call_id", "name") if raw.get(key)}
     if role == "assistant" and raw.get("tool_calls"):
@@ -430,12 +463,29 @@ def message_of(raw: Json) -> Json:
     return message
 
 
-def _text(content: Any) -> str:
+def _content(content: Any, by_digest: Mapping[str, Json]) -> str | list[Json]:
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
-    raise ApiError("the content of a message is neither text nor a list of text parts: nothing else can be trained yet")
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ApiError("the content of a message is neither text nor a list of parts")
+    parts = [_part(part, by_digest) for part in content]
+    is_text = all(part["type"] == "text" for part in parts)
+    return "".join(part["text"] for part in parts) if is_text else parts
+
+
+def _part(part: Json, by_digest: Mapping[str, Json]) -> Json:
+    if isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if part.get("type") not in PICTURE_PARTS:
+        raise ApiError("a part of a message is neither text nor a picture: nothing else can be trained yet")
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    with explain(ValueError, "a picture of a message cannot be read: {why}", ApiError):
+        content = from_url(url) if isinstance(url, str) else None
+    picture = by_digest.get(str(part.get("digest")) if content is None else digest_of(content))
+    if picture is None:
+        raise ApiError(NOT_OF_THE_ROW, "pictures")
+    return picture
 
 
 def _tool_call(raw: Any) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import shutil
 import sqlite3
 import ssl
@@ -23,9 +24,10 @@ from actors.mastering.run_state import RunState
 from actors.mastering.session_requests import SessionRequests
 from actors.runtime.directory import Directory
 from actors.sampling.calls import Call
+from actors.sampling.router import Router
 from actors.training.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
-from areal.config import Config
+from areal.config import Config, UserError
 from areal.result import Result
 from areal.sampled import Generation
 from areal.staleness.ledger import EXPIRED, Batch
@@ -33,7 +35,7 @@ from areal.storage.journal import Journal
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
 from areal.storage.spool import Spool
 from areal.trajectory import Group, Note, Trajectory
-from areal.workflows.parsers import Parsers
+from areal.workflows.parsers import Parsed, Parsers
 from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
     AskCalls,
@@ -43,6 +45,7 @@ from protocols.messages import (
     GroupAccepted,
     GroupStarted,
     LostLeases,
+    Member,
     Policy,
     RenewLeases,
     ScoredSample,
@@ -88,8 +91,10 @@ class City:
         self.salts: list[str] = []
         self.samples: dict[str, StoreSamples] = {}
         self.reports = True  # whether the master hears of samples
+        self.served: int | None = None  # the version that users get, if it is not the newest
+        self.directory = Directory(Policy(lineage=0, version=0, folder=""))
         run = SimpleNamespace(
-            ledger=self.ledger, state=self.state, config=config, now=lambda: self.now,
+            evaluations=self, ledger=self.ledger, state=self.state, config=config, now=lambda: self.now,
             changed=SimpleNamespace(notify=lambda: None),
             member=lambda request, *roles: SimpleNamespace(identity=request.sender),
             free_sessions=lambda: self.ledger.session_capacity, meter=SimpleNamespace(begin=lambda: None),
@@ -144,7 +149,7 @@ class City:
         if text is None:
             await asyncio.Event().wait()
         tokens = TOKENIZER.encode(text + END, add_special_tokens=False)
-        n, version = len(tokens), self.ledger.version
+        n, version = len(tokens), self.ledger.version if self.served is None else self.served
         columns = np.array(tokens, np.int32), np.full(n, -0.5, np.float32), np.full(n, version, np.int32)
         return call.add(Generation(*columns, None), "stop")
 
@@ -159,7 +164,7 @@ class City:
 
         async with AsyncExitStack() as used:
             member = SimpleNamespace(
-                config=self.config, directory=Directory(Policy(lineage=0, version=0, folder="")), index=index, bus=None,
+                config=self.config, directory=self.directory, index=index, bus=None,
                 state="healthy",
                 spawn=spawn, used=used, become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
@@ -376,6 +381,66 @@ async def test_the_sessions_of_a_key_share_their_prefixes_with_no_other_key():
     assert city.salts == ["anna", "anna", "bert"]
 
 
+async def test_users_get_the_evaluated_version_which_bounds_how_old_their_sessions_are_and_else_none():
+    config = make_config()
+    gateway = config.gateway.model_copy(update={"serve": "evaluated"})
+    city = City(config.model_copy(update={"max_staleness": 3, "gateway": gateway}))
+    city.says = ["hello"] * 6
+    async with city.gateway() as user:
+        status, body, _ = await user.say("hi")
+        assert (status, body["error"]["code"]) == (503, "no_version") and not city.ledger.next_session
+        city.directory.update({"generator/0#1": generator(0, serving=True)}, ())
+        for i in range(4):
+            city.served = 0
+            _, _, headers = await user.say("hi", session=f"s{i}")
+            assert headers["X-Areal-Version"] == "0" and headers["X-Areal-Trained"] == "yes"
+            await user.reward(1, session=f"s{i}")
+            if i % 2:
+                city.train()
+        assert city.ledger.version == 2
+        _, _, headers = await user.say("hi", session="last")
+        assert (headers["X-Areal-Version"], headers["X-Areal-Trained"]) == ("0", "yes")
+        (group,) = city.ledger.session_groups("anna:last")
+        assert (group.start_version, city.ledger.deadline(group)) == (0, 3)
+        city.served = 2
+        _, _, headers = await user.say("hi", session="new")
+        assert city.ledger.session_groups("anna:new")[0].admission_version == 2
+
+
+@pytest.mark.parametrize("sentence", ["set evaluator.every", "lower gateway.share", "set generator.count"])
+def test_what_evaluated_versions_need_is_said_before_a_run(sentence):
+    values = make_config().model_dump() | {"generator": {"count": 2}, "evaluator": {"every": 2}}
+    values["data"]["eval_size"], values["data"]["source"] = 4, "addition"
+    values["gateway"] |= {"serve": "evaluated", "share": 0}
+    Config(**values)
+    section, key = sentence.split()[1].split(".")
+    values[section] |= {key: 1 if key == "share" else 0 if key == "every" else 1}
+    with pytest.raises(UserError, match=sentence):
+        Config(**values)
+
+
+def generator(index: int, **more) -> Member:
+    held = Policy(lineage=0, version=0, folder="") if more.get("serving") else None
+    more |= {"role": "generator", "address": "tcp://a:1", "state": "healthy", "held": held}
+    return Member(identity=f"generator/{index}#1", index=index, **more)
+
+
+async def test_a_generator_that_serves_users_gets_their_calls_alone_and_they_follow_it():
+    server, other = generator(0, serving=True), generator(1)
+    directory = Directory(Policy(lineage=0, version=3, folder=""), [server, other])
+    rows, users = (Router(directory, "gateway", 0, 8, lambda member: None) for _ in "12")
+    users.users = True
+    assert await users.choose("generator") == server and await rows.choose("generator", min_version=1) == other
+    directory.update({}, [other.identity])
+    waiting = asyncio.create_task(rows.choose("generator", min_version=1))
+    done, _ = await asyncio.wait([waiting], timeout=0.05)
+    assert not done, "it would wait there for weights that do not come"
+    directory.update({other.identity: other.model_copy(update={"serving": True}), server.identity: generator(0)}, ())
+    directory.changed.notify()
+    assert users.avoids(server) and not rows.avoids(server)
+    assert (await waiting).identity == server.identity and (await users.choose("generator")).index == 1
+
+
 async def test_quotas_of_a_key(city):
     keys = {"anna": {"sha256": sha256(USER.encode()).hexdigest(), "calls_per_minute": 3, "sessions": 2}}
     city = City(make_config(keys=keys))
@@ -437,6 +502,43 @@ async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_ga
     assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}"
 
 
+class CallsOfTools(Parsers):
+    """Reads each turn with tools as a call, with an id of its own as vLLM's parsers give it."""
+
+    def check(self, tools):
+        pass
+
+    def parse(self, sampled, tools, stops=(), taken=()):
+        call = {"id": secrets.token_hex(4), "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        return Parsed("", None, [call], False) if tools else super().parse(sampled, tools, stops)
+
+
+async def test_the_call_of_a_tool_has_the_same_id_at_the_next_gateway_and_its_conversation_goes_on_from_its_tokens(
+    city,
+):
+    city.says = ["add 2 3", "add 4 5"]
+    question = {"role": "user", "content": "add"}
+    body = {"model": "m", "tools": [{"type": "function", "function": {"name": "add"}}], "messages": [question]}
+
+    async def ask(user):
+        user.gateway.services.parsers = CallsOfTools(TOKENIZER)
+        headers = {"X_Session_Id": "s", "Idempotency_Key": f"{len(body['messages'])}"}
+        choice = (await user.ask("chat/completions", body, **headers))[1]["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        return choice["message"]
+
+    async with city.gateway(0) as user:
+        called = await ask(user)
+    async with city.gateway(1) as user:
+        assert await ask(user) == called
+        (call,) = called["tool_calls"]
+        body["messages"] += [called, {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
+        await ask(user)
+        assert (await user.reward(1))[1]["state"] == "ready"
+    (sample,) = city.trained.values()
+    assert sample.branches == () and TOKENIZER.decode(sample.tokens[sample.sampled]) == f"add 2 3{END}add 4 5{END}"
+
+
 async def test_each_message_of_a_session_is_stored_once_though_each_call_repeats_those_before(city):
     city.says = [f"answer {n}" for n in range(6)]
     texts = ["question 0"]
@@ -444,7 +546,7 @@ async def test_each_message_of_a_session_is_stored_once_though_each_call_repeats
         for n in range(5):
             texts += [text_of(await user.say(*texts, Idempotency_Key=f"{n}")), f"question {n + 1}"]
     notes = notes_of(city.spool.calls("s0.0", 0))
-    assert [notes.count(text) for text in texts[:-2]] == [1] * 9
+    assert [notes.count(text) for text in texts[:-2:2]] == [1] * 5
     async with city.gateway(1) as user:
         assert text_of(await user.say(*texts[:-2], Idempotency_Key="4")) == "answer 4"
         assert text_of(await user.say(*texts)) == "answer 5"

@@ -110,6 +110,8 @@ class Book:
     """The lineages of the held policies."""
     evaluated: dict[int, bool] = field(default_factory=dict)
     """By version: True if there is a result, False if only a reason why there is none."""
+    serves_evaluated: bool = False
+    """Whether a generator keeps what is evaluated, for users."""
     row_scores: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     """The scores that are kept until there is a result, by version and row."""
     pasts: dict[int, Book] = field(default_factory=dict)
@@ -387,7 +389,9 @@ class Book:
     def _member_changed(self, member: dict[str, Any]) -> None:
         identity, held = member["identity"], member["held"]
         hold = self.holds.pop(identity, None)
-        if held is not None:
+        if held is not None and self.evaluated.get(held["version"]):
+            self._hold(self.serves_evaluated, f"{identity} holds {held['version']} after its evaluation", identity)
+        elif held is not None:
             version = held["version"]
             self._hold(
                 version in (hold, self.version, 0), f"{identity} begins to hold the old version {version}", identity

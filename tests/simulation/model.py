@@ -53,6 +53,7 @@ class Model:
     share: float = 0.0
     """Of all groups alive, how many may be sessions; 1: there are no rows."""
     without_permit: str = "serve"
+    serve: str = "newest"
     session_seconds: float = 6.0
     idle_seconds: float = 3.0
     judge: bool = False
@@ -140,6 +141,7 @@ def config_of(model: Model) -> Config:
                 "count": model.gateways,
                 "share": model.share,
                 "without_permit": model.without_permit,
+                "serve": model.serve,
                 "session_seconds": model.session_seconds,
                 "score": model.share < 1 or model.eval_size > 0,
                 "idle_seconds": model.idle_seconds,
@@ -168,6 +170,7 @@ def config_of(model: Model) -> Config:
                 "save_every_tokens": model.save_every,
             },
             "generator": {
+                "count": model.generators,
                 "max_concurrent_rollouts": model.concurrent,
                 "stream_interval": model.stream_interval,
                 "interrupt": model.interrupt,

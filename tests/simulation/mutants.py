@@ -814,6 +814,11 @@ def sessions_expire_at_each_step() -> AbstractContextManager[None]:
     return patch.multiple(Ledger, _overdue=lambda ledger: ledger._head(GroupState.OPEN, ledger.open_sessions))
 
 
+def served_versions_however_old() -> AbstractContextManager[None]:
+    """A session may begin with a version for which no step is left."""
+    return patch.multiple(Ledger, _fits_start=lambda ledger, version: True)
+
+
 def sessions_without_a_limit() -> AbstractContextManager[None]:
     """Sessions may take all places of rows."""
     return patch.multiple(Ledger, _most_sessions=Ledger._most_alive)
@@ -1026,6 +1031,7 @@ MUTANTS: dict[str, Mutant] = {
     "steps wait for sessions": steps_wait_for_sessions,
     "sessions beyond the bound": sessions_beyond_the_bound,
     "sessions expire at each step": sessions_expire_at_each_step,
+    "served versions however old": served_versions_however_old,
     "sessions without a limit": sessions_without_a_limit,
     "sessions lost with their gateway": sessions_lost_with_their_gateway,
     "sessions taken from gateways": sessions_taken_from_gateways,

@@ -839,7 +839,7 @@ class Oracle:
     def _book(self) -> Book:
         config = self.config
         bounds = config.on_straggler in ("wait", "requeue")
-        return Book(config.batch_size, bounds)
+        return Book(config.batch_size, bounds, serves_evaluated=config.gateway.serve == "evaluated")
 
     def _guard(self, check: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         try:

@@ -147,6 +147,8 @@ MIXED = Model(
     steps=8, batch_size=2, group_size=1, gateways=2, users=4, share=0.8, session_seconds=3600.0, idle_seconds=3600.0
 )
 ALONE = Model(steps=8, batch_size=2, group_size=1, gateways=2, users=4, share=1.0, managers=0)
+# Users get versions that are evaluated, and older than the newest.
+EVALUATED = replace(MIXED, steps=12, serve="evaluated", generators=3, eval_size=2, every=3)
 
 
 def gateways_die(n: int = 0) -> Plan:
@@ -300,6 +302,7 @@ PROVOKED = {
     "steps wait for sessions": Provoked("no progress", lambda n: plan(), MIXED, 4),
     "sessions beyond the bound": Provoked("every group fits before its deadline", lambda n: plan(), MIXED, 4),
     "sessions expire at each step": Provoked("no step had to go on without it", lambda n: plan(), MIXED, 4),
+    "served versions however old": Provoked("every group fits before its deadline", lambda n: plan(), EVALUATED),
     "sessions without a limit": Provoked("has room for", lambda n: plan(), MIXED, 4),
     "sessions lost with their gateway": Provoked("is discarded for", gateways_die, MIXED, 4),
     "sessions taken from gateways": Provoked("but is held by", lambda n: plan(), MIXED, 4),
@@ -317,6 +320,10 @@ PROVOKED = {
 
 
 SLOW = {
+    "started with the newest version",
+    "only the last checkpoint",
+    "rollouts written again",
+    "payloads not dropped at a start",
     "sessions of two gateways",
     "sessions without a limit",
     "sessions lost with their gateway",

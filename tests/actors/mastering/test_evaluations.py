@@ -18,7 +18,7 @@ from areal.config import Config
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Counters
 from areal.storage.journal import Journal
-from protocols.messages import EvaluationDone, Heartbeat, Join, Member, Policy, Work
+from protocols.messages import Engagement, EvaluationDone, Heartbeat, Join, Member, Policy, Work
 
 ROWS = {1: ([1.0], 5)}
 
@@ -26,7 +26,7 @@ ROWS = {1: ([1.0], 5)}
 class Run:
     """A run of ten steps, every second version of which is evaluated."""
 
-    def __init__(self, connection: sqlite3.Connection | None = None) -> None:
+    def __init__(self, connection: sqlite3.Connection | None = None, **more: Any) -> None:
         self.now = 100.0
         values: dict[str, Any] = {
             "model": "m",
@@ -39,7 +39,7 @@ class Run:
             "evaluator": {"every": 2, "timeout_seconds": 50.0},
             "master": {"lost_seconds": 30.0, "stall_seconds": 90.0},
             "trainer": {"minibatches": 1},
-        }
+        } | more
         config = Config.model_validate(values)
         self.connection = connection or sqlite3.connect(":memory:", check_same_thread=False)
         self.state = RunState(config, Journal(self.connection))
@@ -67,8 +67,8 @@ class Run:
         self.state.emit(PublishedChange(policy=policy))
         self.evaluations.plan(policy)
 
-    def finish(self, version: int) -> bool:
-        scores = {"accuracy": 1.0, "pass_at": {}, "rows": 4, "failed": 0, "completion_tokens_mean": 2.0}
+    def finish(self, version: int, accuracy: float | None = 1.0) -> bool:
+        scores = {"accuracy": accuracy, "pass_at": {}, "rows": 4, "failed": 0, "completion_tokens_mean": 2.0}
         return self.evaluations.finish(EvaluationDone(version=version, **scores, samples=()))
 
     @property
@@ -119,6 +119,43 @@ def test_every_second_version_is_held_by_another_generator(run):
     run.publish(6)
     assert run.held == {0: 4}
     assert run.state.not_evaluated == {6: "version 4 is still being evaluated"}
+
+
+def test_users_get_what_is_evaluated_and_no_worse_from_a_generator_that_keeps_it():
+    run = Run(generator={"count": 3}, gateway={"serve": "evaluated", "accuracy_drop": 0.1})
+    run.join("evaluator")
+    for _ in range(3):
+        run.join("generator")
+    run.evaluations.hold_version_0()
+    assert (run.evaluations.served, run.held) == (0, {0: 0}), "the first model is served at once"
+    run.finish(0, 0.5)
+    assert (run.evaluations.served, run.held, run.evaluations.due) == (0, {0: 0}, None)
+    run.publish(2)
+    (evaluating,) = run.held.keys() - {0}
+    run.finish(2, 0.39)
+    assert (run.evaluations.served, run.held) == (0, {0: 0}), "it is too bad"
+    run.publish(4)
+    run.finish(4, 0.41)
+    (server,) = run.held.keys() - {0}
+    assert run.evaluations.served == 4 and run.held == {0: 0, server: 4} and evaluating
+    busy = Heartbeat(
+        state="healthy", serves=(), activity="", stats={}, engagement=Engagement(sequences={"a": 1}, limit=8, version=0)
+    )
+    before = next(m for m in run.state.members.values() if m.role == "generator" and m.index == 0)
+    run.members.record_heartbeat(before.identity, busy)
+    run.evaluations.watch()
+    assert run.held == {0: 0, server: 4}, "it still answers a user"
+    run.members.record_heartbeat(before.identity, Heartbeat(state="healthy", serves=(), activity="", stats={}))
+    run.evaluations.watch()
+    assert run.held == {server: 4}
+    run.publish(6)
+    run.finish(6, None)
+    assert run.evaluations.served == 4, "nothing is known of version 6"
+    run.leave(run.evaluations.server)
+    assert run.evaluations.served is None
+    run.publish(8)
+    run.finish(8, 0.2)
+    assert run.evaluations.served is None, "it is compared with version 4 all the same"
 
 
 def test_the_last_version_is_due_without_a_hold(run):

@@ -472,6 +472,12 @@ def test_pictures_of_the_hub_are_the_files_as_they_were_and_a_bomb_is_not_decode
             opened.row(order.index(2))
 
 
+def test_several_pictures_without_marks_come_first_as_in_trl(tmp_path):
+    row = {"prompt": [{"role": "system", "content": "y"}, {"role": "user", "content": "x?"}], "images": [URL, URL]}
+    read = open_source(DataConfig(source=jsonl(tmp_path, [{**row, "answer": "1"}]), eval_size=0), 0).row(0)
+    assert read.prompt[1:] == [{"role": "user", "content": [SEEN, SEEN, ASKED]}] and read.pictures == (PNG, PNG)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

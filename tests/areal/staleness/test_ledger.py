@@ -684,6 +684,19 @@ def test_an_open_session_expires_at_its_deadline_and_no_step_waits_for_it(on_str
     assert ledger.ready(session, 0) is ReportAnswer.GONE, "its reward has come too late"
 
 
+def test_a_session_with_a_version_that_is_served_begins_with_it_and_expires_by_it_unless_it_is_too_old():
+    ledger = make(batch_size=1, max_staleness=2, max_sessions=2)
+    for _ in range(3):
+        finish(ledger, *admit(ledger, 1))
+        train(ledger)
+    assert ledger.open_session("a", "gateway/0#1", 0.0, LEASE, served=0) is None, "no step is left for it"
+    group = ledger.open_session("a", "gateway/0#1", 0.0, LEASE, served=1)
+    assert (group.start_version, ledger.deadline(group)) == (1, 3)
+    assert ledger.open_session("b", "gateway/0#1", 0.0, LEASE, served=1) is None, "two would have one step"
+    assert ledger.ready(group.group_id, 1) is ReportAnswer.ACCEPTED
+    assert train(ledger) == (group.group_id,)
+
+
 def test_a_session_is_not_expired_while_a_step_waits_for_a_row_anyway():
     ledger = make(batch_size=1, max_staleness=2, max_sessions=1)
     slow, quick = admit(ledger, 2)
@@ -1059,12 +1072,16 @@ class SessionMachine(LedgerMachine):
     def begin(self, **chosen: object) -> None:
         super().begin(**chosen)
 
-    @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from("abc"), n=st.integers(1, 4))
-    def open_sessions(self, owner: str, name: str, n: int) -> None:
+    @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from("abc"), n=st.integers(1, 4), age=st.integers(0, 3))
+    def open_sessions(self, owner: str, name: str, n: int, age: int = 0) -> None:
+        """age: of the version that users get."""
+        served = max(0, self.ledger.version - age)
         for _ in range(n):
-            if group := self.ledger.open_session(name, owner, self.now, LEASE):
+            if group := self.ledger.open_session(name, owner, self.now, LEASE, served):
                 assert group.group_id not in self.admitted_at and self.ledger.session_groups(name)[-1] == group
-                self.admitted_at[group.group_id] = self.ledger.version
+                self.admitted_at[group.group_id] = served
+                if served < self.ledger.version:
+                    self.learn_start(group.group_id, served)
                 self.bounds[group.group_id] = self.settings.max_staleness
                 self.leases[group.group_id] = owner
 

@@ -166,6 +166,13 @@ def test_where_the_generators_are_the_slower_they_are_not_held_back(run):
     assert held.staleness <= furthest.staleness
 
 
+@pytest.mark.parametrize("capacity", [1.1, 3])
+def test_a_larger_bound_for_late_feedback_of_users_does_not_make_rows_older(capacity):
+    runs = [Run(16, bound, capacity, slots=1, spread=0.8, steps=100) for bound in (8, 32)]
+    usual, large = (Simulation(run, RunAhead(run.batch_size, run.max_staleness)).result() for run in runs)
+    assert large.staleness < usual.staleness + 0.1
+
+
 def test_what_one_bad_time_has_added_is_given_back():
     run = Run(batch_size=16, max_staleness=8, capacity=1.5, slots=1, spread=0.5, steps=300)
     ahead = RunAhead(run.batch_size, run.max_staleness)

@@ -1,19 +1,25 @@
 """Pictures in chats: the template writes one placeholder for each, and the tokens have as many as the model needs."""
 
+import base64
 import json
 
 import numpy as np
 import pytest
+from scripted_policy import Session
 from tiny_pictures import png
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.config import UserError
 from areal.data.pictured import place
+from areal.pictures import digest_of
 from areal.sampled import Generation
 from areal.sight import PLACEHOLDER
 from areal.tokens import load_tokenizer
+from areal.workflows.anthropic_api import CountRequest
 from areal.workflows.conversation import begin, user
+from areal.workflows.openai_api import ApiError, ChatRequest, ChatSession, messages_of, prompt_tokens
+from areal.workflows.responses_api import ResponseReply, ResponsesRequest
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -57,5 +63,96 @@ def test_a_model_that_does_not_see_refuses_pictures(tokenizer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     prompt, _ = place("<image> how many", [png(28, 28, 0)], tmp_path, "the row")
     talk, messages = begin(load_tokenizer(str(tmp_path)), prompt)
-    with pytest.raises(UserError, match="does not see pictures here, which qwen2_5_vl and qwen3_vl alone do"):
+    with pytest.raises(UserError, match="does not see pictures here, which qwen2_5_vl, qwen3_vl, smolvlm alone do"):
         talk.prompt(messages)
+
+
+WIDE, SMALL = png(56, 84, 0), png(28, 28, 1)
+
+
+def url(content):
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def shown(*contents):
+    """A turn of the user with these pictures, as OpenAI's clients write it."""
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(c)}} for c in contents]}
+
+
+@pytest.fixture
+def session(tokenizer):
+    """Of a row with two pictures. The policy says sure."""
+    made = Session(*["sure"] * 4, tokenizer=tokenizer)
+    made.end, made.pictures = tokenizer.eos_token_id, (WIDE, SMALL)
+    made.asked = []
+    generate = made.generate
+
+    async def generate_and_note(tokens, *more):
+        made.asked.append(list(tokens))
+        return await generate(tokens, *more)
+
+    made.generate = generate_and_note
+    return made
+
+
+PADS = [3, *[10] * 6, 4, 3, 10, 4]  # of both
+
+
+async def test_the_rows_pictures_come_in_any_turn_and_as_the_result_of_a_tool(session, tmp_path):
+    chat = ChatSession(session)
+    messages = [{"role": "user", "content": "how many"}]
+    answer = await chat.complete(ChatRequest(messages=messages))
+    messages += [answer.message, shown(WIDE, SMALL)]
+    answer = await chat.complete(ChatRequest(messages=messages))
+    begin = [1, 6, 7, 5, 2, 9, 5]
+    assert session.asked[1] == [*begin, 1, *PADS, 5, 2]
+    messages += [answer.message, {"role": "user", "content": "sure"}]
+    await chat.complete(ChatRequest(messages=messages))
+    assert session.asked[2] == [*session.asked[1], 9, 5, 1, 9, 5, 2]
+    (trained,) = session.trajectory(1.0).sequences()
+    assert trained.tokens.tolist() == [*session.asked[2], 9, 5], "what the engine had is what is trained"
+    prompt, _ = place("how many", [WIDE, SMALL], tmp_path, "the row")
+    as_in_the_row = ChatRequest(messages=json.loads(json.dumps(prompt)))
+    assert prompt_tokens(as_in_the_row, chat.tokenizer, chat.pictures) == len([1, *PADS, 6, 7, 5, 2])
+
+
+async def test_the_protocols_say_the_same(session):
+    chat, (wide, small) = ChatSession(session), map(url, (WIDE, SMALL))
+    openai = ChatRequest(messages=[{"role": "user", "content": "how"}, {"role": "user", **shown(WIDE, SMALL)}])
+    blocks = [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}}
+        for data in (wide, small)
+    ]
+    anthropic = CountRequest(messages=[{"role": "user", "content": "how"}, {"role": "user", "content": blocks}]).chat()
+    inputs = [{"type": "input_image", "image_url": data} for data in (wide, small)]
+    responses = ResponseReply(
+        ResponsesRequest(input=[{"role": "user", "content": "how"}, {"role": "user", "content": inputs}]), {}
+    )
+    made = [messages_of(request, chat.pictures) for request in (openai, anthropic, responses.request)]
+    assert made[0] == made[1] == made[2] and [part["digest"] for part in made[0][1]["content"]] == [
+        digest_of(WIDE), digest_of(SMALL)
+    ]  # fmt: skip
+    result = [{"type": "tool_result", "tool_use_id": "1", "content": blocks}]
+    tool = CountRequest(messages=[{"role": "user", "content": result}]).chat()
+    assert messages_of(tool, chat.pictures) == [{"role": "tool", "tool_call_id": "1", "content": made[0][1]["content"]}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        shown(WIDE)["content"],
+        shown(SMALL, WIDE)["content"],
+        shown(WIDE, SMALL, SMALL)["content"],
+        shown(WIDE, png(28, 28, 2))["content"],
+        [{"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}],
+        [{"type": "image_url", "image_url": "/etc/passwd"}],
+        [{"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}],
+        [{"type": "image", "path": "/etc/passwd", "digest": None}],
+    ],
+)
+async def test_other_pictures_than_the_rows_are_refused(session, content):
+    with pytest.raises(ApiError, match="have no picture, or all pictures of the sample's row, in order"):
+        await ChatSession(session).complete(ChatRequest(messages=[{"role": "user", "content": content}]))
+    session.pictures = ()
+    with pytest.raises(ApiError, match="others cannot be trained yet"):
+        await ChatSession(session).complete(ChatRequest(messages=[{"role": "user", "content": content}]))
