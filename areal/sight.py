@@ -1,7 +1,7 @@
 """How a model sees: how many tokens a picture takes, where they stand, and at which positions.
 
 A model that sees has a *placeholder*, a token that stands for a part of a picture. The model's tower makes a vector of
-each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL and Qwen3-VL.
+each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL, Qwen3-VL and SmolVLM.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from areal.config import Config, UserError, explain
 from areal.pictures import decode, digest_of
 
-# The types of models that see, and of their text models; the names of their processors' sizes, and their defaults.
-SEEING = ("qwen2_5_vl", "qwen3_vl")
+# The names of a processor's sizes, and their defaults; those of the tower of SmolVLM.
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
+SQUARE = {"image_size": 224, "patch_size": 32}
 PLACEHOLDER = "<|image_pad|>"
 # Of the patches that `Views` keeps. Those of the largest picture are 24 MiB.
 VIEWED_BYTES = 1 << 28
@@ -50,6 +50,7 @@ class Sight:
     folder: str
     token: int
     sizes: dict[str, int]
+    placeholder: ClassVar[str] = PLACEHOLDER
 
     def tokens(self, width: int, height: int) -> int:
         """How many placeholders a picture of this size takes. Raises ValueError."""
@@ -69,12 +70,14 @@ class Sight:
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
         """The text of a chat with as many placeholders for each picture as it takes. Raises ValueError if the chat
         template does not write one for each."""
-        parts = text.split(PLACEHOLDER)
+        parts = text.split(self.placeholder)
         if len(parts) - 1 != len(sizes):
             raise ValueError(f"the text of the chat has {len(parts) - 1} placeholders for {len(sizes)} pictures")
-        return parts[0] + "".join(
-            PLACEHOLDER * self.tokens(*size) + part for size, part in zip(sizes, parts[1:], strict=True)
-        )
+        return parts[0] + "".join(self._text(*size) + part for size, part in zip(sizes, parts[1:], strict=True))
+
+    def _text(self, width: int, height: int) -> str:
+        """What stands for a picture of this size."""
+        return self.placeholder * self.tokens(width, height)
 
     def look(self, content: bytes) -> Picture:
         """What the model's own processor makes of a picture. Raises ValueError."""
@@ -90,6 +93,10 @@ class Sight:
 
         return Qwen2VLImageProcessorPil.from_pretrained(self.folder)
 
+    def features(self, picture: Picture) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """What vLLM's model takes of a picture: by its patches, and of the whole."""
+        return {"pixel_values": picture.patches}, {"image_grid_thw": np.array(picture.grid)}
+
     def starts(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> list[int]:
         """Where the placeholders of each picture begin among the tokens of a sequence, int [n]; none if it has no
         placeholder. Those after the last picture's are tokens like any other. Raises ValueError if the first
@@ -102,6 +109,39 @@ class Sight:
                 raise ValueError(f"the placeholders of a prompt are not those of its {len(pictures)} pictures")
             starts.append(int(run[0]))
         return starts
+
+
+class SquareSight(Sight):
+    """How SmolVLM sees: a picture as one square, whose side is "image_size" in `sizes`, of "tokens" parts."""
+
+    placeholder = "<image>"
+
+    def tokens(self, width: int, height: int) -> int:
+        return self.sizes["tokens"]
+
+    def _text(self, width: int, height: int) -> str:
+        around = "<fake_token_around_image>"
+        return f"{around}<global-img>{super()._text(width, height)}{around}"
+
+    def look(self, content: bytes) -> Picture:
+        (square,) = self._processor(images=[decode(content)], return_tensors="np")["pixel_values"][0]
+        return Picture(digest_of(content), square.reshape(1, -1), (1, 1, 1), (1, self.sizes["tokens"], 1))
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        return SmolVLMImageProcessorPil.from_pretrained(self.folder)
+
+    def features(self, picture: Picture) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        side = self.sizes["image_size"]
+        square = picture.patches.reshape(1, 3, side, side)
+        every = np.ones((1, side, side), np.int64)
+        return {"pixel_values": square, "pixel_attention_mask": every}, {"num_patches": np.array(1)}
+
+
+# By the types of models that see.
+SEEING = {"qwen2_5_vl": Sight, "qwen3_vl": Sight, "smolvlm": SquareSight}
 
 
 def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:
@@ -167,10 +207,20 @@ def sight_of(folder: str) -> Sight:
     config = _read(Path(folder) / "config.json")
     if not sees(folder):
         raise UserError(
-            f"the model {folder} does not see pictures here, which {' and '.join(SEEING)} alone do: leave them out"
+            f"the model {folder} does not see pictures here, which {', '.join(SEEING)} alone do: leave them out"
         )
     settings = _read(Path(folder) / "preprocessor_config.json")
     settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
+    if SEEING[config["model_type"]] is SquareSight:
+        if settings.get("do_image_splitting", True):
+            raise UserError(
+                f"the model {folder} sees a picture in tiles, which is not trained here: set do_image_splitting to "
+                f"false in its preprocessor_config.json"
+            )
+        tower = SQUARE | (config.get("vision_config") or {})
+        sizes = {"image_size": tower["image_size"]}
+        sizes["tokens"] = (tower["image_size"] // tower["patch_size"] // config.get("scale_factor", 2)) ** 2
+        return SquareSight(folder, int(config["image_token_id"]), sizes)
     of_size = settings.get("size") or {}
     settings = {"min_pixels": of_size.get("shortest_edge"), "max_pixels": of_size.get("longest_edge")} | settings
     sizes = {name: int(settings.get(name) or default) for name, default in SIZES.items()}

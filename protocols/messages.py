@@ -22,7 +22,7 @@
 | rollout_manager, evaluator, gateway | reward | Score | Done |
 | rollout_manager | scorer | ScoreTokens | Done |
 | rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
-| rollout_manager | trainer | AskSamples | StoredSamples |
+| rollout_manager, gateway | trainer | AskSamples | StoredSamples |
 | rollout_manager, gateway | trainer | StoreSamples | GroupAccepted |
 | rollout_manager | trainer | OfferPictures | LackingPictures |
 | rollout_manager | trainer | StorePictures | Done |

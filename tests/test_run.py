@@ -516,7 +516,7 @@ def test_a_dry_run_without_a_mistake_says_so_and_leaves_nothing(small, tmp_path,
     assert yaml.safe_load(out)["name"] == "test"
     verdict = "The configuration and what it names were checked: the run can be started."
     assert error.splitlines() == ["--- What the checks say:", verdict]
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--quiet"])
+    monkeypatch.setattr(sys, "argv", ["run.py", CONFIG, small[1], "--dry-run", "--quiet"])  # without engines
     assert main() == 0 and not capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 

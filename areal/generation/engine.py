@@ -703,14 +703,13 @@ def _features(model: Path, tokens: Sequence[int], pictures: Sequence[Picture]) -
     )
 
     features = []
-    starts = sight_of(str(model)).starts(np.asarray(tokens), pictures)
-    for start, picture in zip(starts, pictures, strict=False):
-        patches, grid = torch.from_numpy(picture.patches), torch.tensor(picture.grid)
-        flat = MultiModalFlatField(slices=[[slice(0, len(patches))]], dim=0)
-        fields = {
-            "pixel_values": MultiModalFieldElem(patches, flat),
-            "image_grid_thw": MultiModalFieldElem(grid, MultiModalBatchedField(keep_on_cpu=True)),
-        }
+    sight = sight_of(str(model))
+    for start, picture in zip(sight.starts(np.asarray(tokens), pictures), pictures, strict=False):
+        flat = MultiModalFlatField(slices=[[slice(0, len(picture.patches))]], dim=0)
+        whole = MultiModalBatchedField(keep_on_cpu=True)
+        by_patch, of_whole = sight.features(picture)
+        fields = {name: MultiModalFieldElem(torch.from_numpy(value), flat) for name, value in by_patch.items()}
+        fields |= {name: MultiModalFieldElem(torch.from_numpy(value), whole) for name, value in of_whole.items()}
         place = PlaceholderRange(start, picture.tokens)
         features.append(MultiModalFeatureSpec(MultiModalKwargsItem(fields), "image", picture.name, place, picture.name))
     return features

@@ -500,6 +500,13 @@ class LedgerState:
         """True if the steps after the logged batch can train all `groups`, which are outside it, in time."""
         return schedulable(map(self.deadline, groups), self.batches_logged, self.settings.batch_size)
 
+    def _fits_start(self, version: int) -> bool:
+        """True if another group that starts with this version can be trained in time."""
+        deadlines = [version + self.settings.max_staleness]
+        if self.settings.bounds_groups:
+            deadlines += map(self.deadline, self._unbatched())
+        return schedulable(deadlines, self.batches_logged, self.settings.batch_size)
+
     def _leased(self) -> list[LedgerGroup]:
         return [group for group in self._groups.values() if group.lease_expires is not None]
 
@@ -1056,13 +1063,6 @@ class Ledger(LedgerState):
             return False
         rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]
         return not self._fits(rows)
-
-    def _fits_start(self, version: int) -> bool:
-        """Whether another group that starts with this version can be trained in time."""
-        deadlines = [version + self.settings.max_staleness]
-        if self.settings.bounds_groups:
-            deadlines += map(self.deadline, self._unbatched())
-        return schedulable(deadlines, self.batches_logged, self.settings.batch_size)
 
     def _fail(self, group: LedgerGroup, reason: str) -> None:
         """Re-queue the prompt, or discard it after `max_attempts` failures. A session is discarded."""

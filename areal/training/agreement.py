@@ -83,7 +83,7 @@ class RankMessages:
 
     def send(self, array: np.ndarray) -> np.ndarray:
         """Rank 0's array on all ranks; the other ranks pass an array of the same shape and type."""
-        if dist.get_world_size() == 1:
+        if dist.get_world_size() == 1 or not array.size:
             return array
         tensor = torch.from_numpy(array.copy())
         dist.broadcast(tensor, src=0, group=self._group)

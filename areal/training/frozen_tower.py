@@ -27,14 +27,16 @@ class FrozenTower:
     def __init__(self, module: torch.nn.Module, folder: Path, device: torch.device) -> None:
         self._row: PackedRow | None = None
         embedding = module.get_input_embeddings()
-        self.module, rotary = _read_tower(folder, next(module.parameters()).dtype)
+        self._dtype, self._device = next(module.parameters()).dtype, device
+        self.module, rotary = _read_tower(folder, self._dtype)
         self.module.to(device)
-        self._device = device
-        self._axis = _axes(rotary).to(device)
         layers = [part for part in module.modules() if type(part).__name__.endswith("DecoderLayer")]
         levels = len(getattr(self.module, "deepstack_visual_indexes", ()))
         for level, part in enumerate([embedding, *layers[:levels]]):
             part.register_forward_hook(partial(self._put_vectors, level))
+        if "mrope_section" not in rotary:
+            return
+        self._axis = _axes(rotary).to(device)
         for part in module.modules():
             if type(part).__name__.endswith("RotaryEmbedding"):
                 part.register_forward_hook(self._rotate)
@@ -65,7 +67,7 @@ class FrozenTower:
     def _of_picture(self, number: int) -> list[Tensor]:
         """The vectors of a picture of the batch by their levels, each [parts, H], in host memory."""
         if number not in self._vectors:
-            patches = torch.from_numpy(self._patches[number]).to(self._device, self.module.dtype)
+            patches = torch.from_numpy(self._patches[number]).to(self._device, self._dtype)
             grid = torch.from_numpy(self._grids[number : number + 1]).long().to(self._device)
             with torch.no_grad():
                 features = self.module(patches, grid_thw=grid)
@@ -84,6 +86,28 @@ class FrozenTower:
         return tuple((turn(angles) * rotary.attention_scaling).to(output[0].dtype) for turn in (torch.cos, torch.sin))
 
 
+class _Tiles(torch.nn.Module):
+    """The tower of SmolVLM, with what brings its vectors to the width of the text."""
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        from transformers import AutoModel
+        from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
+
+        super().__init__()
+        self.vision_model = AutoModel.from_config(config.vision_config, dtype=dtype)
+        self.connector = SmolVLMConnector(config).to(dtype)
+
+    def forward(self, tiles: Tensor, grid_thw: Tensor) -> Any:
+        """Of tiles, [n, 3 side side], the vectors, [n parts, H]."""
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        sizes = self.vision_model.config
+        pixels, rows = tiles.view(len(tiles), 3, sizes.image_size, -1), sizes.image_size // sizes.patch_size
+        whole = torch.ones(len(tiles), rows, rows, dtype=torch.bool, device=tiles.device)
+        hidden = self.vision_model(pixel_values=pixels, patch_attention_mask=whole).last_hidden_state
+        return BaseModelOutputWithPooling(pooler_output=self.connector(hidden).flatten(0, 1))
+
+
 def _axes(rotary: dict[str, Any]) -> Tensor:
     """By which of the three positions each angle of a head is, int64 [D / 2]. rotary: the parameters of the text."""
     _, height, width = sections = rotary["mrope_section"]
@@ -99,7 +123,12 @@ def _read_tower(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    tower = AutoModel.from_config(config.vision_config, dtype=dtype)
-    stored = {re.sub(r"^.*\bvisual\.", "", name): tensor for name, tensor in beside_text(folder, 0, 1)}
+    tower = (
+        _Tiles(config, dtype)
+        if config.model_type == "smolvlm"
+        else AutoModel.from_config(config.vision_config, dtype=dtype)
+    )
+    name_in_files = re.compile(r"^.*\b(visual\.|(?=(vision_model|connector)\.))")
+    stored = {name_in_files.sub("", name): tensor for name, tensor in beside_text(folder, 0, 1)}
     tower.load_state_dict(stored)
     return tower.requires_grad_(False).eval(), config.get_text_config().rope_parameters

@@ -627,25 +627,33 @@ async def test_a_run_in_which_nothing_moves_says_who_waits_for_whom(config):
 
 async def test_a_stalled_run_takes_the_remedies_there_are_before_it_gives_up(config):
     config = without_evaluation(config)
-    config = config.model_copy(update={"master": config.master.model_copy(update={"stall_seconds": 3.0})})
+    config = config.model_copy(
+        update={"master": config.master.model_copy(update={"stall_seconds": 3.0, "lease_seconds": 8.0})}
+    )
     roles = ("trainer", "generator", "reward", "rollout_manager")
     async with master_of(config) as running, callers(config, *roles) as actors:
-        for actor in actors:
-            await actor.beat()
-        *_, manager = actors
+        trainer, *_, manager = actors
         permits = (await manager.ask(AskPermits(count=1))).permits
         lost = ()
         while not lost:  # the unfinished group starts anew
+            for actor in actors:  # while one is silent, no time counts
+                await actor.beat()
             lost = (await manager.ask(RenewLeases(groups=(permits[0].group,)))).groups
             await asyncio.sleep(0.1)
         assert not running.done()
+        beats = asyncio.create_task(beat_on(trainer))
         with pytest.raises(FencedError):  # then those waited for do
-            while True:
-                await manager.beat()
-                await asyncio.sleep(0.1)
+            await beat_on(manager)
         ending = await asyncio.wait_for(running, SECONDS)
+        beats.cancel()
     assert not ending.ok
     assert "the run has made no progress" in ending.reason
+
+
+async def beat_on(actor: Caller) -> None:
+    while True:
+        await actor.beat()
+        await asyncio.sleep(0.1)
 
 
 # --- rewards

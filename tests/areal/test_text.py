@@ -55,7 +55,7 @@ PARTS = (
     "1", "1,", ",111", "-", ".", "1.", "a1111", "hope", "pct", " pct", "a", "a ", "def f", "\x1b",
     "sto", "{", "[[", "```\nx = 1\n", "```\n(\n", "```py\n```\n",
 )  # fmt: skip
-SIZE, TIMES = 12_000, 4
+SIZE, TIMES = 6_000, 4
 
 
 def seconds(reader, text: str) -> float:

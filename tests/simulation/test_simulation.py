@@ -281,9 +281,9 @@ def test_a_seed_is_the_same_simulation_every_time() -> None:
 def test_a_seed_is_the_same_simulation_in_any_process_on_any_machine(tmp_path: Path) -> None:
     checkout = tmp_path / "elsewhere"
     checkout.symlink_to(ROOT)
-    # In the first, a workflow hangs, whose line is told; in the second a disk is full; in three of the others several
+    # In the first, a workflow hangs, whose line is told; in the second a disk is full; in one of the others several
     # calls of one sample are moved or aborted at once.
-    seeds = [0, 5, 11, 16, 20, 53]
+    seeds = [0, 5, 16, 20]
     program = f"""
 import os
 from simulation.world import simulate

@@ -29,7 +29,9 @@ def use(number: int, client: openai.OpenAI, over: threading.Event) -> None:
                 model="policy", messages=messages, extra_headers={"X-Session-Id": session}
             )
             if earlier is not None:
-                client.post(f"/sessions/{earlier[0]}/reward", body={"reward": earlier[1]}, cast_to=object)
+                client.post(
+                    f"/sessions/{earlier[0]}/reward", body={"reward": earlier[1], "id": earlier[0]}, cast_to=object
+                )
         except openai.APIError as error:
             if over.wait(0.5):
                 return

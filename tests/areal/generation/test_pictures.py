@@ -23,15 +23,33 @@ CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=8, kv_cache_gi
 WIDTH = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.2}
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 TEXT = {**WIDTH, **HEADS, "vocab_size": 64, "max_position_embeddings": 256, "eos_token_id": 2}
-TOWER = {**WIDTH, "num_heads": 2, "out_hidden_size": 64}
+QWEN = {**WIDTH, "num_heads": 2, "out_hidden_size": 64}
 IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
-# Of each type of model: what its tower has besides, how rotary angles are divided, and other sizes of its text.
+# Of each type of model: its tower, how its text turns positions, other sizes of its text, and its tokens from 5 on.
 KINDS = {
-    "qwen2_5_vl": ({"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}, [4, 6, 6], {}),
+    "qwen2_5_vl": (
+        {**QWEN, "depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+        {"mrope_section": [4, 6, 6]},
+        {},
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+    ),
     "qwen3_vl": (
-        {"depth": 3, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-        [6, 5, 5],
+        {**QWEN, "depth": 3, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
         {"head_dim": 32},
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+        | {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
+    ),
+    "smolvlm": (
+        {**WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 16},
+        {},
+        {"model_type": "llama"},
+        {
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+        }
+        | {"end_of_utterance_token": "<end_of_utterance>"},
     ),
 }
 
@@ -39,21 +57,20 @@ KINDS = {
 @pytest.fixture(params=KINDS)
 def model(request, tmp_path):
     torch.manual_seed(0)
-    kind, (tower, sections, more) = request.param, KINDS[request.param]
-    rotary = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
-    rotary |= {"mrope_interleaved": True} if kind == "qwen3_vl" else {}
+    kind, (tower, rotary, more, names) = request.param, KINDS[request.param]
+    if kind == "smolvlm":
+        pytest.importorskip("num2words")
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, **rotary}
     config = transformers.AutoConfig.for_model(
         kind,
         text_config={**TEXT, **more, "rope_parameters": rotary, "tie_word_embeddings": False},
-        vision_config={**TOWER, **tower},
+        vision_config=tower,
         tie_word_embeddings=False,
         **IDS,
     )
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
-    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    names |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
     words = [f"w{token}" for token in range(64)]
-    words[5:9] = names.values()
+    words[5 : 5 + len(names)] = names.values()
     raw = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": "w0"}
     file = tmp_path / "tokenizer.json"
     file.write_text(
@@ -63,16 +80,27 @@ def model(request, tmp_path):
         tokenizer_file=str(file), eos_token="w2", pad_token="w0", extra_special_tokens=names
     )
     tokenizer.save_pretrained(tmp_path / "model")
-    # Without `image_mean` vLLM's own normalisation would leave the pixels as bytes, 0.1 nats off.
-    unit = 2 * tower["patch_size"]
-    sizes = {"patch_size": tower["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
-    sizes |= {"min_pixels": unit**2, "max_pixels": 16 * unit**2}
-    family = "Qwen3VL" if kind == "qwen3_vl" else "Qwen2VL"
-    processor = "Qwen3VLProcessor" if kind == "qwen3_vl" else "Qwen2_5_VLProcessor"
-    for name, part in ("preprocessor", "Qwen2VLImage"), ("video_preprocessor", f"{family}Video"):
-        said = {f"{part[7:].lower()}_processor_type": f"{part}Processor", "processor_class": processor}
-        (tmp_path / "model" / f"{name}_config.json").write_text(json.dumps(sizes | said))
+    for name, settings_of_it in processors(kind, tower["patch_size"]).items():
+        (tmp_path / "model" / f"{name}_config.json").write_text(json.dumps(settings_of_it))
     return tmp_path / "model"
+
+
+def processors(kind, patch_size):
+    """The files of a model's processors. Without `image_mean` vLLM's own normalisation would leave the pixels of Qwen's
+    as bytes, 0.1 nats off."""
+    if kind == "smolvlm":
+        sizes = {"do_image_splitting": False, "size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 64}}
+        said = {"image_processor_type": "SmolVLMImageProcessor", "processor_class": "SmolVLMProcessor"}
+        return {"preprocessor": sizes | said, "processor": {"image_seq_len": 4, "processor_class": "SmolVLMProcessor"}}
+    unit = 2 * patch_size
+    sizes = {"patch_size": patch_size, "merge_size": 2, "temporal_patch_size": 2}
+    sizes |= {"min_pixels": unit**2, "max_pixels": 16 * unit**2}
+    video, processor = ("Qwen3VL", "Qwen3VL") if kind == "qwen3_vl" else ("Qwen2VL", "Qwen2_5_VL")
+    said = {"processor_class": f"{processor}Processor"}
+    return {
+        "preprocessor": sizes | said | {"image_processor_type": "Qwen2VLImageProcessor"},
+        "video_preprocessor": sizes | said | {"video_processor_type": f"{video}VideoProcessor"},
+    }
 
 
 @pytest.mark.slow

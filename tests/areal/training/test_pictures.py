@@ -17,15 +17,25 @@ from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Branch, Group, Trajectory
 
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "initializer_range": 0.3}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}
+QWEN = {"num_heads": 2, "out_hidden_size": 32}
 IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 6, "vision_start_token_id": START, "vision_end_token_id": END}
 # Of each type of model: what its tower has besides, how rotary angles are divided, and other sizes of its text.
 KINDS = {
-    "qwen2_5_vl": ({"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}, [1, 1, 2], {}),
+    "qwen2_5_vl": (
+        {**QWEN, "depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+        {"mrope_section": [1, 1, 2]},
+        {},
+    ),
     "qwen3_vl": (
-        {"depth": 3, "patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        [4, 2, 2],
+        {**QWEN, "depth": 3, "patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
         {"head_dim": 16},
+    ),
+    "smolvlm": (
+        {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 16},
+        {},
+        {"model_type": "llama"},
     ),
 }
 
@@ -33,10 +43,9 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     """The folder of a tiny model that sees."""
-    folder, (tower, sections, more) = tmp_path_factory.mktemp("model"), KINDS[request.param]
+    folder, (tower, rotary, more) = tmp_path_factory.mktemp("model"), KINDS[request.param]
     torch.manual_seed(0)
-    rotary = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
-    rotary |= {"mrope_interleaved": True} if "deepstack_visual_indexes" in tower else {}
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, **rotary}
     text = {**SIZES, **more, "max_position_embeddings": 256, "rope_parameters": rotary, "tie_word_embeddings": False}
     config = transformers.AutoConfig.for_model(
         request.param, text_config=text, vision_config={**TOWER, **tower}, tie_word_embeddings=False, **IDS
@@ -45,6 +54,8 @@ def model(request, tmp_path_factory):
     (folder / "tokenizer.json").write_text("{}")
     unit = 2 * tower["patch_size"]
     sizes = {"min_pixels": unit**2, "max_pixels": 16 * unit**2, "patch_size": tower["patch_size"], "merge_size": 2}
+    if request.param == "smolvlm":
+        sizes = {"do_image_splitting": False, "size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 64}}
     (folder / "preprocessor_config.json").write_text(json.dumps(sizes))
     return folder
 
@@ -95,8 +106,12 @@ def stock_logprobs(model, trajectory, pictures, sight):
     positions."""
     tokens = torch.from_numpy(trajectory.tokens).long()[None]
     kinds = ((tokens == PLACEHOLDER) & torch.from_numpy(trajectory.versions < 0)).int()
-    more = {"mm_token_type_ids": kinds}
-    if kinds.any():
+    tiles = "smolvlm" in model.config.model_type
+    more = {} if tiles else {"mm_token_type_ids": kinds}
+    if kinds.any() and tiles:
+        more["pixel_values"] = torch.from_numpy(np.stack([sight.look(p).patches for p in pictures])).double()
+        more["pixel_values"] = more["pixel_values"].view(1, len(pictures), 3, 64, 64)
+    elif kinds.any():
         looked = [sight.look(picture) for picture in pictures]
         more["pixel_values"] = torch.from_numpy(np.concatenate([p.patches for p in looked])).double()
         more["image_grid_thw"] = torch.tensor([p.grid for p in looked])
@@ -133,8 +148,9 @@ def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, chang
         count += int(sampled.sum())
     torch.testing.assert_close(computed.double(), torch.cat(expected), rtol=0, atol=1e-5)
     (loss / count).backward()
-    found = {name.replace("model.", "model.language_model.", 1): gradient for name, gradient in gradients.items()}
-    exact = {n: p.grad.float() for n, p in whole.named_parameters() if p.grad is not None and "visual" not in n}
+    body = "text_model" if "smolvlm" in whole.config.model_type else "language_model"
+    found = {name.replace("model.", f"model.{body}.", 1): gradient for name, gradient in gradients.items()}
+    exact = {n: p.grad.float() for n, p in whole.named_parameters() if n.startswith((f"model.{body}.", "lm_head."))}
     assert_same_gradients(found, exact)
 
 
@@ -155,15 +171,12 @@ def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(model, batch):
 def test_a_batch_whose_tokens_do_not_stand_for_its_pictures_is_refused(model, batch):
     groups, store = batch
     engine = training_engine(model, store)
-    with pytest.raises(ValueError, match="placeholders of a prompt are not those of its 2 pictures"):
-        engine.logprobs([replace(groups[1], row=groups[1].row.replace(*places_swapped(groups[1])))], temperature=1.0)
+    first, second = pictures_of(groups[1])
+    same_length = len({sight_of(str(model)).look(store.get(name)).tokens for name in (first, second)}) == 1
+    for wrong in [[first, second, first]] if same_length else [[first, second, first], [second, first]]:
+        with pytest.raises(ValueError, match=f"placeholders of a prompt are not those of its {len(wrong)} pictures"):
+            engine.logprobs([replace(groups[1], row=json.dumps({DIGESTS: wrong}))], temperature=1.0)
     engine.close()
-
-
-def places_swapped(group):
-    """The digests of a group in the row, and the same in another order."""
-    first, second = pictures_of(group)
-    return f'"{first}", "{second}"', f'"{second}", "{first}"'
 
 
 def test_a_picture_is_processed_once_for_all_batches(model, batch, monkeypatch):
@@ -188,3 +201,14 @@ def test_as_many_placeholders_are_written_as_the_processor_makes_parts(model):
     sight = sight_of(str(model))
     for width, height in [(28, 28), (5, 40), (84, 56), (30, 150), (400, 200), (1000, 9), (57, 57)]:
         assert sight.tokens(width, height) == sight.look(png(width, height, 0)).tokens
+
+
+def test_smolvlm_sees_a_picture_as_one_square_or_not_at_all(tmp_path):
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    (tmp_path / "config.json").write_text('{"model_type": "smolvlm", "image_token_id": 5, "scale_factor": 4}')
+    with pytest.raises(UserError, match="set do_image_splitting to false in its preprocessor_config.json"):
+        sight_of(str(tmp_path))
+    (tmp_path / "preprocessor_config.json").write_text('{"do_image_splitting": false}')
+    whole = get_image_prompt_string(0, 0, 1, "<fake_token_around_image>", "<image>", "<global-img>")
+    assert sight_of(str(tmp_path)).expand("a <image> b", [(30, 40)]) == f"a {whole} b"
