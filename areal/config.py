@@ -126,8 +126,7 @@ class SourceConfig(Section):
     * a file that ends in .jsonl (one object per line), .json (a list of objects), .csv, .tsv or .parquet, with `prompt`
       and `answer`; all but Parquet also compressed, as .jsonl.gz or .jsonl.zst;
     * `reasoning_gym:NAME`: a task of the reasoning_gym library, which receives `options`;
-    * `verifiers:NAME`: an environment of the verifiers library, which receives `options`; `verifiers:NAME:eval` takes
-      the rows that the environment keeps for evaluation;
+    * `verifiers:NAME`: a task set of the verifiers library, which receives `options`;
     * `harbor:FOLDER`: tasks in Harbor's folder layout;
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, a folder with files as the hub has them, or
       one written by `save_to_disk`); `hf:NAME:SPLIT` and `FOLDER:SPLIT` name the split, too.
@@ -1353,7 +1352,7 @@ class Config(ScoringConfig, metaclass=_Checked):
         for part in self.data.parts:
             if self.rollout_manager.workflow == "verifiers" and not str(part.source).startswith("verifiers:"):
                 yield (
-                    f"rollout_manager.workflow=verifiers needs the rows of a verifiers environment, but the source is "
+                    f"rollout_manager.workflow=verifiers needs the rows of a task set of verifiers, but the source is "
                     f"{part.source!r}: set data.source=verifiers:NAME"
                 )
         if self.reward.functions or self.rollout_manager.gives_rewards:

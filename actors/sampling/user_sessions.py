@@ -61,13 +61,14 @@ class UserSample(SampleSession):
 
 
 class AnsweredCall(NamedTuple):
-    """A finished call: its answer's id, its messages and the other fields of its request, as places in the session's
-    parts, and the client's id for it, with its number among the answers."""
+    """A finished call: its answer's id, and the client's id for it, with its number among the answers; its messages,
+    the other fields of its request, and the answer's message and finish, as places in the session's parts."""
 
     name: str
+    mark: str
     messages: list[int]
     options: int
-    mark: str
+    answer: int
 
 
 class UserSession:
@@ -151,7 +152,7 @@ class UserSession:
             if not self.sample.messages:
                 self.sample.messages += map(message_of, request.messages)
             answer = await self.chat.complete(request, name, on_text)
-            self._add_turn(request, name, mark)
+            self._add_turn(request, name, answer, mark)
             await self.save()
         except SampleFailed as failure:
             raise ApiError(f"the call has failed: {failure}", "call_failed") from None
@@ -160,11 +161,11 @@ class UserSession:
             self.used = loop.time()
         return answer
 
-    def _add_turn(self, request: ChatRequest, name: str, mark: str) -> None:
+    def _add_turn(self, request: ChatRequest, name: str, answer: Answer, mark: str) -> None:
         options = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
-        parts = [json.dumps(part) for part in [*request.messages, options]]
-        *messages, place = (self._parts.setdefault(part, len(self._parts)) for part in parts)
-        self._turns.append(AnsweredCall(name, messages, place, mark))
+        parts = map(json.dumps, [*request.messages, options, [answer.message, answer.finish]])
+        *messages, place, end = (self._parts.setdefault(part, len(self._parts)) for part in parts)
+        self._turns.append(AnsweredCall(name, mark, messages, place, end))
 
     async def save(self) -> None:
         """Have the trainer store the calls so far, and what is needed to go on with them."""
@@ -185,10 +186,10 @@ class UserSession:
         parts = [json.loads(part) for part in notes["parts"]]
         for turn in itertools.starmap(AnsweredCall, notes["turns"]):
             request = ChatRequest(messages=[parts[place] for place in turn.messages], **parts[turn.options])
-            answer = await self.chat.complete(request, turn.name)
+            answer = await self.chat.complete(request, turn.name, earlier=parts[turn.answer])
             if not self._turns:
                 self.sample.messages += map(message_of, request.messages)
-            self._add_turn(request, turn.name, turn.mark)
+            self._add_turn(request, turn.name, answer, turn.mark)
             if turn.mark:
                 self._calls[turn.mark] = asyncio.create_task(_same(answer))
         for name, value, mark in notes["rewards"]:

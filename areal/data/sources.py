@@ -344,8 +344,7 @@ def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int
     if name.startswith("reasoning_gym:"):
         return _open_reasoning_gym(config, name.removeprefix("reasoning_gym:"), options, seed, what)
     if name.startswith("verifiers:"):
-        environment, _, side = name.removeprefix("verifiers:").partition(":")
-        return _table(config, verifiers_tasks.rows(environment, options, side or "train"), what)
+        return _table(config, verifiers_tasks.rows(name.removeprefix("verifiers:"), options), what)
     if name.startswith("harbor:"):
         folder = Path(name.removeprefix("harbor:")).expanduser()
         config = config.model_copy(update={"prompt_key": "prompt", "answer_key": None})

@@ -17,12 +17,11 @@ from typing import Annotated, Any, Protocol, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.config import UserError
-from areal.data import verifiers_tasks
 from areal.data.rows import Row, prompt_text
 from areal.plugins import load
 from areal.text import python_call
 from areal.trajectory import LARGEST_REWARD, Trajectory
-from areal.workflows import environments, mcp_tools, verifiers_agent, verifiers_policy
+from areal.workflows import environments, mcp_tools, verifiers_agent
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
 from areal.workflows.chat_templates import Message
@@ -171,18 +170,15 @@ async def _use_tools(
 
 
 async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 600.0) -> Trajectory:
-    """Acts in an environment of the verifiers library, which also gives the rows (data.source verifiers:NAME). Only a
-    task of its 0.4 has the time limit."""
-    if verifiers_tasks.has_tasks():
-        return await agent(
-            session,
-            row,
-            agent=f"{verifiers_agent.__name__}:solve",
-            timeout_seconds=timeout_seconds,
-            agent_reward=True,
-            reward_range=[-LARGEST_REWARD, LARGEST_REWARD],
-        )
-    return await verifiers_policy.play(session, row)
+    """Does a task of the verifiers library, which also gives the rows (data.source verifiers:NAME)."""
+    return await agent(
+        session,
+        row,
+        agent=f"{verifiers_agent.__name__}:solve",
+        timeout_seconds=timeout_seconds,
+        agent_reward=True,
+        reward_range=[-LARGEST_REWARD, LARGEST_REWARD],
+    )
 
 
 async def turns(

@@ -193,10 +193,16 @@ class ChatSession:
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     async def complete(
-        self, request: ChatRequest, name: str = "", on_text: Callable[[str], None] | None = None
+        self,
+        request: ChatRequest,
+        name: str = "",
+        on_text: Callable[[str], None] | None = None,
+        earlier: Sequence[Any] | None = None,
     ) -> Answer:
         """What the policy answers. `name`: the answer's id. `on_text` gets the text while it comes, unless it has to be
-        complete to be parsed. Raises ApiError, or what the session raised: the sample has then failed."""
+        complete to be parsed. `earlier`: the message and the finish that the same turn was read as before, since a call
+        of a tool gets a new id whenever it is read. Raises ApiError, or what the session raised: the sample has then
+        failed."""
         request.check_sampling(self._session.sampling)
         await self._check(request.offered)
         messages = messages_of(request, self.pictures)
@@ -209,12 +215,11 @@ class ChatSession:
         sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, keep)
         if not len(sampled.tokens):  # no room is left
             return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
-        read = await self._read(sampled, request, stops)
-        message = _shown(read)
+        message, finish = earlier or await self._read(sampled, request, stops)
+        self._tool_calls.update(call["id"] for call in message.get("tool_calls", ()))
         self._conversations[_digest(digests[-1], talk.add(sampled, message_of(message)))] = talk
         self._answers[name] = sampled
         self.last_text = message["content"] or ""
-        finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish or "length"
         return Answer(message, finish, sampled, len(prompt))
 
     def name_answer(self, name: str, answer: Answer) -> None:
@@ -258,14 +263,15 @@ class ChatSession:
         with explain(ValueError, "{why}", ApiError):
             await asyncio.get_running_loop().run_in_executor(_PARSING, self._parsers.check, tools)
 
-    async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> Parsed:
-        if not self._parsers.reads(request.offered):
-            return self._parsers.parse(sampled, None, stops)
-        read = await asyncio.get_running_loop().run_in_executor(
-            _PARSING, self._parsers.parse, sampled, request.offered, stops, self._tool_calls
-        )
-        self._tool_calls.update(call["id"] for call in read.calls)
-        return read
+    async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> tuple[Json, str]:
+        """The message that was sampled, and how it ends."""
+        if self._parsers.reads(request.offered):
+            read = await asyncio.get_running_loop().run_in_executor(
+                _PARSING, self._parsers.parse, sampled, request.offered, stops, self._tool_calls
+            )
+        else:
+            read = self._parsers.parse(sampled, None, stops)
+        return _shown(read), "stop" if read.stopped else "tool_calls" if read.calls else sampled.finish or "length"
 
 
 def _digest(prefix: bytes, message: Json) -> bytes:

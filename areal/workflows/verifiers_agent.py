@@ -1,4 +1,4 @@
-"""An agent (areal.workflows.agents) that does a task of the verifiers library (0.4) and reports its reward."""
+"""An agent (areal.workflows.agents) that does a task of the verifiers library and reports its reward."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from actors.runtime.actor import Notifier
 from actors.sampling import openai_endpoint
 from actors.sampling.openai_endpoint import OpenAIEndpoint
 from areal.config import DataConfig, UserError
-from areal.data import verifiers_tasks
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.sampled import Generation
@@ -843,8 +842,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def priced(monkeypatch, tmp_path):
     """A row of a task set of verifiers, with the policy's call of the task's tool."""
-    if not verifiers_tasks.has_tasks():
-        pytest.skip("verifiers 0.4 is not installed")
+    pytest.importorskip("verifiers.v1", reason="verifiers 0.4 is not installed")
     (tmp_path / "prices.py").write_text(PRICES)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the tools' process
