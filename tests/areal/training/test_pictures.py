@@ -154,6 +154,22 @@ def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, chang
     assert_same_gradients(found, exact)
 
 
+def test_a_picture_that_a_later_turn_shows_counts_as_in_the_whole_model(model, batch):
+    (groups, store), rng, sight = batch, np.random.default_rng(1), sight_of(str(model))
+    (_, wide), second = store.of_group(groups[1]), groups[0].trajectories[0]
+    first = rng.integers(10, 36, 5).tolist()  # what was sampled before the picture is shown
+    tokens = np.array([1, 20, 4, 9, *first, *second.tokens[1:]], np.int32)
+    versions = np.array([-1] * 4 + [3] * 5 + second.versions[1:].tolist(), np.int32)
+    turns = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
+    group = replace(groups[0], trajectories=(turns, groups[0].trajectories[1]))
+    engine = training_engine(model, store)
+    computed = torch.from_numpy(engine.logprobs([group], temperature=TEMPERATURE))[: len(tokens)]
+    engine.close()
+    expected = stock_logprobs(stock(model), turns, [wide], sight).detach()
+    sampled = torch.from_numpy(turns.sampled)
+    torch.testing.assert_close(computed.double()[sampled], expected[sampled[1:]], rtol=0, atol=1e-5)
+
+
 def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(model, batch):
     groups, store = batch
     engine = training_engine(model, store)
