@@ -10,7 +10,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all test-runner kit paper-mini bench coverage lint docs setup clean
+.PHONY: run test test-all test-runner kit paper-mini bench coverage lint docs setup vision clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
@@ -82,6 +82,16 @@ setup: .venv/installed-$(EXTRA)
 	@echo "PyTorch, vLLM and DeepSpeed for CUDA are installed into .venv, once: several GB, in five to fifteen minutes."
 	$(PIP_SHOWN) --editable '.[cuda,test]'
 	touch $@
+
+# Models with vision need torchvision in vLLM. PyPI's does not load its operators beside PyTorch's CPU build; no model here
+# calls them, but its import wants them declared.
+vision: setup
+	$(BIN)/python -c "import torchvision" 2>/dev/null || $(PIP) --no-deps torchvision==0.28.0+cpu 2>/dev/null || \
+	  $(PIP) --no-deps torchvision==0.28.0
+	$(BIN)/python -c "import torchvision" 2>/dev/null || \
+	  cat configs/torchvision.txt >> "$$(echo .venv/lib/python3*/site-packages/torchvision/extension.py)"
+	$(BIN)/python -c "import torchvision"
+	$(PIP) num2words==0.5.14  # SmolVLM's processor imports it
 
 clean:
 	rm -rf .venv runs build

@@ -38,8 +38,8 @@ from areal.workflows.builtin import resolve_workflow
 from areal.workflows.sandbox_owner import Sandboxes
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
-ON_CPUS = ("own_reward", "own_loss", "feedback", "openai_agent", "distillation", "repositories")
-PACKAGES = {"agents_sdk": "agents", "gymnasium_game": "gymnasium", "mcp_tools": "mcp"}
+ON_CPUS = ("own_reward", "own_loss", "feedback", "openai_agent", "distillation", "repositories", "dots")
+PACKAGES = {"agents_sdk": "agents", "dots": "torchvision", "gymnasium_game": "gymnasium", "mcp_tools": "mcp"}
 MOST_LINES_OF_TEXT, MOST_LINES_OF_CODE = 20, 70
 GSM8K = {"question": "Sum 70 and 2.", "answer": "70+2 = <<70+2=72>>72\n#### 72"}
 DEEPCODER = {"problem": "Add.", "tests": json.dumps({"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]})}
@@ -81,8 +81,18 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
     def sources(row: dict, *names: str) -> str:
         return json.dumps([{"base": f"configs/data/deepcoder-{name}.yaml", "source": rows(row)} for name in names])
 
+    def dots() -> list[str]:
+        monkeypatch.syspath_prepend(str(ROOT / "configs" / "examples" / "dots"))
+        make = importlib.import_module("make")
+        make.write_model(tmp_path / "dots" / "model")
+        for name in "rows", "held_out":
+            make.write_rows(tmp_path / "dots" / f"{name}.jsonl", 32)
+        files = {"data.source": "rows.jsonl", "data.eval_source": "held_out.jsonl", "model": "model"}
+        return [f"{key}={tmp_path / 'dots' / file}" for key, file in files.items()]
+
     def configure(example: str, *overrides: str) -> Config:
         replaced = {
+            "dots": lambda: [*dots(), "data.eval_size=8"],
             "distillation": lambda: [f"scorers.teacher.model={tiny_model}"],
             "mcp_tools": lambda: [f"rollout_manager.workflow_options.servers.shop.command={sys.executable}"],
             "gsm8k_lora": lambda: [f"data.source={rows(GSM8K)}", "data.eval_source=null", "data.eval_size=1"],
@@ -108,8 +118,8 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
     return configure
 
 
-def test_there_are_fourteen_examples():
-    assert len(EXAMPLES) == 14 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
+def test_there_are_fifteen_examples():
+    assert len(EXAMPLES) == 15 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -145,6 +155,8 @@ def test_without_its_package_an_example_says_what_is_missing(example, package, c
 @pytest.mark.slow  # each repeats a run of tests/test_run.py with the example's code
 @pytest.mark.parametrize("example", ON_CPUS)
 def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
+    if example in PACKAGES:
+        pytest.importorskip(PACKAGES[example])
     overrides = ["steps=2", "batch_size=4", "group_size=4", "data.eval_size=4", "generator.kv_cache_gib=0.25"]
     if example == "distillation":
         overrides += ["data.eval_size=0", "evaluator.benchmarks.sums.size=4"]

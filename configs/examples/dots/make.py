@@ -27,7 +27,7 @@ ROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.
 TOWER = {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0], "initializer_range": 0.1}
 IDS = {"image_token_id": 2, "video_token_id": 3, "vision_start_token_id": 4, "vision_end_token_id": 5}
 SIZES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 28**2, "max_pixels": SIDE**2}
-TEACHING = ["epochs=6", "trainer.dtype=float32", "trainer.lr=3e-3", "trainer.lr_schedule=cosine"]
+TEACHING = ["epochs=2", "trainer.dtype=float32", "trainer.lr=3e-3", "trainer.lr_schedule=cosine"]
 
 
 def write_model(folder: Path) -> None:
@@ -49,7 +49,7 @@ def write_model(folder: Path) -> None:
         (folder / f"{name}_config.json").write_text(json.dumps(SIZES | classes))
 
 
-def main(folder: Path, rows: int = 2048, *settings: str) -> None:
+def main(folder: Path, rows: int = 1024, *settings: str) -> None:
     """Write the rows and the model. settings: of `areal sft`."""
     folder.mkdir(parents=True)
     write_rows(folder / "taught.jsonl", rows, SLIP)

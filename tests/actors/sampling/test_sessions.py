@@ -845,6 +845,18 @@ async def test_time_in_which_a_sample_waits_for_actors_of_the_run_has_no_limit(l
         assert await limited.score("again") == 1.0
 
 
+async def test_own_code_after_a_long_wait_for_actors_has_a_limit(limited):
+    async def slow(member: Member, job: object) -> list[Result]:
+        await asyncio.sleep(0.08)
+        return [Result(1.0, {})]
+
+    limited._services.rewards._servers.run_job = slow
+    with pytest.raises(TimeoutError, match="sample_seconds"):
+        async with limited.in_workflow():
+            await limited.score("done")
+            await asyncio.Event().wait()
+
+
 async def test_nor_has_the_time_in_which_it_waits_for_a_slot_for_a_command(limited, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
     programs = Programs(limited._services.config.sandbox)

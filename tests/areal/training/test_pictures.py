@@ -12,7 +12,7 @@ from tiny_training import SIZES, TEMPERATURE, assert_same_gradients, settings, s
 
 from areal.config import UserError
 from areal.pictures import DIGESTS, digest_of
-from areal.sight import sight_of
+from areal.sight import packages_of_vision, sight_of
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Branch, Group, Trajectory
@@ -154,6 +154,22 @@ def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, chang
     assert_same_gradients(found, exact)
 
 
+def test_a_picture_that_a_later_turn_shows_counts_as_in_the_whole_model(model, batch):
+    (groups, store), rng, sight = batch, np.random.default_rng(1), sight_of(str(model))
+    (_, wide), second = store.of_group(groups[1]), groups[0].trajectories[0]
+    first = rng.integers(10, 36, 5).tolist()  # what was sampled before the picture is shown
+    tokens = np.array([1, 20, 4, 9, *first, *second.tokens[1:]], np.int32)
+    versions = np.array([-1] * 4 + [3] * 5 + second.versions[1:].tolist(), np.int32)
+    turns = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
+    group = replace(groups[0], trajectories=(turns, groups[0].trajectories[1]))
+    engine = training_engine(model, store)
+    computed = torch.from_numpy(engine.logprobs([group], temperature=TEMPERATURE))[: len(tokens)]
+    engine.close()
+    expected = stock_logprobs(stock(model), turns, [wide], sight).detach()
+    sampled = torch.from_numpy(turns.sampled)
+    torch.testing.assert_close(computed.double()[sampled], expected[sampled[1:]], rtol=0, atol=1e-5)
+
+
 def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(model, batch):
     groups, store = batch
     engine = training_engine(model, store)
@@ -210,5 +226,6 @@ def test_smolvlm_sees_a_picture_as_one_square_or_not_at_all(tmp_path):
     with pytest.raises(UserError, match="set do_image_splitting to false in its preprocessor_config.json"):
         sight_of(str(tmp_path))
     (tmp_path / "preprocessor_config.json").write_text('{"do_image_splitting": false}')
+    assert packages_of_vision(str(tmp_path)) == ["torchvision", "num2words"]
     whole = get_image_prompt_string(0, 0, 1, "<fake_token_around_image>", "<image>", "<global-img>")
     assert sight_of(str(tmp_path)).expand("a <image> b", [(30, 40)]) == f"a {whole} b"
