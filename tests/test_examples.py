@@ -176,13 +176,13 @@ def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
 
 @pytest.mark.slow  # a run with users' HTTP beside it, in which each role is started again
 def test_sessions_of_users_are_trained_once_though_each_role_is_killed(tiny_model, free_port, tmp_path):
-    overrides = [f"model={tiny_model}", f"run_dir={tmp_path}", f"gateway.port={free_port}", "steps=8", "batch_size=8"]
+    overrides = [f"model={tiny_model}", f"run_dir={tmp_path}", f"gateway.port={free_port}", "steps=16", "batch_size=8"]
     overrides += ["data.eval_size=4", "generator.kv_cache_gib=0.25", "sampling.max_new_tokens=16"]
     users = [sys.executable, str(ROOT / "configs/examples/gateway/users.py"), *overrides]
     metrics, to_kill = tmp_path / "gateway" / "metrics.jsonl", ["generator", "trainer", "master", "gateway"]
     with subprocess.Popen(users, env=os.environ | {"PYTHONPATH": str(ROOT)}) as started:
         try:
-            for _ in range(600):
+            for _ in range(1500):
                 if started.poll() is not None:
                     break
                 steps = metrics.read_text().count("\n") if metrics.exists() else 0
@@ -192,14 +192,14 @@ def test_sessions_of_users_are_trained_once_though_each_role_is_killed(tiny_mode
                         if f"--role {role} " in f"{process.command} ":
                             os.kill(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    started.wait(0.5)
+                    started.wait(0.2)
             assert started.poll() == 0 and not to_kill
         finally:
             started.kill()
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [step["sessions_trained"] for step in steps] == [8] * 8
+    assert [step["sessions_trained"] for step in steps] == [8] * 16
     assert all(prompt < 0 for step in steps for prompt in step["prompts"])
-    assert len({prompt for step in steps for prompt in step["prompts"]}) == 64, "each session is trained once"
+    assert len({prompt for step in steps for prompt in step["prompts"]}) == 128, "each session is trained once"
     assert main(["audit", str(metrics.parent)]) == 0
 
 
