@@ -117,7 +117,8 @@ def gateway_command(model: Path, folder: Path, port: int) -> list[str]:
 def vllm_command(model: Path, port: int) -> list[str]:
     options = {"model": model, "port": port, "dtype": "float32", "max-model-len": 512, "chat-template": TEMPLATE}
     options |= {"served-model-name": "vllm", "generation-config": "vllm"}
-    return ["-m", "vllm.entrypoints.openai.api_server", *(f"--{key}={value}" for key, value in options.items())]
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    return [*command, *(f"--{key}={value}" for key, value in options.items())]
 
 
 async def compare(servers: dict[str, Server], clients: int, rounds: int) -> dict[str, list[list[Call]]]:
@@ -165,7 +166,7 @@ async def fill(server: Server, gateway: psutil.Process, open_sessions: int, clie
     return {"sessions a second": rewarded / seconds, "megabytes": megabytes, "descriptors": files}
 
 
-async def measure(model: Path, folder: Path, rounds: int) -> dict[str, Any]:
+async def measure(model: Path, folder: Path, rounds: int, sessions: list[int]) -> dict[str, Any]:
     ports, results = [find_free_port(), find_free_port()], {}
     with (
         started(
@@ -179,7 +180,7 @@ async def measure(model: Path, folder: Path, rounds: int) -> dict[str, Any]:
             for clients in (1, 4):
                 results[f"{clients} clients"] = summarise(await compare(servers, clients, rounds))
             (gateway,) = (child for child in run.children() if "--role gateway" in " ".join(child.cmdline()))
-            for number in (10, 100, 1000):
+            for number in sessions:
                 results[f"{number} open sessions"] = await fill(servers["gateway"], gateway, number, 32)
     return results
 
@@ -188,10 +189,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of the quickstart's model")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sessions", type=int, nargs="*", default=[10, 100, 1000], help="open ones at a time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        results = asyncio.run(measure(options.model.resolve(), Path(folder), options.rounds))
+        results = asyncio.run(measure(options.model.resolve(), Path(folder), options.rounds, options.sessions))
     rows = [
         [clients, name, *(numbers.get(key, "") for key in ("first", "character", "end"))]
         for clients in ("1 clients", "4 clients")
