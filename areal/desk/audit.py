@@ -49,7 +49,7 @@ Result = Literal["holds", "fails", "not shown"]
 GAPS = 20.0
 """A sample's tokens are of another version if their mean gap is so many times the largest mean gap that the run has
 measured between engine and trainer, and more than LEAST_GAP (nats)."""
-LEAST_GAP = 2e-6
+LEAST_GAP = 1e-5
 NAMED = 5
 """So many faults of a check are named."""
 TOLERANCE = 1e-6
