@@ -91,6 +91,7 @@ vision: setup
 	$(BIN)/python -c "import torchvision" 2>/dev/null || \
 	  cat configs/torchvision.txt >> "$$(echo .venv/lib/python3*/site-packages/torchvision/extension.py)"
 	$(BIN)/python -c "import torchvision"
+	$(PIP) num2words==0.5.14  # SmolVLM's processor imports it
 
 clean:
 	rm -rf .venv runs build

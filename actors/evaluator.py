@@ -340,7 +340,7 @@ class Evaluator(Sampler):
         self, row: Row, sampling: SamplingConfig, version: int, router: Router, home: Member | None
     ) -> Trajectory | None:
         """One scored sample; None if it could not be scored, which is a failure, not a score of 0. Raises NotExact."""
-        home = home or await router.choose("generator")
+        home = home or await router.choose("generator", min_version=version)
         generators = RoutedGenerators(router, self._servers)
         session = SampleSession(
             self.services, row, sampling, version, home=home, slot=router.slot_at(home), generators=generators

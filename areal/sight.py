@@ -163,6 +163,12 @@ def sees(folder: str) -> bool:
     return _read(Path(folder) / "config.json").get("model_type") in SEEING
 
 
+def packages_of_vision(folder: str) -> Sequence[str]:
+    """The packages that vLLM needs besides for the model in `folder`."""
+    kind = _read(Path(folder) / "config.json").get("model_type")
+    return [*["torchvision"] * (kind in SEEING), *["num2words"] * (kind == "smolvlm")]
+
+
 def check_pictures(config: Config) -> None:
     """Raises UserError if prompts of the run may not have pictures."""
     sight_of(config.model)

@@ -40,7 +40,7 @@ from areal.processes import ROOT, tied
 from areal.programs.outside import open_sandbox
 from areal.programs.slots import NO_NAMESPACES
 from areal.rewards import functions as rewards
-from areal.sight import sees
+from areal.sight import packages_of_vision
 from areal.storage.claim import can_be_made
 from areal.tokens import load_tokenizer, missing_character, read_template
 from areal.workflows.builtin import rehearse as rehearse_workflow
@@ -124,8 +124,9 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
     else:
         folder = resolve_model(config, weights=weights)
         check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
-        if machine and sees(str(folder)) and importlib.util.find_spec("torchvision") is None:
-            raise UserError(f"vLLM runs {config.model} only with torchvision: install it with `make vision`.")
+        packages = packages_of_vision(str(folder)) if machine else ()
+        if lacks := next((name for name in packages if importlib.util.find_spec(name) is None), None):
+            raise UserError(f"vLLM runs {config.model} only with {lacks}: install it with `make vision`.")
         check_mixture(folder, config.trainer.lora, cuda=not machine or bool(visible_devices()))
     resolve_reference(config, weights=weights)
     for name, model in scorers.items():

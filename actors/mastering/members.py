@@ -133,6 +133,11 @@ class Members:
         sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
         self.last_heartbeats[identity] = LastHeartbeat(self.clock(), beat, sequences=sequences)
 
+    def answers_users(self, generator: Member) -> bool:
+        """Whether it has sequences of gateways. Those of others may wait for newer weights."""
+        load = self.last_heartbeats[generator.identity].beat.engagement
+        return load is not None and any(n and asker.startswith("gateway/") for asker, n in load.sequences.items())
+
     def activity(self, role: str) -> str:
         """What the first member of the role does."""
         return next(

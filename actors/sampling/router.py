@@ -92,10 +92,10 @@ class Router:
 
     def may(self, member: Member, min_version: int = 0) -> bool:
         """Whether the member may get a request."""
-        if member.role != "generator" or (member.serving and self.users):
+        if member.role != "generator":
             return True
-        keeps_back = member.serving and member.held is not None and member.held.version < min_version
-        return not self.users and not keeps_back
+        too_old = member.serving and member.held is not None and member.held.version < min_version
+        return not too_old and (member.serving or not self.users)
 
     @property
     def askers(self) -> int:

@@ -532,8 +532,9 @@ class LedgerState:
             case Started(group_id, version):
                 self._update(group_id, start_version=version)
             case Ready(group_id, version):
-                reported = self._groups[group_id].start_version
-                start = version if reported is None else min(reported, version)
+                group = self._groups[group_id]
+                exact = group.session or group.start_version is None  # users may have got a newer version than expected
+                start = version if exact else min(group.start_version or 0, version)
                 self._update(group_id, state=GroupState.READY, start_version=start, lease_expires=None)
             case Requeued(group_id, reason, failed):
                 group = self._drop(group_id)

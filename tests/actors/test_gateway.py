@@ -433,12 +433,16 @@ async def test_a_generator_that_serves_users_gets_their_calls_alone_and_they_fol
     assert await users.choose("generator") == server and await rows.choose("generator", min_version=1) == other
     directory.update({}, [other.identity])
     waiting = asyncio.create_task(rows.choose("generator", min_version=1))
-    done, _ = await asyncio.wait([waiting], timeout=0.05)
-    assert not done, "it would wait there for weights that do not come"
-    directory.update({other.identity: other.model_copy(update={"serving": True}), server.identity: generator(0)}, ())
+    opened_later = asyncio.create_task(users.choose("generator", min_version=3))
+    done, _ = await asyncio.wait([waiting, opened_later], timeout=0.05)
+    assert not done, "they would wait there for weights that do not come"
+    newer = other.model_copy(update={"serving": True, "held": Policy(lineage=0, version=3, folder="")})
+    directory.update({other.identity: newer, server.identity: generator(0)}, ())
     directory.changed.notify()
     assert users.avoids(server) and not rows.avoids(server)
-    assert (await waiting).identity == server.identity and (await users.choose("generator")).index == 1
+    assert (await waiting).identity == server.identity and await opened_later == await users.choose(
+        "generator"
+    ) == newer
 
 
 async def test_quotas_of_a_key(city):
@@ -745,6 +749,12 @@ async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
     began = time.time()
     monkeypatch.setattr("actors.sampling.user_sessions.time", SimpleNamespace(time=lambda: began + 1000))
     async with city.gateway(1) as user:
+
+        async def waits(message, answer):
+            user.gateway._sessions["anna:s"].begun -= 500  # as if the trainer had been away so long
+            return await city.ask_trainer(message, answer)
+
+        user.gateway.ask_trainer = waits
         await user.ask("sessions/s", method="GET")
         session = user.gateway._sessions["anna:s"]
         assert 1000 <= asyncio.get_running_loop().time() - session.begun < 1100

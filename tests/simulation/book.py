@@ -261,7 +261,7 @@ class Book:
         self._hold(not row.ready, f"{group_id} is ready twice", group_id)
         row.ready, row.started_at = (
             True,
-            start_version if row.started_at is None else min(start_version, row.started_at),
+            start_version if row.started_at is None or row.session else min(start_version, row.started_at),
         )
 
     def _requeued(self, group_id: str, reason: str, failed: bool) -> None:

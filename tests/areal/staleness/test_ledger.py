@@ -693,8 +693,9 @@ def test_a_session_with_a_version_that_is_served_begins_with_it_and_expires_by_i
     group = ledger.open_session("a", "gateway/0#1", 0.0, LEASE, served=1)
     assert (group.start_version, ledger.deadline(group)) == (1, 3)
     assert ledger.open_session("b", "gateway/0#1", 0.0, LEASE, served=1) is None, "two would have one step"
-    assert ledger.ready(group.group_id, 1) is ReportAnswer.ACCEPTED
-    assert train(ledger) == (group.group_id,)
+    assert ledger.started(group.group_id, "gateway/0#1", 2) is ReportAnswer.UNCHANGED
+    assert ledger.ready(group.group_id, 2) is ReportAnswer.ACCEPTED
+    assert train(ledger) == (group.group_id,) and ledger.commit(3).staleness == (1,), "users have got a newer one"
 
 
 def test_a_session_is_not_expired_while_a_step_waits_for_a_row_anyway():
@@ -863,6 +864,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if answer is ReportAnswer.ACCEPTED:
             assert signal or not self.settings.filter_zero_signal or group_id.startswith("s")
             assert group_id in self.leases or group_id.startswith("s")
+            if group_id.startswith("s"):
+                self.starts.pop(group_id, None)
             self.learn_start(group_id, start)
             self.ready_groups.add(group_id)
         self.leases.pop(group_id, None)

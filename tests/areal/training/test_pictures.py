@@ -12,7 +12,7 @@ from tiny_training import SIZES, TEMPERATURE, assert_same_gradients, settings, s
 
 from areal.config import UserError
 from areal.pictures import DIGESTS, digest_of
-from areal.sight import sight_of
+from areal.sight import packages_of_vision, sight_of
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Branch, Group, Trajectory
@@ -226,5 +226,6 @@ def test_smolvlm_sees_a_picture_as_one_square_or_not_at_all(tmp_path):
     with pytest.raises(UserError, match="set do_image_splitting to false in its preprocessor_config.json"):
         sight_of(str(tmp_path))
     (tmp_path / "preprocessor_config.json").write_text('{"do_image_splitting": false}')
+    assert packages_of_vision(str(tmp_path)) == ["torchvision", "num2words"]
     whole = get_image_prompt_string(0, 0, 1, "<fake_token_around_image>", "<image>", "<global-img>")
     assert sight_of(str(tmp_path)).expand("a <image> b", [(30, 40)]) == f"a {whole} b"
