@@ -28,14 +28,14 @@ class Memory:
         for identity, member in self._state.members.items():
             if "free_memory" in (stats := self._members.last_heartbeats[identity].beat.stats):
                 hosts.setdefault(host_of(member.address), {})[actor_name(identity)] = stats
-        before, self.alerts = self.alerts, {}
+        earlier, self.alerts = self.alerts, {}
         for host, actors in hosts.items():
             free = min(stats["free_memory"] for stats in actors.values())
-            if free < (ENOUGH_BYTES if host in before else LITTLE_BYTES):
+            if free < (ENOUGH_BYTES if host in earlier else LITTLE_BYTES):
                 size, largest = max((stats["memory"], actor) for actor, stats in actors.items())
-                self.alerts[host] = before.get(host) or (
+                self.alerts[host] = earlier.get(host) or (
                     f"{host} has {free / (1 << 30):.2f} GiB of memory left, and will kill processes when it has none. "
                     f"The largest of the actors' own is that of {largest} ({size / (1 << 30):.2f} GiB)."
                 )
-        for host in self.alerts.keys() - before.keys():
+        for host in self.alerts.keys() - earlier.keys():
             log.warning(self.alerts[host])
