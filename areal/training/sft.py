@@ -99,12 +99,9 @@ def fine_tune(config: SftConfig, pictures: Path, console: Console) -> None:
 
     from areal.training.engine import TrainingEngine
 
-    trainer = config.trainer.model_copy(update=_OBJECTIVE)
-    if conflict := next(trainer.schedule_conflicts(steps * config.epochs), None):
-        raise UserError(f"Of `areal sft` {conflict}.")
     engine = TrainingEngine(
         model,
-        trainer,
+        _trainer(config, steps),
         seed=config.seed,
         optimizer_steps=steps * config.epochs,
         longest=config.max_length,
@@ -133,6 +130,14 @@ def fine_tune(config: SftConfig, pictures: Path, console: Console) -> None:
         _end_where_trained(config.output, tokenizer, {int(row.trajectories[0].tokens[-1]) for row in rows})
     engine.close()
     console.print(f"the model is in {config.output}", soft_wrap=True)
+
+
+def _trainer(config: SftConfig, steps: int) -> TrainerConfig:
+    """The trainer's settings for as many steps an epoch. Raises UserError."""
+    trainer = config.trainer.model_copy(update=_OBJECTIVE)
+    if conflict := next(trainer.schedule_conflicts(steps * config.epochs), None):
+        raise UserError(f"Of `areal sft` {conflict}.")
+    return trainer
 
 
 def likelihood(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
