@@ -195,7 +195,7 @@ class UserSession:
         for name, value, mark in notes["rewards"]:
             self.give_reward(value, name, mark)
         self.ended = notes["ended"]
-        self.begun -= max(0.0, time.time() - notes["began"])
+        self.begun = asyncio.get_running_loop().time() - max(0.0, time.time() - notes["began"])
         self._began = notes["began"]
 
     def close(self) -> None:

@@ -749,6 +749,12 @@ async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
     began = time.time()
     monkeypatch.setattr("actors.sampling.user_sessions.time", SimpleNamespace(time=lambda: began + 1000))
     async with city.gateway(1) as user:
+
+        async def waits(message, answer):
+            user.gateway._sessions["anna:s"].begun -= 500  # as if the trainer had been away so long
+            return await city.ask_trainer(message, answer)
+
+        user.gateway.ask_trainer = waits
         await user.ask("sessions/s", method="GET")
         session = user.gateway._sessions["anna:s"]
         assert 1000 <= asyncio.get_running_loop().time() - session.begun < 1100
