@@ -120,7 +120,7 @@ class Master(HandlesRequests):
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
         self._hangs = Hangs(self.members, config.master.hang_seconds)
         self._disks = Disks()
-        self._memory = Memory(self.members)
+        self._memory = Memory(self.state, self.members)
         self._model = digests_of(Path(config.model))
 
     @property

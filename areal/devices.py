@@ -47,11 +47,6 @@ def host_memory() -> int:
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
-def resident_memory() -> int:
-    """The memory that this process takes, in bytes."""
-    return int(psutil.Process().memory_info().rss)
-
-
 def free_memory() -> int:
     """What processes may still take of `host_memory`, in bytes."""
     free = int(psutil.virtual_memory().available)

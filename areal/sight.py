@@ -25,7 +25,7 @@ from areal.pictures import decode, digest_of
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 SQUARE = {"image_size": 224, "patch_size": 32}
 PLACEHOLDER = "<|image_pad|>"
-# Of the patches that `Views` keeps. Those of the largest picture are 24 MiB.
+# Of the patches that `Views` keeps. Those of the largest picture of Qwen2.5-VL are 24 MiB.
 VIEWED_BYTES = 1 << 28
 
 

@@ -6,7 +6,7 @@ The journal has the members (`RunState.members`), but not their heartbeats.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,9 +128,6 @@ class Members:
         """The members that were silent for longer than `seconds`, and for how long."""
         silences = [(identity, self.clock() - last.time) for identity, last in self.last_heartbeats.items()]
         return [(identity, silence) for identity, silence in silences if silence > seconds]
-
-    def heard(self) -> Iterator[tuple[Member, LastHeartbeat]]:
-        yield from ((self._state.members[identity], last) for identity, last in self.last_heartbeats.items())
 
     def record_heartbeat(self, identity: str, beat: Heartbeat) -> None:
         sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from areal.devices import free_memory, resident_memory
+import psutil
+
+from areal.devices import free_memory
 
 TICK_SECONDS = 0.05
 
@@ -40,4 +42,5 @@ def numbers() -> dict[str, float]:
     if _watch is None:
         return {}
     seconds, _watch.longest = _watch.longest, 0.0
-    return {"loop_delay": seconds, "memory": float(resident_memory()), "free_memory": float(free_memory())}
+    memory = float(psutil.Process().memory_info().rss)
+    return {"loop_delay": seconds, "memory": memory, "free_memory": float(free_memory())}

@@ -199,7 +199,7 @@ def _tensorboard(config: Config, folder: Path) -> Sink:
 
     writer: Writer | None = None
     earlier: set[Path] = set()  # files from before this writer
-    most = (config.observe.metrics_mib or math.inf) * (1 << 20)
+    limit = (config.observe.metrics_mib or math.inf) * (1 << 20)
 
     def send(step: int, numbers: dict[str, float], at: float) -> None:
         nonlocal writer, earlier
@@ -215,7 +215,7 @@ def _tensorboard(config: Config, folder: Path) -> Sink:
         except OSError:
             writer = None  # it takes no more
             raise
-        if sum(file.stat().st_size for file in {*(folder / "tensorboard").iterdir()} - earlier) > most:
+        if sum(file.stat().st_size for file in {*(folder / "tensorboard").iterdir()} - earlier) > limit:
             writer.close()
             writer = None
             for file in earlier:

@@ -8,7 +8,7 @@ GIB = float(1 << 30)
 
 def test_a_machine_with_little_memory_left_is_told_once_with_its_largest_actor_until_it_has_enough():
     run = Run()
-    memory = Memory(run.members)
+    memory = Memory(run.state, run.members)
     actors = [run.join(role) for role in ("generator", "rollout_manager", "reward")]
 
     def alerts(free: float) -> list[str]:

@@ -165,11 +165,11 @@ async def test_two_sandboxes_share_nothing_and_a_folder_can_be_copied(provider, 
 
 
 async def test_a_late_answer_is_awaited_no_more_and_the_command_is_not_run_again(service, monkeypatch, owner):
-    monkeypatch.setattr(sandbox_providers, "GRACE_SECONDS", 12.0)  # the first answer is awaited for 8 s
+    monkeypatch.setattr(sandbox_providers, "GRACE_SECONDS", 6.0)  # the first answer is awaited for 4 s
     async with opened(owner, SimpleNamespace(name=service, image=None, arguments=())) as sandbox:
         set_fault(service, "late")
         try:
-            assert (await sandbox.exec("sh", "-c", "echo x >> once; cat once", seconds=4.0)).text == "x"
+            assert (await sandbox.exec("sh", "-c", "echo x >> once; cat once", seconds=2.0)).text == "x"
         finally:
             set_fault(service, "none")
 
