@@ -387,15 +387,18 @@ def subclasses_of(kind: type) -> Iterator[type]:
 
 
 def test_every_handler_of_every_actor_has_fail_points() -> None:
-    # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, and what
-    # a trainer compares that keeps the log-probs of its steps.
+    # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, pictures,
+    # which no row has, and what a trainer compares that keeps the log-probs of its steps.
     outsiders = {
         "add_reward",
         "ask_status",
         "ask_config",
         "ask_logprobs",
         "fetch_weights",
+        "generate_pictured",
+        "offer_pictures",
         "send_weights",
+        "store_pictures",
         "transfer_done",
     }
     rooms = {"master": "actors.mastering.", "trainer": "actors.training."}  # of the parts that answer for a role
