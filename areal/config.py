@@ -432,7 +432,7 @@ class GeneratorConfig(EngineConfig):
     max_concurrent_rollouts: int = Field(
         64, ge=1, description="most sequences that a generator runs at once; fewer if its KV cache is too small"
     )
-    stream_interval: int = Field(16, ge=1, description="tokens of a sequence per streamed chunk")
+    stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk; a user's first comes at once")
     interrupt: bool = Field(
         True, description="new weights interrupt the running sequences; false: these finish first, and no others begin"
     )

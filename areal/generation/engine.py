@@ -208,13 +208,13 @@ class GenerationEngine:
         cache_salt: str = "",
     ) -> AsyncGenerator[Generation, None]:
         """Sample one continuation of `tokens`, streamed in parts of about `stream_interval` tokens, at least one. The
-        last one has a `finish`.
+        last one has a `finish`. The first one of a user, who waits for it, has one token.
 
         `max_new_tokens` replaces that of `sampling` (a sequence continued from another engine has fewer tokens left).
         first_version: of the first token of the sample that this call belongs to. With `kv_on_update: keep` the call
         reuses prefixes since this version, otherwise only those that the current weights have computed.
-        pictures: those that the first placeholders among the tokens stand for. cache_salt: the call reuses prefixes of
-        calls with the same one alone.
+        pictures: those that the first placeholders among the tokens stand for. cache_salt: a name of the user, if the
+        call is one's: it reuses prefixes of calls with the same name alone.
         Closing the async generator or cancelling its task aborts the sequence in the engine. Raises ValueError for
         tokens and pictures that the model cannot take, EngineError if the engine dies or hands over its sequences.
         """
@@ -282,7 +282,7 @@ class GenerationEngine:
             raise _handed_over()
         # The serial number keeps late tokens of an aborted request out of a new one with the same id.
         key = f"{request_id}#{next(self._serial)}"
-        sequence = self._sequences[key] = _Sequence(len(tokens), self._config.stream_interval)
+        sequence = self._sequences[key] = _Sequence(len(tokens))
         try:
             await self._send(key, tokens, params, salt, features)
             while not sequence.exhausted:
@@ -621,12 +621,11 @@ class _Sequence:
     """A sequence between the engine and the reader of `generate`. `rows`: the tokens that are not taken yet. `scores`:
     of the prompt, if they were asked for: those of its tokens but the first, or float32 [outputs] of a classifier."""
 
-    def __init__(self, prompt: int, interval: int) -> None:
+    def __init__(self, prompt: int) -> None:
         self.prompt = prompt
         self.sampled = 0
         self.rows = TokenTable()
         self.scores: TokenScores | np.ndarray | None = None
-        self._interval = interval
         self._ready = asyncio.Event()
         self._finish: Finish | None = None
         self._error: EngineError | None = None
@@ -660,7 +659,7 @@ class _Sequence:
             self.scores = output.pooling_output.float().numpy()
         if output.finish_reason is not None:
             self._end(str(output.finish_reason))
-        elif len(self.rows) >= self._interval:
+        elif self.rows:  # as many as the scheduler sends at a time
             self._ready.set()
 
     def fail(self, error: EngineError) -> None:

@@ -206,9 +206,9 @@ def _finish_reload(model: torch.nn.Module) -> None:
 
 
 class _Gathers:
-    """A scheduler that sends the tokens of a sequence once there are `stream_interval` of them, or the last one. All
-    log-probs and routes (uint8 [tokens, width]) of a step's message are in its first output, one after another: an
-    array each would cost more than they.
+    """A scheduler that sends the tokens of a sequence once there are `stream_interval` of them, or the last one; a
+    user's first token, who waits for it, at once. All log-probs and routes (uint8 [tokens, width]) of a step's message
+    are in its first output, one after another: an array each would cost more than they.
 
     vLLM labels what it sends with the version of the last step. Weights change only in a pause, so tokens from before
     the last pause go in outputs of their own, whose request id ends in `@VERSION`. A pause preempts every sequence;
@@ -246,15 +246,21 @@ class _Gathers:
             self._seen.pop(request.request_id, None)
         return ended
 
+    def _interval(self, request: str, begins: bool) -> int:
+        """How many tokens of a sequence are enough to send them. begins: it has its first one."""
+        of_user = begins and user_of(self.requests[request].cache_salt)  # type: ignore[attr-defined]
+        return 1 if of_user else self.scheduler_config.stream_interval  # type: ignore[attr-defined]
+
     def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> Iterator[_Part]:
         """What to send of this output's sequence now."""
+        begins = output.request_id not in self._seen
         if self._seen.get(output.request_id) != self._pauses:
             output.events = None
         self._seen[output.request_id] = self._pauses
         held = self._held.setdefault(output.request_id, [])
         held.append(_Held(output, step, self._pauses))
         tokens = sum(len(entry.output.new_token_ids) for entry in held)
-        if output.finish_reason is None and tokens < self.scheduler_config.stream_interval:  # type: ignore[attr-defined]
+        if output.finish_reason is None and tokens < self._interval(output.request_id, begins):
             return
         del self._held[output.request_id]
         if output.finish_reason is not None:
@@ -272,6 +278,11 @@ class _Gathers:
             routes = [piece.routed_experts for piece in outputs if piece.routed_experts is not None]
             combined.new_logprobs = combined.routed_experts = None
             yield _Part(combined, logprobs, routes)
+
+
+def user_of(salt: str | None) -> str:
+    """The user's part of a request's salt, which is before that of the weights; empty: it is not of a user."""
+    return (salt or "").partition("\n")[0]
 
 
 class _Part(NamedTuple):
@@ -307,8 +318,7 @@ class KeepingScheduler(AsyncGatheringScheduler):
         super().set_pause_state(pause_state)
         if pause_state == PauseState.UNPAUSED:
             for request in self.waiting:
-                of_user = (request.cache_salt or "").partition("\n")[0]
-                request.cache_salt = f"{of_user}\nafter pause {self._pauses}"
+                request.cache_salt = f"{user_of(request.cache_salt)}\nafter pause {self._pauses}"
                 request.block_hashes.clear()
                 request.update_block_hashes()
 

@@ -574,6 +574,13 @@ async def test_chunks_are_typed_and_about_as_long_as_the_stream_interval(engine:
     assert all(len(chunk.tokens) >= CONFIG.stream_interval for chunk in chunks[:-1])
 
 
+async def test_the_first_token_of_a_user_comes_at_once(engine: GenerationEngine) -> None:
+    parts = engine.generate("r", PROMPT, ENDLESS, max_new_tokens=10, cache_salt="user")
+    lengths = [len(part.tokens) async for part in parts]
+    assert lengths[0] == 1 and all(length >= CONFIG.stream_interval for length in lengths[1:-1])
+    assert sum(lengths) == 10
+
+
 async def test_a_stopped_sequence_ends_with_its_stop_token_and_a_cut_one_has_all_its_tokens(
     engine: GenerationEngine, models: Models
 ) -> None:
