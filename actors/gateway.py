@@ -168,7 +168,9 @@ class Gateway(Sampler):
             if (session := self._sessions.get(name)) is None or session.ended or session.full:
                 name = self._unnamed[key] = f"{key}:{secrets.token_hex(8)}"
         async with self._opening.setdefault(name, asyncio.Lock()):
-            session = self._sessions.get(name)
+            if (session := self._sessions.get(name)) and session.is_over:
+                async with session.rewarding:  # until it is stored: this is another one of that name
+                    session = self._sessions.get(name)
             if session and session.group and not train:
                 await self._discard(session, "opted out")
                 session = None
@@ -250,8 +252,8 @@ class Gateway(Sampler):
     ) -> dict[str, Any]:
         name = session.name
         async with session.rewarding:
-            over = session.group is None or session.rewarded
-            if over or mark and mark not in session.marks and (await self._ask_session(name, False, mark)).taken:
+            taken = mark and mark not in session.marks and (await self._ask_session(name, False, mark)).taken
+            if taken or session.group is None or session.rewarded:  # its lease may have ended meanwhile
                 return await self._known_reward(name, call, mark) or await self.state(name) | {"changed": False}
             if call is not None:
                 session.give_reward(value, call, mark)
@@ -324,6 +326,9 @@ class Gateway(Sampler):
             self.report_failure(failure.cause, f"{failure}")
             await self._discard(session, "failed")
         else:
+            if session.running or not session.ended:  # who came back meanwhile goes on
+                session.ended = False
+                return
             if session.group is None:  # it has expired meanwhile
                 return self._drop(session)
             await self._finish(session, score, session.sample.reward_parts)
@@ -356,6 +361,7 @@ class Gateway(Sampler):
             row=row_text(fields) if self.config.observe.rollouts != "none" else "",
             samples=(sample,),
         )
+        session.is_over = True
         accepted = (await self._store(session, request, GroupAccepted)).accepted
         session.rewarded = True
         self._count("rewarded" if accepted else "expired")

@@ -97,6 +97,7 @@ class UserSession:
         self.first_tokens: list[float] = []  # seconds from the call to its first text, since the last look
         self._save = save
         self.saves = 0  # how often it was saved
+        self.is_over = False  # its sample is made, and takes no call any more
         self._turns: list[AnsweredCall] = []
         self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
         self._began = time.time()  # as `begun`, for other gateways
@@ -152,6 +153,10 @@ class UserSession:
             if not self.sample.messages:
                 self.sample.messages += map(message_of, request.messages)
             answer = await self.chat.complete(request, name, on_text)
+            if self.is_over:
+                raise ApiError(
+                    "the session got its reward while it answered: nothing of this call is trained", "over", 409
+                )
             self._add_turn(request, name, answer, mark)
             await self.save()
         except SampleFailed as failure:

@@ -676,6 +676,54 @@ async def test_a_reward_whose_client_goes_away_is_taken():
     assert [sample.reward for sample in city.trained.values()] == [1]
 
 
+async def test_a_call_that_is_answered_after_the_sample_was_made_is_an_error_and_a_later_one_begins_another_session():
+    city = City(make_config())
+    city.says = ["hello", "late", "new"]
+    ask_trainer, sample, stores, answers, go_on = city.ask_trainer, city.sample, *(asyncio.Event() for _ in "123")
+
+    async def slow_store(message, answer):
+        if message.kind == "store_samples":
+            stores.set()
+            await go_on.wait()
+        return await ask_trainer(message, answer)
+
+    async def slow_sample(call):
+        if city.says[0] == "late":
+            answers.set()
+            await stores.wait()
+        return await sample(call)
+
+    async with city.gateway() as user:
+        user.gateway.ask_trainer, city.sample = slow_store, slow_sample
+        await user.say("hi")
+        late = asyncio.create_task(user.say("hi", "hello", "how?"))
+        await answers.wait()
+        reward = asyncio.create_task(user.reward(1))
+        status, body, _ = await late
+        assert (status, body["error"]["code"]) == (409, "over")
+        new = asyncio.create_task(user.say("again"))
+        go_on.set()
+        assert (await reward)[1]["state"] == "ready" and text_of(await new) == "new"
+    (trained,) = city.trained.values()
+    assert "late" not in TOKENIZER.decode(trained.tokens) and len(city.ledger.left_sessions()) == 1
+
+
+async def test_a_session_that_expires_while_the_master_is_asked_about_its_reward_is_gone(city):
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        session, ask = user.gateway._sessions["anna:s"], user.gateway._ask_session
+
+        async def expire(*question):
+            session.group = None
+            return await ask(*question)
+
+        user.gateway._ask_session = expire
+        status, body = await user.reward(1, id="a")
+        assert (status, body["changed"]) == (200, False)
+    assert city.trained == {}
+
+
 async def test_a_reward_with_an_id_is_answered_alike_however_often_it_comes_and_whoever_is_asked(city):
     city.says = ["hello", "fine", "other"]
     taken, call = ({"id": "anna:s", "state": state, "changed": True} for state in ("ready", "open"))

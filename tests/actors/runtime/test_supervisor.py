@@ -510,7 +510,7 @@ async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_p
     )
     hears = "print('up', flush=True)\nwait_for(Path('stopped'))\nprint('heard')"
     play = whole(trainer=slow, reward=hears)
-    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 6.0)
     config = config.model_copy(update={"master": config.master.model_copy(update={"drain_seconds": 0.5})})
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(play.everybody_is_up)
