@@ -5,8 +5,8 @@ BIN := .venv/bin
 EXTRA := $(shell { command -v nvidia-smi || ls /dev/nvidia0; } >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 PIP_SHOWN := $(filter-out --quiet,$(PIP)) # with progress
-# Four workers on two cores: tests of processes wait for a good part of their time.
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
+# Three workers on two cores: tests of processes wait for a good part of their time.
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
