@@ -533,8 +533,8 @@ class LedgerState:
                 self._update(group_id, start_version=version)
             case Ready(group_id, version):
                 group = self._groups[group_id]
-                exact = group.session or group.start_version is None  # users may have got a newer version than expected
-                start = version if exact else min(group.start_version or 0, version)
+                reported = None if group.session else group.start_version  # users may have got a newer version
+                start = version if reported is None else min(reported, version)
                 self._update(group_id, state=GroupState.READY, start_version=start, lease_expires=None)
             case Requeued(group_id, reason, failed):
                 group = self._drop(group_id)
@@ -804,13 +804,13 @@ class Ledger(LedgerState):
     ) -> LedgerGroup | None:
         """Open a session with this name, if `session_capacity` allows it. served: the version that users get, if it is
         not the newest. It is the start version, if all alive groups can still be trained before their deadlines."""
-        older = served is not None and served < self.version
-        if not self.session_capacity or (older and not self._fits_start(served or 0)):
+        start = self.version if served is None else min(served, self.version)
+        if not self.session_capacity or (start < self.version and not self._fits_start(start)):
             return None
         group_id = f"s{self._next_session}.0"
         self._emit(Opened(group_id, session, owner, self.version, now + lease_seconds))
-        if older:
-            self._emit(Started(group_id, served or 0))
+        if start < self.version:
+            self._emit(Started(group_id, start))
         return self._groups[group_id]
 
     def adopt(self, group_ids: Iterable[str], owner: str, now: float, lease_seconds: float) -> list[LedgerGroup]:
