@@ -176,13 +176,14 @@ class SampleSession(SampleState):
         if since is not None and self._timer is not None and not self._timer.expired():
             self._longest = max(self._longest, asyncio.get_running_loop().time() - since)
 
-    def _limit_own_code(self) -> None:
-        """End the workflow if its own code has run for too long. Otherwise look again when it may have: a timer that is
-        moved with each wait takes a tenth of the CPU time of a sample."""
-        loop, seconds = asyncio.get_running_loop(), self._services.sample_seconds
+    def _limit_own_code(self, seen: float | None = None) -> None:
+        """End the workflow if its own code has run since the last look, for as long as it may. Otherwise look again
+        when it may have: a timer that is moved with each wait takes a tenth of the CPU time of a sample. seen: since
+        when it ran at the last look, which a clock that is a little early does not undo."""
+        loop = asyncio.get_running_loop()
         since = self._services.own_code.get(self, now := loop.time())
-        if now < since + seconds:
-            self._next_look = loop.call_at(since + seconds, self._limit_own_code)
+        if since != seen:
+            self._next_look = loop.call_at(since + self._services.sample_seconds, self._limit_own_code, since)
         elif self._timer is not None:
             self._timer.reschedule(now)
 
