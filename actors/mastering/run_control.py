@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +29,8 @@ from protocols.transport import Request
 
 # States that are kept besides those of the checkpoints that are: their checkpoints are being written.
 SPARE_STATES = 2
+# The turn of a request that waits for nobody else's.
+ALONE = nullcontext()
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -120,10 +123,13 @@ class RunControl:
         if reason:
             self.finish(False, reason)
 
-    async def park(self, request: Request[Message], condition: Callable[[], T]) -> T | None:
-        """The first true value of `condition`, or None shortly before the request's deadline."""
+    async def park(
+        self, request: Request[Message], condition: Callable[[], T], turn: AbstractAsyncContextManager[Any] = ALONE
+    ) -> T | None:
+        """The first true value of `condition`, or None shortly before the request's deadline. turn: that the request
+        has while it waits for it."""
         try:
-            async with parked(request):
+            async with parked(request), turn:
                 return await self.changed.until(condition)
         except TimeoutError:
             return None
