@@ -1,7 +1,5 @@
 """Measures how late the event loop of this process runs what is due, and the memory of this process and its machine."""
 
-from __future__ import annotations
-
 import asyncio
 
 import psutil
@@ -10,7 +8,7 @@ from areal.devices import free_memory
 
 TICK_SECONDS = 0.05
 
-_watch: _Watch | None = None
+_watch: "_Watch | None" = None
 
 
 class _Watch:
