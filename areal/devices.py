@@ -1,7 +1,5 @@
 """Assigns the GPUs, or the cores, of this machine to the actors of a run."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Machines of a run whose memory runs out: what its user is told before their kernels kill processes."""
 
-from __future__ import annotations
-
 import structlog
 
 from actors.mastering.members import Members

@@ -22,8 +22,6 @@ its journal, if it has begun one, and the other roles wait for it meanwhile. Onc
 ended, and the supervisor starts no more processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """Measures how late the event loop of this process runs what is due, and the memory of this process and its machine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 
@@ -13,7 +11,7 @@ TICK_SECONDS = 0.05
 # With less memory left, the machine is short of it.
 ENOUGH_BYTES = 2 << 30
 
-_watch: _Watch | None = None
+_watch: "_Watch | None" = None
 
 
 class _Watch:

@@ -1,7 +1,5 @@
 """The worker processes of the reward pool (areal.rewards.worker), from the side of the pool."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

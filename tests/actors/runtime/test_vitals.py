@@ -1,7 +1,5 @@
 """What an actor says of its process."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 
