@@ -62,23 +62,23 @@ def _groups() -> Iterator[tuple[int, int]]:
             _, version, path = line.split(":", 2)
             if version in GROUP_FILES:
                 top = GROUPS / version
-                own = top / path.lstrip("/")
-                for folder in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+                group = top / path.lstrip("/")
+                for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
                     with contextlib.suppress(OSError, ValueError):  # it has no limit
                         yield _limit_and_use(folder, *GROUP_FILES[version])
 
 
 def _limit_and_use(group: Path, limit: str, use: str, cache: str) -> tuple[int, int]:
-    most, used = (int((group / name).read_text()) for name in (limit, use))
+    bound, used = (int((group / name).read_text()) for name in (limit, use))
     cached = re.search(rf"^{cache} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-    return most, used - int(cached[1] if cached else 0)
+    return bound, used - int(cached[1] if cached else 0)
 
 
 def memory_kills() -> int:
     """How many processes the kernel of this machine has killed for lack of memory; 0 if it does not say."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)", VMSTAT.read_text(), re.MULTILINE):
-            return int(found[1])
+        if count := re.search(r"^oom_kill (\d+)", VMSTAT.read_text(), re.MULTILINE):
+            return int(count[1])
     return 0
 
 
