@@ -4,8 +4,6 @@ A model that sees has a *placeholder*, a token that stands for a part of a pictu
 each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL, Qwen3-VL and SmolVLM.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Rows: the problems that workflows and rewards receive."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import dataclass

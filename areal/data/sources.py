@@ -8,8 +8,6 @@ A finite source is used epoch by epoch, and each epoch has its own shuffled orde
 held-out row: such rows of a table are left out, and such generated rows are drawn again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

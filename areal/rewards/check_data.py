@@ -14,8 +14,6 @@ Each line of the output is the result of one line of the input, in the same orde
 none. `inside`: its tests run beside the program, which can forge their verdict (docs/sandbox.md).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pictures of a run, each once: a file named by its digest, which is its checksum."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ same order. If a collective raises on any rank, training is over on all ranks: t
 have to be killed.
 """
 
-from __future__ import annotations
-
 import atexit
 import copy
 import io
@@ -251,7 +249,7 @@ class TrainingEngine:
             self._deepspeed.enable_backward_allreduce = False  # useless here, yet a tenth of a small model's step
 
     @classmethod
-    def of_run(cls, config: Config, *, keep_values: bool, disk_retry: DiskRetry | None = None) -> TrainingEngine:
+    def of_run(cls, config: Config, *, keep_values: bool, disk_retry: DiskRetry | None = None) -> "TrainingEngine":
         """The engine with which the run of `config` begins (all ranks)."""
         return cls(
             Path(config.model),
