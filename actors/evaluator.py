@@ -13,8 +13,6 @@ folder, as this actor sees it (areal.storage.samples), and none of them is made 
 | report | 1 s | the scores that are done are in the master's journal |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -12,8 +12,6 @@ one that was lost.
 | watch | 1 s | ends what is idle, expires what has no reward in time |
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections import Counter, deque

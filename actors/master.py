@@ -15,8 +15,6 @@ A request that cannot be answered yet is parked until it can be, or until shortl
 | watch | 1 s | fences the silent and those that hang, ends leases, remedies a stalled run |
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

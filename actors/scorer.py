@@ -11,8 +11,6 @@ one.
 | one for each flow | results of its rows | the samples of a manager |
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
@@ -93,7 +91,7 @@ class Scorer(Serving):
         await self.member.become_healthy()
         self.member.activity = f"scoring as {self._name}"
 
-    def size(self, result: _ScoredRow | Scored) -> int:
+    def size(self, result: "_ScoredRow | Scored") -> int:
         if isinstance(result, Scored):
             return 64
         scores = result.scores
@@ -122,7 +120,7 @@ class Scorer(Serving):
         }
         return self.begin(request, message.flow, rows)
 
-    async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_ScoredRow], None]) -> None:
+    async def _score(self, key: str, job: int, tokens: list[int], add: "Callable[[_ScoredRow], None]") -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
         top_k = self.config.top_k_of(self._name)
         add(_ScoredRow(job, await self._wait_for_engine(self._engine.score(key, tokens, top_k))))

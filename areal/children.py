@@ -1,7 +1,5 @@
 """Child processes that lead a group of their own, which ends as a whole."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -4,8 +4,6 @@ Every value is set in exactly one place. Unknown keys and wrong types are errors
 This module imports neither torch nor vLLM, so a configuration can be checked before anything is started.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import inspect
@@ -794,7 +792,7 @@ class TrainerConfig(Section):
     )
     checkpoints_kept: int = Field(3, ge=1, description="how many of the newest checkpoints are kept")
 
-    def for_device(self, *, cuda: bool) -> TrainerConfig:
+    def for_device(self, *, cuda: bool) -> "TrainerConfig":
         """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
         values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
         values = {key: value for key, value in values.items() if getattr(self, key) == "auto"}
@@ -1556,7 +1554,7 @@ class Config(ScoringConfig, metaclass=_Checked):
         """The scorers that give the rewards of the run."""
         return {scorer for name, scorer in self.reward_scorers.items() if name in self.rewards or name != scorer}
 
-    def for_device(self, *, cuda: bool) -> Config:
+    def for_device(self, *, cuda: bool) -> "Config":
         """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""
         scorers = {name: scorer.for_device(cuda=cuda) for name, scorer in self.scorers.items()}
         parts = {

@@ -6,8 +6,6 @@ The names that a library knows are read from its source, since importing it woul
 On a machine without the library they are not checked; the actor that has the library checks them again.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib.util

@@ -1,7 +1,5 @@
 """A grid of settings: keys, each with several values. Each combination of them is a run of a sweep, or a replay."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

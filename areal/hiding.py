@@ -4,8 +4,6 @@ A value is hidden by its key (`api_key`, `tokens`) or by its shape (a user in a 
 `--api-key value`, the beginnings that the tokens of well-known services have). `secrets.json` of a run has the values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

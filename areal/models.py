@@ -1,7 +1,5 @@
 """Finds the models of a run: the initial model, the reference model of the KL penalty, and those of scorers."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

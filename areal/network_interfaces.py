@@ -1,7 +1,5 @@
 """The address of this machine at which others reach it, and the network interface that the ranks of a trainer use."""
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import os

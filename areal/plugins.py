@@ -1,7 +1,5 @@
 """Loads the user's own functions and classes, which the configuration names: `package.module:object`, or a file."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

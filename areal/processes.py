@@ -1,7 +1,5 @@
 """What the processes of a run share: the death with their parent, the limit of open files, fast imports, the output."""
 
-from __future__ import annotations
-
 import ctypes
 import fnmatch
 import gc

@@ -1,7 +1,5 @@
 """Checks what a reward returns, and combines the results of several rewards."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence

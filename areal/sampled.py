@@ -4,8 +4,6 @@
 messages and the spool carry their columns as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple, Self
@@ -99,12 +97,12 @@ class TokenTable:
         """All columns, by name."""
         return {name: array[: self._length] for name, array in self._columns.items()}
 
-    def view(self, begin: int = 0, end: int | None = None) -> TokenTable:
+    def view(self, begin: int = 0, end: int | None = None) -> "TokenTable":
         """The rows from `begin` to `end` - 1, which are not copied."""
         stop = self._length if end is None else min(end, self._length)
         return TokenTable({name: array[begin:stop] for name, array in self._columns.items()})
 
-    def append(self, rows: TokenTable) -> None:
+    def append(self, rows: "TokenTable") -> None:
         """Add copies of the rows of another table."""
         self.extend(len(rows), rows.columns)
 

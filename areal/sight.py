@@ -4,8 +4,6 @@ A model that sees has a *placeholder*, a token that stands for a part of a pictu
 each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL, Qwen3-VL and SmolVLM.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import OrderedDict
@@ -189,7 +187,7 @@ class Views:
     Several threads may use it."""
 
     def __init__(self, limit: int = VIEWED_BYTES) -> None:
-        self._limit = limit
+        self._limit, self._size = limit, 0
         self._pictures: OrderedDict[str, Picture] = OrderedDict()
         self._lock = Lock()
 
@@ -201,9 +199,11 @@ class Views:
 
     def add(self, picture: Picture) -> Picture:
         with self._lock:
+            if picture.name not in self._pictures:
+                self._size += picture.patches.nbytes
             self._pictures[picture.name] = picture
-            while len(self._pictures) > 1 and sum(p.patches.nbytes for p in self._pictures.values()) > self._limit:
-                self._pictures.popitem(last=False)
+            while len(self._pictures) > 1 and self._size > self._limit:
+                self._size -= self._pictures.popitem(last=False)[1].patches.nbytes
         return picture
 
 

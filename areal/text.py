@@ -4,8 +4,6 @@ A model may write anything, on purpose too. So nothing here takes time beyond th
 expressions easily do, and nothing that is shown can steer a terminal.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import textwrap

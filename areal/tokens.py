@@ -1,7 +1,5 @@
 """Loads a model's tokenizer, with the chat template that the configuration asks for."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

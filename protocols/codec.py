@@ -6,8 +6,6 @@ too large are raw frames too, in UTF-8. Decoding cannot execute code:
 the only types are msgpack's, numpy arrays of a few plain dtypes, and the registered pydantic models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -54,8 +54,6 @@ The transport itself uses Failure, Credit, Cancel, KeepAlive and StreamEnd.
 Arrays are numpy arrays and are sent as raw frames. Times are in seconds unless a name says otherwise.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -83,7 +81,7 @@ Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
 MAX_STATS = 256
 # An actor's entry in the directory goes to all others, and thousands of entries have to fit into one message.
 MAX_SERVED = 32
-KINDS: dict[str, type[Message]] = {}
+KINDS: "dict[str, type[Message]]" = {}
 Vector = np.ndarray[Any, Any]
 
 

@@ -1,7 +1,5 @@
 """An objective that is a function of this process: its source in a file, which the trainer's process loads."""
 
-from __future__ import annotations
-
 import builtins
 import inspect
 import symtable

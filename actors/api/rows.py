@@ -1,7 +1,5 @@
 """Rows that are given as objects: they are checked, and written to a file in the run folder."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

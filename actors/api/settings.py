@@ -1,7 +1,5 @@
 """What a call of `train` or `start` asks for: the configuration of the run, and the functions that stay here."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """What a node's links can do: weights over the bus, keys and ports, and the way to a master. For `areal selftest`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

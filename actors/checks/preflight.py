@@ -1,7 +1,5 @@
 """Checks of the configuration before any process is started. Each mistake raises a UserError of one sentence."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

@@ -1,7 +1,5 @@
 """Checks of rows before a run: their prompts, answers and tests. Each mistake raises a UserError of one sentence."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

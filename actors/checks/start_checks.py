@@ -1,7 +1,5 @@
 """What a start of a run on this machine checks, before a process is started or a file written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

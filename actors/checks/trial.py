@@ -4,8 +4,6 @@ The workflow gets the session that it has in a run. Its services are one engine 
 run's actors.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Disks of a run that take no writes: what its user is told, whoever waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import structlog

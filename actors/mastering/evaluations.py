@@ -5,8 +5,6 @@ is held from the start. The last version is due last, and needs no hold: no newe
 evaluated` a generator goes on to hold what is good enough for users, until another one holds something newer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 The journal has the members (`RunState.members`), but not their heartbeats.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass

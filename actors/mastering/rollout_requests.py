@@ -1,7 +1,5 @@
 """What rollout managers ask of the master and tell it."""
 
-from __future__ import annotations
-
 import structlog
 
 from actors.mastering import changes

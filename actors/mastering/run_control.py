@@ -1,7 +1,5 @@
 """What the parts of a master share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping

@@ -5,8 +5,6 @@ Each change is an event of the ledger or a `Change`. `RunState.emit` appends it 
 member loses a group because the master was absent.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
@@ -210,7 +208,7 @@ class RunState:
                 self.ledger.apply(event)
         self.ledger.validate()
 
-    def become_fork(self, other: RunState, past: dict[str, Any], *, keeps_history: bool) -> None:
+    def become_fork(self, other: "RunState", past: dict[str, Any], *, keeps_history: bool) -> None:
         """Become, as a new run does, the state `past` of another run, whose newest state is `other`. keeps_history: of
         the rows, which are the same."""
         history, run_ahead = self.history.dump(), self.run_ahead.dump()

@@ -5,8 +5,6 @@ that the journal keeps of it, and the metrics up to it. What the trainer writes 
 the folder of the other run changes, which may go on meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -8,8 +8,6 @@ The journal is written first, in one transaction, which also says that files hav
 that was killed in between moves the rest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shutil

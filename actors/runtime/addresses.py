@@ -1,7 +1,5 @@
 """The addresses that actors bind and announce, and the network with its keys."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -48,7 +46,9 @@ class ListenAddress:
     ports: str = "*"
 
     @classmethod
-    def towards(cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*") -> ListenAddress:
+    def towards(
+        cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*"
+    ) -> "ListenAddress":
         """That of an actor of this master's run. By default, `host` and `bind` are the address of the interface
         that leads to the master. Raises UserError for an invalid address."""
         nearest = host_towards(master)

@@ -1,7 +1,5 @@
 """The tools around a run: `areal eval`, which starts one, `areal health` and `areal keys`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

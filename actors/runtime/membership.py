@@ -19,8 +19,6 @@ No task outlives `Membership.run`. While an actor is in the run it has these loo
 | drain | SIGTERM | the successor of its work; then the actor leaves |
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque

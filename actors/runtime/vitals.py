@@ -1,16 +1,17 @@
 """Measures how late the event loop of this process runs what is due, and the memory of this process and its machine."""
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 
 import psutil
 
 from areal.devices import free_memory
 
 TICK_SECONDS = 0.05
+# With less memory left, the machine is short of it.
+ENOUGH_BYTES = 2 << 30
 
-_watch: _Watch | None = None
+_watch: "_Watch | None" = None
 
 
 class _Watch:
@@ -37,10 +38,18 @@ def watch() -> None:
 
 
 def numbers() -> dict[str, float]:
-    """`loop_delay`: the longest delay since the last call, in seconds. `memory`: that of this process, in bytes.
-    `free_memory`: what its machine has left. Empty if nothing is measured."""
+    """`loop_delay`: the longest delay since the last call, in seconds. `memory`: that of this process, in bytes, and
+    once its machine has less than ENOUGH_BYTES left, that of all processes which it has started. `free_memory`: what
+    its machine has left. Empty if nothing is measured."""
     if _watch is None:
         return {}
     seconds, _watch.longest = _watch.longest, 0.0
-    memory = float(psutil.Process().memory_info().rss)
-    return {"loop_delay": seconds, "memory": memory, "free_memory": float(free_memory())}
+    free, process = free_memory(), psutil.Process()
+    processes = [process] if free >= ENOUGH_BYTES else [process, *process.children(recursive=True)]
+    return {"loop_delay": seconds, "memory": float(sum(map(_resident, processes))), "free_memory": float(free)}
+
+
+def _resident(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):  # it has ended
+        return int(process.memory_info().rss)
+    return 0

@@ -1,7 +1,5 @@
 """Which actor of a role gets the next job of this one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter

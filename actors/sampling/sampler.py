@@ -1,7 +1,5 @@
 """The base class of the roles that sample: rollout manager, evaluator and gateway."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar

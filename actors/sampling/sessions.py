@@ -1,7 +1,5 @@
 """The session of a sample: what its workflow calls, and what it has sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -108,7 +106,7 @@ class SampleSession(SampleState):
             self._finished.append(key)
         return sampled
 
-    def _begin(self, call: Call, key: _CallKey) -> Generation | None:
+    def _begin(self, call: Call, key: "_CallKey") -> Generation | None:
         """Have the call begin with what an earlier attempt has sampled of it. Returns the completion if that is all."""
         for number, saved in enumerate(self.saved_calls):
             tokens, finish = len(saved.sampled), saved.sampled.finish

@@ -4,8 +4,6 @@ A finished call is on the trainer's disk before its client has the last byte. Wh
 requests again, which are saved with the tokens: each finds its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -84,8 +82,8 @@ class UserSession:
         services: Services,
         name: str,
         group: SessionGroup | None,
-        save: Callable[[UserSession, bytes], Any],
-        on_start: Callable[[UserSession, int], None],
+        save: "Callable[[UserSession, bytes], Any]",
+        on_start: "Callable[[UserSession, int], None]",
     ) -> None:
         self.name, self.key, self.group = name, name.partition(":")[0], group
         self.sample = UserSample(services, name, group, lambda version: on_start(self, version))

@@ -1,7 +1,5 @@
 """The trainer's store of scored samples, on disk, and of the calls of unfinished ones."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Sequence

@@ -5,8 +5,6 @@ The page loads nothing from elsewhere, and asks the server once a second for new
 other than loopback, requests need a token.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import re

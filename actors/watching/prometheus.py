@@ -1,8 +1,6 @@
 """An actor's metrics for Prometheus, at http://HOST:PORT/metrics. Each has the name areal_NAME, with the labels role
 and index."""
 
-from __future__ import annotations
-
 import hmac
 import re
 from collections.abc import Callable, Iterable, Iterator

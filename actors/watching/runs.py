@@ -1,7 +1,5 @@
 """`areal ps` and `areal stop`: the runs of this machine. The process that holds a run's claim is found in /proc."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """The dashboard's page of sessions: those of users that are alive, and how many have ended, and how."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

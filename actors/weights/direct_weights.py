@@ -11,8 +11,6 @@ others, but one that does not answer keeps its turn until it has given the trans
 has written: the files stay the truth, and a generator whose transfer fails loads them in place of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -113,7 +111,7 @@ class DirectSender(HandlesRequests):
             if link.busy or sending.cancelled() or sending.exception():
                 self._drop(request.owner, link)
 
-    def _link(self, request: Request[SendWeights]) -> _Link:
+    def _link(self, request: Request[SendWeights]) -> "_Link":
         """The link to this generator: that of its last transfer, or a new one. Raises RefusedError."""
         if self._backend is None:
             raise RefusedError("weights.transport of this run sends nothing directly")
@@ -140,7 +138,7 @@ class DirectSender(HandlesRequests):
         for owner, link in [*self._links.items()]:
             self._drop(owner, link)
 
-    def _drop(self, owner: str, link: _Link) -> None:
+    def _drop(self, owner: str, link: "_Link") -> None:
         link.close()
         if self._links.get(owner) is link:
             del self._links[owner]

@@ -6,8 +6,6 @@ was published, no matter which actor sent it. If a source fails, the generator c
 last good chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

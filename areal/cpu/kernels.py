@@ -3,8 +3,6 @@
 `areal.generation.vllm_worker` imports this module. Nothing else should, since that imports vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ Some virtual machines announce Intel's AMX but kill a process that uses it (SIGI
 a child process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

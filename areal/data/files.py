@@ -3,8 +3,6 @@
 The order of the rows is that of the file. Values of CSV are texts.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

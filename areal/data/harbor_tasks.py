@@ -4,8 +4,6 @@ A task is a folder with `instruction.md`, `task.toml`, `environment/Dockerfile` 
 reward into /logs/verifier/reward.txt. Its `solution` is not read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shlex

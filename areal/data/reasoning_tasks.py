@@ -7,8 +7,6 @@ knight_swap). Two processes make the same entries for these tasks only with the 
 depend on this, because the row contains the entry.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

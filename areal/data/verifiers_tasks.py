@@ -3,8 +3,6 @@
 The library is not a dependency of this project: users install it together with the task sets that they need.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

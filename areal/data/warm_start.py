@@ -5,8 +5,6 @@ groups of samples have mixed outcomes at every length, and the same change impro
 Reinforcement learning finds this change from the outcome alone. It would learn single missing facts far more slowly.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -4,8 +4,6 @@ Each check holds, fails, or is not shown, where the record does not have what it
 record can write one that fits together: an audit shows that the parts agree and that the training gives these weights.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -340,7 +338,7 @@ class _TokenVersions:
         self._window: list[tuple[int, list[Group]]] = []
         self.tokens = 0
 
-    def check(self, engine: TrainingEngine, config: Config, step: int) -> None:
+    def check(self, engine: "TrainingEngine", config: Config, step: int) -> None:
         """engine: before `step`, with the weights of the version `step` - 1."""
         version, oldest = step - 1, config.max_staleness
         self._window = [(at, batch) for at, batch in self._window if at >= step]

@@ -4,8 +4,6 @@ From a version before that step, replays train the same batches without some gro
 which the condition does not hold; it has to hold with them alone, too.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from argparse import Namespace
@@ -120,7 +118,7 @@ class Trials:
             self._values[left_out] = self._replay([(step, batch) for step, batch in batches if batch])
         return self._values[left_out]
 
-    def _replay(self, batches: Sequence[tuple[int, list[Group]]]) -> float | None:
+    def _replay(self, batches: "Sequence[tuple[int, list[Group]]]") -> float | None:
         self.replays += 1
         self._training.prepare(self.start + 1)
         self._training.engine.load(self._place)

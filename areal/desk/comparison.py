@@ -4,8 +4,6 @@
 --figure FILE` draws them by a setting. Of a run that goes on, they are the figures so far.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

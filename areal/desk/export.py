@@ -4,8 +4,6 @@
 sampled one answer to chat messages, lists of messages. The rollouts are read, and the rows written, some at a time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The tool `python -m areal plan`: reads its numbers, from options or a run, and prints the plan."""
 
-from __future__ import annotations
-
 import math
 import re
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """`areal profile`: where the CPU time of a run's processes goes, of a run with `observe.profile`."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path

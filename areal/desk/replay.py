@@ -5,8 +5,6 @@ off-policy what they would have done with the same data: a *variant* did not sam
 every rank reads the same files, and only rank 0 prints and writes.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -335,7 +333,7 @@ def _run_in_process(variant: Replay, parent: int) -> None:
 def run_variant(
     variant: Replay,
     console: Console,
-    check: Callable[[TrainingEngine, Config, int], None] | None = None,
+    check: "Callable[[TrainingEngine, Config, int], None] | None" = None,
     run: str = "",
 ) -> dict[str, Any]:
     """Do one replay (all ranks). Returns what its summary.json has. check: called before each step, with its number.
@@ -398,7 +396,7 @@ class Training:
         return config
 
     def step(
-        self, step: int, batch: list[Group], check: Callable[[TrainingEngine, Config, int], None] | None = None
+        self, step: int, batch: list[Group], check: "Callable[[TrainingEngine, Config, int], None] | None" = None
     ) -> dict[str, Any]:
         """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the
         batch's samples, pi / pi_behav with pi the policy before this step, say about pi.

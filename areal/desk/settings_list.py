@@ -1,7 +1,5 @@
 """The keys of a run's configuration, listed: `areal config`."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Iterator

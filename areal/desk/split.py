@@ -4,8 +4,6 @@ Rates are completion tokens per second of one device; the work on prompts and on
 is in bytes per device. Time is in seconds, lengths in tokens, `B` and `G` as in areal.config.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Every actor is a process of the trace. Its first row has the activities that it 
 that it measured itself, and its numbers are counters. The process `run` has the steps and the evaluations.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace

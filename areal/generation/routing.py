@@ -8,8 +8,6 @@ the generators' `GeneratorLoad` at intervals and adds the sequences that it has 
 full generators to those that run out of work (`plan_moves`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

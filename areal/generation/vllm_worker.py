@@ -5,8 +5,6 @@ vLLM imports this module by name (`worker_extension_cls`, `scheduler_cls`, `dist
 should import it, since that imports vLLM.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
@@ -251,7 +249,7 @@ class _Gathers:
         of_user = begins and user_of(self.requests[request].cache_salt)  # type: ignore[attr-defined]
         return 1 if of_user else self.scheduler_config.stream_interval  # type: ignore[attr-defined]
 
-    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> Iterator[_Part]:
+    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> "Iterator[_Part]":
         """What to send of this output's sequence now."""
         begins = output.request_id not in self._seen
         if self._seen.get(output.request_id) != self._pauses:

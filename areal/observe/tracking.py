@@ -5,8 +5,6 @@ evaluations.jsonl and passes every record to each sink. Its failure does not fai
 record that was sent from each file, so that a resumed run sends nothing twice.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -56,7 +54,7 @@ def check(config: ObserveConfig) -> None:
             raise UserError(f"observe.{name} is set, but {name} is not installed: pip install {name}, or leave it out.")
 
 
-def start(config: Config) -> TrackingProcess | None:
+def start(config: Config) -> "TrackingProcess | None":
     """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if the
     process cannot be started, which does not fail the run."""
     observe = config.observe

@@ -27,8 +27,6 @@ defines it, as in HumanEval, or `code_prompt`, as in BigCodeBench, the program b
 code, which may end with `check(Solution().f)`. `language` is the language of the programs; default: python.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import contextlib

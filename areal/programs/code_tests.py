@@ -7,8 +7,6 @@
 * Asserts: `areal.programs.tests_runner` runs them: outside, in a process that the program cannot reach, or inside.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

@@ -12,8 +12,6 @@ Whatever a program does is returned as an `Outcome`. A failure of the sandbox it
 nothing about the program.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -102,7 +100,7 @@ LANGUAGES = {
 }
 
 
-def open_sandbox(config: SandboxConfig) -> ProgramSandbox:
+def open_sandbox(config: SandboxConfig) -> "ProgramSandbox":
     """The sandbox that the configuration asks for, after a test of it. Raises UserError if the test fails."""
     return RemoteSandbox(config, config.url) if config.url else LocalSandbox(config)
 
@@ -231,7 +229,7 @@ class LocalSandbox:
             its_run.close()
         return run, stdout, stderr
 
-    async def stay(self, slot: Slot, **limits: float) -> Commands:
+    async def stay(self, slot: Slot, **limits: float) -> "Commands":
         """A sandbox for many commands, until it is closed. slot: what each of them runs in. limits: keys of a
         job, in place of the configuration's. Raises SandboxError."""
         folders = os.pathsep.join(f"/packages/{number}" for number in range(len(_packages())))

@@ -1,7 +1,5 @@
 """Reads tests that are Python code without running them: what they need of a program, and whether they can fail."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import collections

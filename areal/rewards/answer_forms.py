@@ -1,7 +1,5 @@
 """What form an answer has, as LaTeX: numbers, words, a choice, a time of the day, intervals. Texts, no algebra."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 from fractions import Fraction

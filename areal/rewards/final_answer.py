@@ -13,8 +13,6 @@ text itself denies is no answer.
 A model writes these texts, and is paid for what is found in them: all is read in time that grows with their length.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence

@@ -26,8 +26,6 @@ The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `p
 an entry point in the group `areal.rewards` of an installed package. `judge/strict` is `judge` with options of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress

@@ -6,8 +6,6 @@ Its address (`url`) is that of any server that speaks OpenAI's protocol, which a
 cannot read, and an address that does not answer, is a failed sample, never a score.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -102,7 +100,7 @@ class VerdictOptions(JudgeOptions):
             yield "choices belong to verdict=choice, and low is below high: correct them"
 
 
-def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
+def client_of(url: str, api_key: str | None, retries: int) -> "AsyncOpenAI":
     """A client of the model at an address. api_key: by default that in OPENAI_API_KEY."""
     from openai import AsyncOpenAI  # takes a second to import
 
@@ -110,7 +108,7 @@ def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
 
 
-async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
+async def _ask_server(client: "AsyncOpenAI", request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
     """As an Answer. request: the arguments of the request besides the text."""
     from openai import OpenAIError
 

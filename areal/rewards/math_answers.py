@@ -5,8 +5,6 @@ about a completion, it is asked in a child process with limits (`areal.programs.
 end this process. Plain numbers are compared without math-verify.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re

@@ -13,8 +13,6 @@ running job, so its answer cannot be taken for the answer to another job. If the
 callers with the same request share one job, and its result is cached for later callers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -11,8 +11,6 @@ before it begins the next. It answers each with `[number, "begun", None]` and th
 `[number, None]` cancels a call, whose answer is then that it raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

@@ -3,8 +3,6 @@
 Two engines in one process disturb each other, and a process that crashes or hangs ends only its own checks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

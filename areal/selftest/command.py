@@ -1,7 +1,5 @@
 """The tool `python -m areal selftest`: starts the processes of the self-test, and tells what they have found."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.metadata

@@ -3,8 +3,6 @@
 The reference runs when the engine is closed, since both may not fit into one device.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """What a training step computes with, each by itself, against float64 references in the shapes of the run's model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How far a process's memory rises, and what of a GPU's is free."""
 
-from __future__ import annotations
-
 import resource
 import threading
 import time

@@ -1,7 +1,5 @@
 """Verdicts on what a generator has sampled and how long it took: log-probs, versions, loads, turns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ group at a time is tried, until one becomes ready.
 Decisions only, without I/O; the caller hands in the time, in seconds.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -30,8 +30,6 @@ The ledger does no I/O and reads no clock: callers pass in the time. A command c
 the journal, and then applies them. Only `Ledger.apply` changes state, so replaying the journal rebuilds the ledger.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, insort
 from collections import Counter, deque
@@ -94,7 +92,7 @@ class LedgerSettings:
     max_sessions: int = 0
 
     @classmethod
-    def of(cls, config: Any) -> LedgerSettings:
+    def of(cls, config: Any) -> "LedgerSettings":
         """Those of a configuration, which has them by the same names."""
         return cls(**{name: getattr(config, name) for name in cls.__slots__})
 

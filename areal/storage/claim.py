@@ -4,8 +4,6 @@ The claim is a lock on the file `address` in the folder, which holds the address
 cannot take the folder, and the roles that a user starts on this machine find the master by the folder.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -4,8 +4,6 @@ Every writer of a run repeats what the disk has refused until the disk takes it:
 leaves no part of a line behind, and `Reserve` has the room in which a run can be ended on a full disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -6,8 +6,6 @@
 `time` is the master's clock, in seconds since 1970. The size is bounded: the newest `limit` to twice that are kept.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping

@@ -9,8 +9,6 @@ share the cost of a disk write. After a crash, each transaction is on disk compl
 is only there if all earlier ones are. SQLite has no checksums of what it stores, so each event has one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

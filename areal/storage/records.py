@@ -1,7 +1,5 @@
 """Files with a record in each line, JSON with a checksum: metrics, evaluations, events, changes of settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/, and, whil
 (areal.storage.claim) and reserve (areal.storage.disk).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

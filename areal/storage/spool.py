@@ -3,8 +3,6 @@ group, and what is sampled of those that are not finished.
 
 A group is in it as parts, of one sample each, whose frames are stored as they came."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

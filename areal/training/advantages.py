@@ -6,8 +6,6 @@ own. A penalty on a single token (`penalties`) lowers the return of that token a
 tokens did not cause it. With a critic, `gae` takes the place of returns and penalties.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from areal.trajectory import differ

@@ -3,8 +3,6 @@
 Several folders may be written at a time, each in a thread and a process group of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack

@@ -6,8 +6,6 @@ attend to each other take, for each pair, four times the size of all heads forwa
 computed again to save memory does not count.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from functools import cache

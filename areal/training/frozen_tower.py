@@ -5,8 +5,6 @@ in place of its placeholders' embeddings, others that are added to what the firs
 arXiv 2406.04334), and rotary angles by time, height and width.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

@@ -7,8 +7,6 @@ that resumes from it starts with a new guard without streaks. This is correct, b
 the same streak, or the same stop, as before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ head's weight is then one product over all tokens, summed in fp32 inside the pro
 fp32 before it is rounded: where p is near 1, g - g p is far smaller than each of its terms.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -209,7 +207,7 @@ class Head:
         """The module that makes the embeddings of the model's input."""
         return self._model.get_input_embeddings()
 
-    def add_critic(self) -> ValueHead:
+    def add_critic(self) -> "ValueHead":
         """A new critic, whose values the model returns from now on."""
         self.critic = ValueHead(self._linear.in_features, self._linear.weight.dtype)
         return self.critic

@@ -6,8 +6,6 @@ transformers, and of the kernels that it uses on this device, takes the boundari
 convolutions run over the whole row otherwise. Nothing fails then, only the numbers are wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads a model for training: where its weights go, and that it gives the same log-probs in every pass."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path

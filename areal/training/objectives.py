@@ -7,8 +7,6 @@ the KL penalty against the reference model are not part of an objective. docs/ob
 table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """DeepSpeed's configuration and the learning-rate schedule of a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Published weights may be in a folder of that host alone. Each of these ranks kee
 layer stay together, because in the files they may be cut and joined otherwise than in the model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

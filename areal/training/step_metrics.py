@@ -1,7 +1,5 @@
 """The metrics of a training step: sums over its tokens on every rank, combined at the end of the step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ Trainers write adapters, and generators apply them. Programs that load checkpoin
 `merged_tensors` gives.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from itertools import accumulate

@@ -10,8 +10,6 @@ process share its two streams: a generator that does not answer would hold the t
 The trainer uses `Sender`. vLLM imports `GlooEngine` by name in its workers (`areal.generation.vllm_worker`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -213,7 +211,7 @@ class GlooTrainerEngine(NcclTrainerEngine):
     device = "cpu"
 
     @classmethod
-    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> GlooTrainerEngine:
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> "GlooTrainerEngine":
         geometry = {
             "packed": init_info.packed,
             "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,

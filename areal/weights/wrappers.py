@@ -4,8 +4,6 @@ The trainer loads the text model alone. Engines run the wrapper, so what is publ
 transformers gives back to weights that it loaded under others. What is saved has the wrapper's vision, as it was.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -88,7 +86,7 @@ def check_names(folder: Path) -> None:
         )
 
 
-def beside_text(folder: Path, shard: int, shards: int) -> Iterator[tuple[str, Tensor]]:
+def beside_text(folder: Path, shard: int, shards: int) -> "Iterator[tuple[str, Tensor]]":
     """The tensors of the wrapper in `folder` that are not its text model's, and a part of them as `stored_tensors` has
     it; none if it is no wrapper."""
     from areal.weights.lora import stored_tensors  # imports torch

@@ -3,8 +3,6 @@
 An agent is an async function or a command, given by the user. docs/agents.md describes its inputs and its results.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

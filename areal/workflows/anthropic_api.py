@@ -1,7 +1,5 @@
 """Anthropic's Messages API, translated to and from chat completions."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from typing import Annotated, Any, Literal

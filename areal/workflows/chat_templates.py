@@ -5,8 +5,6 @@ placeholder for what was sampled, and what follows the last placeholder is what 
 rendered with them: some templates write the results of tools only beside their calls, or name them by their place.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -10,8 +10,6 @@ The name of this environment is `package.module:MyEnvironment`. Each object of t
 `docker:IMAGE`, `podman:IMAGE`, `bubble`, `http://HOST` and `sandbox:package.module:function` a sandbox.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -5,8 +5,6 @@ branch: its first tokens are shared with the branch that has most of them, the o
 shortens its history, calls itself or asks the same twice is one sample, and nothing of what it sampled is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +22,9 @@ class _Path:
 
     table: TokenTable
     shared: int
-    parent: _Path | None
+    parent: "_Path | None"
     calls: list[tuple[int, int]] = field(default_factory=list)
-    children: list[_Path] = field(default_factory=list)
+    children: "list[_Path]" = field(default_factory=list)
 
 
 class Forest:

@@ -4,8 +4,6 @@ A server that is named by a command is a program, started for each sample, so th
 left there. A server that is named by a URL (streamable HTTP) runs elsewhere and serves all samples.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

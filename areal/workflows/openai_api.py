@@ -3,8 +3,6 @@
 Other protocols are translations: they make a `ChatRequest` of their request, and a `Reply` of the `Answer`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

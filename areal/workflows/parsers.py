@@ -4,8 +4,6 @@ So a policy is read in training as it is by vLLM's server. vLLM is imported for 
 thinking: that takes six seconds and 400 MB, and few runs need it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -5,8 +5,6 @@ Any program in that sandbox, its `sh` included, may have become the policy's own
 which one folder is copied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -4,8 +4,6 @@ Each is made first and started then, so that `close` also ends what was only hal
 protocol of a service.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,8 +1,6 @@
 """Tools for a policy in a sandbox: a shell and an editor of files. As OpenAI's API describes tools, which the workflows
 and the other protocols of agents take too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import suppress
