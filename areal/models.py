@@ -54,7 +54,19 @@ def resolve_model(config: Config, tell: Callable[[str], None] = quietly, *, weig
 def _resolve(config: Config, name: str, key: str, tell: Callable[[str], None], weights: bool) -> Path:
     if name == "quickstart":
         tell("it makes the quickstart's model")
-        return _make_quickstart(config)
+        parent = config.run_dir.resolve() / "models"
+        if (folder := quickstart_folder(parent, config.seed)).exists():
+            return folder
+        # A process of its own makes the model, because the master must not import torch.
+        command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
+        # Threads that spin while they wait take six times the CPU time where engines are imported beside them.
+        waiting = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT, env=waiting)
+        if process.returncode:
+            raise UserError(
+                f"The quickstart's model could not be made: {' '.join(command)} exited with {process.returncode}."
+            )
+        return folder
     return find_model(name, key, tell, weights=weights)
 
 
@@ -424,22 +436,6 @@ def lacks_quickstart(config: Config) -> bool:
     """Whether the run has to make the quickstart's model first."""
     places = config.run_dir.resolve() / "models", cache_folder() / "areal"
     return config.model == "quickstart" and not any(quickstart_folder(p, config.seed).exists() for p in places)
-
-
-def _make_quickstart(config: Config) -> Path:
-    parent = config.run_dir.resolve() / "models"
-    if (folder := quickstart_folder(parent, config.seed)).exists():
-        return folder
-    # A process of its own makes the model, because the master must not import torch.
-    command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
-    # Threads that spin while they wait take six times the CPU time where engines are imported beside them.
-    waiting = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT, env=waiting)
-    if process.returncode:
-        raise UserError(
-            f"The quickstart's model could not be made: {' '.join(command)} exited with {process.returncode}."
-        )
-    return folder
 
 
 def _checked(folder: Path) -> Path:

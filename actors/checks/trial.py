@@ -262,7 +262,10 @@ class Trial:
         sample, failure = None, None
         with self._clock.timed("episode"):
             try:
-                sample = self._lowered(await self._workflow(session, self._row))
+                sample = await self._workflow(session, self._row)
+                if penalty := self._services.overlong(sample):
+                    self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
+                sample = sample.lowered(penalty)
             except UserError:
                 raise
             except (SampleFailed, AgentFailed) as error:
@@ -272,12 +275,6 @@ class Trial:
             finally:
                 session.close()
         return self._episode(title, session, sample), failure
-
-    def _lowered(self, sample: Trajectory) -> Trajectory:
-        """As a rollout manager does it."""
-        if penalty := self._services.overlong(sample):
-            self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
-        return sample.lowered(penalty)
 
     def _episode(self, title: str, session: SampleSession, trajectory: Trajectory | None) -> Episode:
         forest, turns = session.forest, []

@@ -155,7 +155,14 @@ class OneSource(PromptSource):
         position = self.key(index)
         if isinstance(self._source, Table):
             return self._source.row(position)
-        return self._drawn(self._source, position)
+        for attempt in range(MAX_DRAWS):
+            row = self._source("train", position, attempt)
+            if _key(row.prompt) not in self._apart:
+                return row
+        raise UserError(
+            f"{self._what} makes too few different problems to hold {len(self.held_out)} of them out of training: "
+            f"lower data.eval_size or widen data.options"
+        )
 
     def _training_positions(self, table: Table) -> Sequence[int]:
         if not self._apart:
@@ -170,16 +177,6 @@ class OneSource(PromptSource):
 
     def _shuffled(self, epoch: int) -> Sequence[int]:
         return Random(f"{self._seed}/epoch/{epoch}").sample(self._positions, len(self._positions))
-
-    def _drawn(self, draw: Draw, number: int) -> Row:
-        for attempt in range(MAX_DRAWS):
-            row = draw("train", number, attempt)
-            if _key(row.prompt) not in self._apart:
-                return row
-        raise UserError(
-            f"{self._what} makes too few different problems to hold {len(self.held_out)} of them out of training: "
-            f"lower data.eval_size or widen data.options"
-        )
 
 
 class Mixture(PromptSource):

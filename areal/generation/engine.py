@@ -276,7 +276,13 @@ class GenerationEngine:
     ) -> AsyncGenerator[_Sequence, None]:
         """The sequence, each time that it has something new for its reader, who takes it. salt: of `_salt`. features:
         of `_features`."""
-        self._check_tokens(tokens)
+        if not 0 < len(tokens) < self._model.max_len:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens: the model takes 1 to {self._model.max_len - 1} "
+                f"(max_model_len minus one token to sample)"
+            )
+        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
+            raise ValueError(f"the prompt has a token outside the model's vocabulary of {self._model.vocab_size}")
         self._raise_if_failed()
         if self._handed_over:
             raise _handed_over()
@@ -595,15 +601,6 @@ class GenerationEngine:
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if not 0 < len(tokens) < self._model.max_len:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens: the model takes 1 to {self._model.max_len - 1} "
-                f"(max_model_len minus one token to sample)"
-            )
-        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
-            raise ValueError(f"the prompt has a token outside the model's vocabulary of {self._model.vocab_size}")
 
 
 @dataclass(frozen=True, slots=True)

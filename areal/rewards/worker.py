@@ -82,21 +82,17 @@ def _judged(score: Callable[[], Any], results: Callable[[Any], list[Result]]) ->
     except RewardError as error:
         return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
     except BaseException as error:  # the user's function runs here and may raise anything
-        _print_first(error)
+        # Print the traceback of the first error from each place: while a service is down, all calls raise the same.
+        place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+        if place not in _printed:
+            _printed.add(place)
+            traceback.print_exception(error)
         kind = "memory" if isinstance(error, MemoryError) else "raised"
         return [kind, error_text(error)[:MAX_REASON_CHARACTERS]]
     try:
         return ["score", results(value)]
     except RewardError as error:
         return ["not_finite", str(error)]
-
-
-def _print_first(error: BaseException) -> None:
-    """Print the traceback of the first error from each place: while a service is down, all calls raise the same."""
-    place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
-    if place not in _printed:
-        _printed.add(place)
-        traceback.print_exception(error)
 
 
 def _value(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any]) -> Any:
