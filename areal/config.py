@@ -72,8 +72,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     def conflicts(self) -> Iterator[str]:
-        """What is wrong with the keys of this section, or with some of them together: sentences for the user, who gets
-        the first one."""
+        """What is wrong with the keys of this section: sentences for the user, who gets the first one."""
         yield from ()
 
     @model_validator(mode="after")
@@ -1676,8 +1675,7 @@ class _RepeatedKeyError(yaml.YAMLError):
     """A mapping has a key twice."""
 
 
-# YAML 1.2's numbers, in its core schema, with `_` between digits. By YAML 1.1, which `safe_load` reads, 1e-3 is text,
-# 010 is 8 and 1:30 is 90.
+# YAML 1.2's numbers, with `_` between digits. By YAML 1.1, as in `safe_load`, 1e-3 is text, 010 is 8, 1:30 is 90.
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
@@ -1686,8 +1684,7 @@ _NUMBERS = {"tag:yaml.org,2002:int": _INTEGER, "tag:yaml.org,2002:float": _FLOAT
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML as `safe_load` does, but numbers as YAML 1.2 has them, and refuses a key that a mapping has twice: by
-    itself the last one would hold."""
+    """Reads YAML as `safe_load` does, but numbers as YAML 1.2 has them, and refuses a key that a mapping has twice."""
 
     yaml_implicit_resolvers = {
         first: [(tag, form) for tag, form in resolvers if tag not in _NUMBERS]
@@ -1800,8 +1797,7 @@ _OF_SOURCE = ("options", "split", "eval_source")
 
 
 def merged(below: Any, above: Any) -> Any:
-    """`above`, and the keys of `below` that it lacks; but if it names another `source`, not those that belong to the
-    old one."""
+    """`above`, and the keys of `below` that it lacks; if it names another `source`, without those of the old one."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     if _is_replaced(below, above.get("source")):

@@ -26,8 +26,7 @@ def choose_interface(*hosts: str) -> None:
 
 
 def interface_towards(hosts: Iterable[str]) -> str | None:
-    """The name of the interface (IPv4) that leads to the first of `hosts` to which none of loopback does. None if there
-    is none."""
+    """The name of the interface (IPv4) to the first of `hosts` that loopback does not lead to; None: there is none."""
     for host in hosts:
         with suppress(OSError):
             address = own_address(host, family=socket.AF_INET)
@@ -38,8 +37,7 @@ def interface_towards(hosts: Iterable[str]) -> str | None:
 
 
 def own_address(host: str, port: int = 1, family: int = socket.AF_UNSPEC) -> str:
-    """The address of this machine on the way to `host`, without brackets. Raises OSError if that has no name, or if
-    there is no way to it."""
+    """The address of this machine on the way to `host`, without brackets. Raises OSError if there is no way to it."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing: only asks the kernel for the route

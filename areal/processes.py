@@ -142,8 +142,7 @@ def torchrun(ranks: int) -> list[str]:
 
 class LenientOutput:
     """A stream of text that may lose what is written: where its reader has gone, or its file is on a full disk, nothing
-    is raised, so that a run does not end for its display. reader_only: a full disk is raised, for results that must not
-    be lost."""
+    is raised: a run does not end for its display. reader_only: a full disk is raised."""
 
     def __init__(self, stream: TextIO, reader_only: bool = False) -> None:
         self._stream = stream

@@ -37,8 +37,7 @@ COLUMNS = {
     "teacher_top_logprobs": Column(np.float32, wide=True),
     "routes": Column(np.uint8, unsampled=None, wide=True),
 }
-"""The columns of a sample. They are fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run
-keeps."""
+"""The columns of a sample: fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run keeps."""
 
 ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine)
 SCORED = ("teacher_logprobs", "reference_logprobs")
@@ -64,8 +63,7 @@ class TokenTable:
     __slots__ = ("_columns", "_length")
 
     def __init__(self, columns: Mapping[str, np.ndarray] | None = None) -> None:
-        """columns: arrays of one length and of the declared types, those of the engine among them. They are not
-        copied."""
+        """columns: arrays of one length and the declared types, the engine's among them. They are not copied."""
         self._columns = dict(columns or _EMPTY)
         self._length = len(self._columns["tokens"])
 

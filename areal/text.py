@@ -100,8 +100,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def without_code() -> Iterator[None]:
-    """Load something with transformers. Raises ValueError if that needs Python code that comes with a model: it never
-    runs."""
+    """Load something with transformers. Raises ValueError if that needs a model's Python code: it never runs."""
     try:
         yield
     except ValueError as error:

@@ -19,8 +19,7 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
 
     data: its `chat_template` and `chat_template_kwargs` apply to all that the tokenizer renders.
 
-    A tokenizer.json is read directly, because `AutoTokenizer` imports torch. That costs every process that only handles
-    text four seconds and 300 MB.
+    A tokenizer.json is read directly: `AutoTokenizer` imports torch, which costs four seconds and 300 MB.
     """
     if (Path(folder) / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast as Tokenizer

@@ -1,7 +1,6 @@
 """What libraries get wrong about the processor: AMX that is announced but broken, and AVX-512 of AMD.
 
-Some virtual machines announce Intel's AMX but kill a process that uses it (SIGILL). The check runs a bf16 operation in
-a child process.
+Some virtual machines announce Intel's AMX but kill what uses it (SIGILL). A child process tries a bf16 operation.
 """
 
 import ctypes
@@ -29,8 +28,7 @@ def use_avx512() -> None:
 
 @functools.cache
 def avoid_broken_amx() -> None:
-    """Keep this process and its children from using AMX that is announced but broken. Call it before bf16 is used on
-    a CPU.
+    """Keep this process and its children from using broken AMX. Call it before bf16 is used on a CPU.
 
     It sets oneDNN's own environment variable, unless the user has set it. The check takes as long as importing torch,
     once: the children find the variable set.

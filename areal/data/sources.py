@@ -110,8 +110,7 @@ class PromptSource:
         raise NotImplementedError
 
     def key(self, index: int) -> int:
-        """Which row of the data `row(index)` is: the same number for each index of the same row. Its remainder by the
-        number of sources is the source."""
+        """Which row of the data `row(index)` is: modulo the number of sources it is the source."""
         raise NotImplementedError
 
     def summary(self) -> str:

@@ -95,8 +95,7 @@ def plan_run(options: Namespace) -> None:
 
 
 def check_scorers(config: Config, device_bytes: float) -> int:
-    """The number of devices that the run's scorers have. Raises UserError if the weights of one do not fit, with the
-    logits of a step."""
+    """The number of devices that the run's scorers have. Raises UserError if one does not fit."""
     for name in dict.fromkeys(config.started_scorers):
         scorer = config.scorers[name]
         if scorer.model == "quickstart":

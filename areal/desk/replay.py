@@ -120,8 +120,7 @@ class Replay:
                 yield step, remaining
 
     def config_at(self, step: int) -> Config:
-        """The settings for a step: those of the run at that step, if they were changed since, with the changes of the
-        replay."""
+        """The settings for a step: those of the run at that step, with the changes of the replay."""
         settings = {key: value for key, value in self.run.changed_after(step).items() if key not in self.changes}
         if not settings:
             return self.config

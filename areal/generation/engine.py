@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Shares of a GPU's memory: of an engine that has the GPU to itself, of one that takes turns with the trainer, and of
-# one beside the trainer.
+# Shares of a GPU's memory: of an engine alone on it, of one in turns with the trainer, and of one beside the trainer.
 OWN, TURNS, SHARED = 0.9, 0.8, 0.3
 
 # Time for the engine process to exit. It takes 3 s on a busy core; if killed earlier, it leaks a semaphore and warns.
@@ -323,8 +322,7 @@ class GenerationEngine:
     async def receive(
         self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None], lost: asyncio.Event | None = None
     ) -> LoadTimes:
-        """Swap in weights that a trainer sends straight into the engine, as in `load`. The engine was started with
-        `transfer`.
+        """Swap in weights that a trainer sends straight into an engine with `transfer`, as in `load`.
 
         calls: those of vLLM's weight transfer, each with its argument, from the first to `finish_weight_update`; asking
         for the next one says that a call is done. Sequences are interrupted at `start_weight_update`, whose argument is

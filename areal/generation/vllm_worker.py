@@ -1,5 +1,4 @@
-"""Code that runs inside vLLM's own processes: loading weights in place, separating old from new KV cache, and exit with
-the generator.
+"""Inside vLLM's own processes: loading weights in place, separating old from new KV cache, exit with the generator.
 
 vLLM imports this module by name (`worker_extension_cls`, `scheduler_cls`, `distributed_executor_backend`). Nothing else
 should import it, since that imports vLLM.

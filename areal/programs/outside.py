@@ -8,8 +8,7 @@ On this machine each program runs in its own Linux namespaces (`areal.programs.i
 small working folder that is removed afterwards, and nothing else. Before the first program runs, a probe tries to break
 out of the sandbox; if it succeeds, no program is run. With `sandbox.url`, a SandboxFusion server runs programs instead.
 
-Whatever a program does is returned as an `Outcome`. A failure of the sandbox itself raises SandboxError, which says
-nothing about the program.
+Whatever a program does is returned as an `Outcome`. A failure of the sandbox itself raises SandboxError.
 """
 
 import asyncio
@@ -109,8 +108,7 @@ class LocalSandbox:
     """Runs programs on this machine. Several may run at once."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        """Starts the launcher and, in mode namespaces, the probe. Raises UserError if one fails or the probe
-        breaks out."""
+        """Starts the launcher and, in mode namespaces, the probe. Raises UserError if one fails."""
         self._config = config
         self._built: dict[tuple[str, str], bytes | Outcome] = {}
         self._launcher, self._requests = _launch(config)

@@ -82,8 +82,7 @@ def receive(stream):
 
 
 def load(names=builtins):
-    """Runs the program as the module `solution`, and returns that. names: what it may use without importing it. Raises
-    what the program raises."""
+    """Runs the program as the module `solution`, which it returns. names: not to be imported. Raises what it raises."""
     sys.argv = ["program.py"]
     with open("program.py") as file:
         source = file.read()

@@ -148,8 +148,7 @@ def _hours(time: re.Match[str]) -> set[int]:
 
 
 def sides(latex: str) -> list[str]:
-    """The sides of an equation, of which the last is the answer, without what that is about. Several answers are one
-    side."""
+    """The sides of an equation; the last is the answer, without what it is about. Several answers are one side."""
     if _LIST.search(re.sub(r"\([^()]*\)", "", latex)):
         return [latex]
     exact, *about = re.split(r"\\approx(?![A-Za-z])|≈", latex)

@@ -62,8 +62,7 @@ def warm() -> None:
 
 
 def answers_of(row: Mapping[str, Any]) -> list[str]:
-    """The answers of a row, of which one suffices: its `answer`, or else its `solutions`; either may be a list. Raises
-    RewardError if there is none."""
+    """The answers of a row, of which one suffices: `answer` or `solutions`, perhaps lists. Raises RewardError."""
     value = row.get("answer") if row.get("answer") is not None else row.get("solutions")
     answers = value if isinstance(value, list) else [value]
     if not answers or None in answers:

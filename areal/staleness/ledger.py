@@ -327,8 +327,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Numbers of groups since the run began, `discarded` and `requeued` by reason. They are for reports: no decision
-    reads them."""
+    """Numbers of groups since the run began, `discarded` and `requeued` by reason: for reports, not for decisions."""
 
     admitted: int = 0
     trained: int = 0
@@ -435,8 +434,7 @@ class LedgerState:
 
     @property
     def capacity(self) -> int:
-        """The number of groups of rows that may be admitted now: limited by rule 1, the steps left, and the share that
-        is left to sessions."""
+        """The number of groups of rows that may be admitted now: limited by rule 1, the steps left, and sessions."""
         limit = self._most_alive() - self._most_sessions()
         return max(0, min(self._most_alive() - self.alive, limit - self.alive + self._sessions))
 
@@ -955,8 +953,7 @@ class Ledger(LedgerState):
         return self._committed(version)
 
     def checkpointed(self, version: int) -> ReportAnswer:
-        """Record that the steps before `version`, which a checkpoint has the weights of, are never redone. The ledger
-        forgets them."""
+        """Record that the steps before `version`, of a checkpoint, are never redone. The ledger forgets them."""
         if version <= self.version and not any(step < version for step in self._steps):
             return ReportAnswer.UNCHANGED
         self._emit(Checkpointed(version))

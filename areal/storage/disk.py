@@ -42,8 +42,7 @@ class DiskShortageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The disk of a folder takes no writes for now. cause: it is full, or read-only, ... free: its bytes. waits: who
-    waits to write what."""
+    """The disk of a folder takes no writes for now. cause: full, read-only, ... free: bytes. waits: whose writes."""
 
     folder: str
     cause: str
@@ -236,8 +235,7 @@ class DiskRetry:
         return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}")
 
     async def write(self, write: Callable[[], Awaitable[T]], what: str, folder: Path | None = None) -> T:
-        """Return what `write` returns. what: is written. folder: where. Raises what `write` raises for other
-        reasons."""
+        """Return what `write` returns. what: is written, into folder. Raises what `write` raises for other reasons."""
         mark = object()
         try:
             while True:

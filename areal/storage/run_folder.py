@@ -199,8 +199,7 @@ def ways_out(folder: Path) -> str:
 
 
 def ways_on(folder: Path, without: Path | None = None) -> str:
-    """What to do if the spool of the run in `folder`, or the checkpoint `without`, is not whole, for the end of a
-    sentence."""
+    """What to do if the spool of a run, or the checkpoint `without`, is not whole, for the end of a sentence."""
     checkpoints = [path for path in checkpoints_in(folder) if path != without]
     if not checkpoints:
         return ways_out(folder)
@@ -344,8 +343,7 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
 
 
 def end_of(folder: Path, step: int) -> list[str]:
-    """The overrides with which the run in `folder` ends at `step`. The schedule of its learning rate stays as it was,
-    since steps may be redone."""
+    """The overrides with which the run in `folder` ends at `step`. Its learning rates stay: steps may be redone."""
     config = config_of_run(folder)
     return [f"steps={step}", f"trainer.lr_schedule_steps={config.trainer.lr_schedule_steps or config.steps or 'null'}"]
 

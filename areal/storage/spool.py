@@ -187,8 +187,7 @@ class Spool:
                     )
 
     def unfinished(self, prompt_index: int) -> dict[tuple[str, int], int]:
-        """The oldest version in the calls that are stored of each unfinished sample of a prompt, by the id of its group
-        and its place there."""
+        """The oldest version in the stored calls of each unfinished sample of a prompt, by group and place."""
         rows = self._select("SELECT id, place, oldest FROM unfinished WHERE prompt_index = ?", prompt_index)
         return {(group_id, place): oldest for group_id, place, oldest in rows}
 
@@ -215,8 +214,7 @@ class Spool:
         return next((name for (name,) in self._select("SELECT holder FROM holders WHERE id = ?", group_id)), "")
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """Return the groups with these ids, in this order. Raises SpoolDamage if some are missing, or one is not as it
-        was stored."""
+        """The groups with these ids, in this order. Raises SpoolDamage if one is missing, or not as it was stored."""
         groups = {group_id: group for group_id in ids if (group := self._group(group_id)) is not None}
         if missing := [group_id for group_id in ids if group_id not in groups]:
             raise SpoolDamage(

@@ -93,8 +93,7 @@ def gae(
 
 
 def _to_go(values: np.ndarray, samples: np.ndarray, discount: float = 1.0) -> np.ndarray:
-    """The sum of each token's value and of all later ones of its sample, each times `discount` for every token between,
-    [T]."""
+    """The sum of each token's value and all later ones of its sample, times `discount` for every token between, [T]."""
     order = samples.argsort(kind="stable")
     lengths = np.bincount(samples)
     longest_first = (-lengths).argsort(kind="stable")

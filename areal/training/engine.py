@@ -1,5 +1,4 @@
-"""Training with DeepSpeed. Only this module, `optimizer` (setup), `checkpoint` (saved state) and `ulysses` (sequence
-parallelism) use DeepSpeed's API.
+"""Training with DeepSpeed. Only this module, `optimizer`, `checkpoint` and `ulysses` (sequences) use its API.
 
 There is one `TrainingEngine` per rank. Every method that says *all ranks* is a collective: each rank calls it, in the
 same order. If a collective raises on any rank, training is over on all ranks: the other ranks wait inside the call and
@@ -400,8 +399,7 @@ class TrainingEngine:
         module: torch.nn.Module | None,
         **inputs: Any,
     ) -> tuple[Tensor, ...]:
-        """What the model gives for `what`, which is `row` or this rank's part of it. inputs: in place of those of the
-        row, or beside them."""
+        """What the model gives for `what`: `row` or this rank's part. inputs: in place of the row's, or beside them."""
         if self._replay:
             self._replay.follow(what.routes)
         if self._tower:
@@ -506,8 +504,7 @@ class TrainingEngine:
         """Set what a pass before the step finds for the tokens (all ranks). Returns a critic's values of all sampled
         ones, float32 [T]; None without a critic.
 
-        The first minibatch's own forward pass still runs on these weights. But a mask has to be known before it, and so
-        have values.
+        The first minibatch's forward pass has these weights, too. But a mask and values have to be known before it.
         """
         masked, recompute = self.config.objective == "m2po", self.config.proximal == "recompute"
         first = 0 if masked or self._critic else 1
@@ -614,8 +611,7 @@ class TrainingEngine:
     def _train_minibatch(
         self, rows: list[PackedRow], version: int, temperature: float, tally: Tally, *, first: bool
     ) -> None:
-        """One optimizer step, unless every token of the minibatch is masked. first: true if it is the first minibatch
-        of the batch."""
+        """One optimizer step, unless every token is masked. first: true for the first minibatch of the batch."""
         critic, trained = self.config.critic, torch.zeros(1, device=self.device)
         alone = critic is not None and self._deepspeed.lr_scheduler.last_epoch < critic.warmup_steps
         if critic and self._critic:

@@ -96,8 +96,7 @@ def _influence(
     row: PackedRow,
     chosen: Tensor | int,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probs of a row, [S], and the size of the gradient of the chosen ones with respect to the embedding of
-    each token, [T]."""
+    """The log-probs of a row, [S], and the size of the gradient of the chosen ones for each token's embedding, [T]."""
     seen: list[Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: object, output: Tensor) -> None:

@@ -147,8 +147,7 @@ def decoupled_ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 def ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     """Plain PPO (arXiv 1707.06347, eq. 7): J = min(u A, clip(u) A) with u = pi_theta / pi_behav.
 
-    The trust region lies around the policy that sampled the token, however old that policy is. PPO collapses under
-    staleness.
+    The trust region lies around the policy that sampled the token, however old. PPO collapses under staleness.
     """
     return decoupled_ppo(replace(tokens, logp_prox=tokens.logp_behav), config)
 
@@ -348,8 +347,7 @@ def _flaw_of_values(loss: Tensor, logp: Tensor) -> str | None:
 
 
 def interpolated_proximal(logp: Tensor, logp_behav: Tensor, staleness: Tensor) -> Tensor:
-    """log pi_prox, interpolated between behaviour and current policy, [S] without gradient (A-3PO, arXiv 2512.06547,
-    eq. 3).
+    """log pi_prox, between behaviour and current policy, [S] without gradient (A-3PO, arXiv 2512.06547, eq. 3).
 
     alpha log pi_behav + (1 - alpha) log pi_theta, alpha = 1 / staleness; a token of the current version has alpha 0.
     staleness: [S], versions between a token's sampling and this step.

@@ -271,8 +271,7 @@ def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
 
 
 def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray, row: str) -> Group:
-    """A group of one sequence. is_sampled: bool [T], of the tokens in the loss. row: with the digests of its pictures;
-    empty: it has none."""
+    """A group of one sequence. is_sampled: bool [T], in the loss. row: with its pictures' digests; may be empty."""
     versions = np.where(is_sampled, 0, NOT_SAMPLED).astype(np.int32)
     sequence = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
     return Group(f"{number}", number, (sequence,), row)

@@ -65,8 +65,7 @@ class Tools:
             self.shown.append({"type": "function", "function": function})
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result of a tool, or its error, as text. `arguments` are JSON. Raises ServerFailed if the server is
-        lost."""
+        """The result of a tool, or its error, as text. `arguments`: JSON. Raises ServerFailed."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -102,8 +101,7 @@ def check(servers: Mapping[str, Server]) -> None:
 
 
 def rehearse(options: Mapping[str, Any]) -> None:
-    """Starts each server of the workflow's options once. Raises UserError if one does not start, or if two have a tool
-    of the same name."""
+    """Starts each server of the options once. Raises UserError if one fails, or two have a tool of the same name."""
     servers = {name: Server.model_validate(server) for name, server in options["servers"].items()}
 
     async def once() -> None:

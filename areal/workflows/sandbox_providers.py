@@ -188,8 +188,7 @@ class SandboxService:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _send(self, method: str, path: str, body: dict[str, Any], most_bytes: int) -> tuple[int, dict[str, Any]]:
-        """The status and the answer. Raises what aiohttp raises, and ValueError if it is none, or one to another
-        request."""
+        """The status and the answer. Raises what aiohttp raises, and ValueError for one to another request."""
         text = bytearray()
         async with self._http.request(method, self.url + path, json=body) as response:
             async for part in response.content.iter_any():
