@@ -287,8 +287,7 @@ class Master(HandlesRequests):
     # --- watching
 
     async def _watch(self) -> None:
-        """Every second: remove actors that are silent or hang, expire leases, abandon a late evaluation, and react to a
-        stalled run."""
+        """Every second: remove silent or hanging actors, expire leases, abandon a late evaluation, react to a stall."""
         last = self._run.now()
         while True:
             await asyncio.sleep(WATCH_SECONDS)

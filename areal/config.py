@@ -830,8 +830,7 @@ class TrainerConfig(Section):
 
     @property
     def uses_behaviour(self) -> bool:
-        """Whether the loss compares pi_behav with a policy of the trainer. An objective of the user's own is taken at
-        its settings."""
+        """Whether the loss compares pi_behav with a policy of the trainer. A user's own: by its settings."""
         return (
             self.objective in ("ppo", "m2po", "dppo", "dppo_kl")
             or self.behaviour_weight != "none"
@@ -1535,16 +1534,14 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def used_scorers(self) -> list[str]:
-        """The names of the scorers of the run. All that give log-probs, if rows may name their own, or a workflow of
-        the user's may ask them."""
+        """The names of the scorers of the run. All that give log-probs, if rows or a workflow may ask."""
         anyone = self.trainer.teacher_key or self.rollout_manager.is_own
         teachers = self.logprob_scorers if anyone else [self.trainer.teacher]
         return [name for name in self.scorers if name in {*teachers, self.trainer.reference_scorer, *self._asked}]
 
     @property
     def needed_scorers(self) -> list[str]:
-        """Those of `used_scorers` without which the run cannot go on; an evaluation alone needs only rewards, and what
-        the workflow may ask."""
+        """The `used_scorers` that the run cannot lack; an evaluation needs rewards and what the workflow asks."""
         anyone = self.steps or self.rollout_manager.is_own
         return [name for name in self.used_scorers if anyone or name in self._asked]
 
@@ -1596,8 +1593,7 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def weights_folder(self) -> Path:
-        """Holds one folder per published version. If weights are streamed, it also holds one folder per generator with
-        the versions of that generator."""
+        """Holds one folder per published version and, if weights are streamed, per generator with its versions."""
         return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
 
     @property
@@ -1656,8 +1652,7 @@ def validated(
     kind: type[T] = Config,  # type: ignore[assignment]
     overrides: Sequence[tuple[str, str]] = (),
 ) -> T:
-    """The configuration with these values. file: where they come from, for messages, but for those of the overrides, by
-    key and text. Raises UserError."""
+    """The configuration with these values. file: their source, for messages. overrides: key, text. Raises UserError."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

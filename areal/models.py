@@ -237,8 +237,7 @@ class Routing(NamedTuple):
     """How a model routes: in each of `layers`, dense ones included, to `chosen` of `experts`.
 
     The routes of a token are the numbers of its experts, layer by layer, in a byte each or, beyond 256 experts, in two
-    (little-endian): `width` bytes. A dense layer has zeros. All are 0 for a token without routes, because the experts
-    of a layer differ.
+    (little-endian): `width` bytes. A dense layer has zeros, and all are 0 without routes.
     """
 
     gates: Gates
@@ -311,8 +310,7 @@ def architectures_of(folder: Path) -> list[str]:
 
 
 def check_adapters(model: object, weights: Iterable[str], lora: LoraConfig) -> None:
-    """Raise UserError if a model with weights of these names lacks one of the layers that `lora` names; peft refuses
-    only if it lacks all."""
+    """Raise UserError if weights of these names lack a layer of `lora`; peft refuses only if all are lacking."""
     layers = {name.removesuffix(".weight").rpartition(".")[2] for name in weights if "." in name}
     names = [] if lora.target_modules == "all-linear" else lora.target_modules
     for name in names:
@@ -367,8 +365,7 @@ def weight_sizes(folder: Path) -> dict[str, int]:
 
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in a safetensors file, by name, from its header. Raises OSError, and SafetensorError if
-    the file is damaged or cut short."""
+    """The shapes of the tensors in a safetensors file. Raises OSError, and SafetensorError if it is damaged."""
     with safe_open(file, framework="np") as opened:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 

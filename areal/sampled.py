@@ -127,8 +127,7 @@ _EMPTY = {name: np.empty(0, COLUMNS[name].dtype) for name in ENGINE_COLUMNS}
 class Generation(TokenTable):
     """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n].
 
-    finish: "stop" (the policy ended the turn; the stop token is included), "length" (there was no room left), or None
-    where more follows.
+    finish: "stop" (the policy ended the turn; with its stop token), "length" (no room was left), None: more follows.
     """
 
     __slots__ = ("finish",)

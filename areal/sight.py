@@ -183,8 +183,7 @@ def check_pictures(config: Config) -> None:
 
 
 class Views:
-    """The latest pictures that one model's processor has looked at, up to `limit` bytes of patches but at least one.
-    Several threads may use it."""
+    """The latest pictures that a model's processor has looked at, up to `limit` bytes, at least one. Threadsafe."""
 
     def __init__(self, limit: int = VIEWED_BYTES) -> None:
         self._limit = limit

@@ -87,8 +87,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=64)
 def stop_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a sequence of the model with this tokenizer: its end of sequence, and those that the model's
-    folder lists."""
+    """The tokens that end a sequence: the tokenizer's end of sequence, and those that the model's folder lists."""
     files = (Path(tokenizer.name_or_path) / name for name in ("generation_config.json", "config.json"))
     file = next((file for file in files if file.is_file()), None)
     listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None

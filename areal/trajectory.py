@@ -166,8 +166,7 @@ class Trajectory:
         return self.versions != NOT_SAMPLED
 
     def filled(self, name: str, width: tuple[int, ...] = ()) -> np.ndarray:
-        """An array of it. If it does not have this one: its reward at each token for the returns, else 0. width: of a
-        wide column."""
+        """An array of it; of missing ones the reward at each token for the returns, else 0. width: of a wide column."""
         array: np.ndarray | None = getattr(self, name)
         return np.full((len(self), *width), self.reward if name == "returns" else 0) if array is None else array
 

@@ -1,7 +1,6 @@
 """`python -m areal agent try`: one episode of a workflow on one row, with a real engine and without a run.
 
-The workflow gets the session that it has in a run. Its services are one engine and one reward worker, instead of the
-run's actors.
+The workflow gets the session that it has in a run. Its services are one engine and one reward worker.
 """
 
 import asyncio

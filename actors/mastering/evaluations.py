@@ -135,8 +135,7 @@ class Evaluations:
         return True
 
     def _is_good_enough(self, result: EvaluationDone) -> bool:
-        """Whether users get the version from now on. It is compared with the last one that was good enough, also if the
-        generator that served it is lost."""
+        """Whether users get the version from now on. It is compared with the last good one, served or not."""
         settings, least = self._config.gateway, -math.inf
         if settings.serve == "newest" or result.accuracy is None:
             return False

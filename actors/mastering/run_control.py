@@ -127,13 +127,11 @@ class RunControl:
             return None
 
     def now(self) -> float:
-        """The master's clock. Time in which this process was suspended does not count: no member loses its place for
-        it."""
+        """The master's clock. Time in which this process was suspended does not count for leases."""
         return asyncio.get_running_loop().time() - self.suspended
 
     def member(self, request: Request[Message], *roles: str) -> Member:
-        """The sender of `request`. Raises FencedError if it is not a member, RefusedError if it has another role than
-        one of `roles`."""
+        """The sender of `request`. Raises FencedError if it is no member, RefusedError if of none of `roles`."""
         member = self.state.members.get(request.sender)
         if member is None:
             why = self.members.removed.get(request.sender, "")

@@ -395,8 +395,7 @@ class Supervisor:
         return code
 
     async def _pump(self, child: Child, pipe: IO[bytes]) -> None:
-        """Read the output of a child. Keeps its last lines in `child.tail`, and writes all lines to the run folder,
-        once that exists."""
+        """Read the output of a child. `child.tail` gets its last lines, the run folder, once there, all."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe

@@ -48,8 +48,7 @@ log = structlog.get_logger()
 
 
 class WeightServer(HandlesRequests):
-    """Sends weights to other actors. It keeps `limit` versions (at least two): the one offered last, and the newest of
-    the others."""
+    """Sends weights to other actors. It keeps `limit` (at least two): the last offered and the newest."""
 
     def __init__(self, limit: int) -> None:
         self.bytes_sent = 0
@@ -214,8 +213,7 @@ class WeightFetcher(WeightServer):
         log.info("weights arrived", version=policy.version, sender=sender, bytes_received=self.bytes_received)
 
     async def _receive(self, address: str, partial: Path, policy: Policy, base: Version | None) -> None:
-        """Receive the chunks that are still missing. Raises BusError, TornWeights, and TimeoutError if the sender sends
-        nothing for STALL_SECONDS."""
+        """Receive the chunks that are still missing. Raises BusError, TornWeights, TimeoutError after STALL_SECONDS."""
         version = policy.identity
         held_version = self._held_versions.get(version)
         ask = FetchWeights(

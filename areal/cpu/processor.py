@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 _TRY = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(a, a)"
-# oneDNN's limit on the instruction set, and the value with which it uses no AMX. Callers that choose kernels of other
-# libraries ask `without_amx`.
+# oneDNN's limit on the instruction set, and its value without AMX. For other libraries: `without_amx`.
 _ISA, _WITHOUT_AMX, _WITH_ALL = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "DEFAULT"
 
 

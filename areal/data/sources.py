@@ -56,8 +56,7 @@ class Table:
         return _make_row(self.rows[position], self.config, self.place(position))
 
     def prompts(self) -> Iterable[Any]:
-        """The prompts of all rows, as the source or the template writes them; None for a row that does not fit, which
-        is discarded when it is looked up."""
+        """The prompts of all rows, as the source or the template writes them; None for a row to be discarded."""
         key, columns = self.config.prompt_key, [] if isinstance(self.rows, list) else self.rows.column_names
         is_plain = key in columns and not {*pictured.FIELDS} & {*columns}
         if self.config.prompt_template is None and is_plain and not pictured.has_parts(read_prompt(self.rows[0][key])):

@@ -54,8 +54,7 @@ class Export:
 
 
 def export(options: Namespace) -> None:
-    """`areal export`: write the chosen rollouts of a run to a .jsonl or .parquet file, or else to a folder with a data
-    set card, as the hub has it."""
+    """`areal export`: write chosen rollouts of a run to a .jsonl or .parquet file, or a folder with a card."""
     run, output, kind, best = options.folder, options.output, options.format, not options.all
     if options.all and kind == "preference":
         raise UserError("--all is for --format sft, because a pair is the best and the worst of a group: leave it out.")

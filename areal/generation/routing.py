@@ -15,8 +15,7 @@ from typing import Protocol, TypeVar
 
 S = TypeVar("S", bound="Sequence")
 
-# Shares of the KV cache in use. From KV_FULL on, waiting sequences are assumed to wait for KV cache. Below KV_ROOMY
-# there is room for more sequences.
+# Shares of the KV cache in use. From KV_FULL on, sequences seem to wait for it. Below KV_ROOMY there is room.
 KV_FULL = 0.95
 KV_ROOMY = 0.92
 # Sequences given to generators, per place that they have: one that waits there takes a free place at once.

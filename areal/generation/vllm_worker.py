@@ -92,8 +92,7 @@ class PolicyWorker:
         return None
 
     def load_policy(self) -> None:
-        """Overwrite the weights in place with those in the folder that was opened (Hugging Face names and shapes), or
-        the adapter with the one there."""
+        """Overwrite the weights (or the adapter) in place with those in the opened folder, in Hugging Face's form."""
         tensors = self._opened
         if isinstance(tensors, LoRAModel):
             self._put_adapter(tensors)

@@ -462,8 +462,7 @@ class ProgramRunner:
             os.setresgid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
             os.setresuid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
         if not self.plain:
-            # The kernel counts processes per user and user namespace. In its own namespace a program shares its limit
-            # with no other program.
+            # The kernel counts processes per user and user namespace: in its own, a program shares its limit with none.
             call("unshare", CLONE_NEWUSER)
             resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"],) * 2)
         limits = {
@@ -675,8 +674,7 @@ class PolledUsage:
         return counted - (time.process_time() - self.own_cpu)
 
     def watch_memory(self):
-        """Looks closely at the memory, in a thread of its own: whatever the program does to make that take long, time
-        and CPU time are checked."""
+        """Looks closely at the memory, in a thread: however long that takes, time and CPU time are checked."""
         limit = self.job["memory_bytes"]
         while not self.memory_exceeded:
             cpu_start, self.look_began = time.thread_time(), (time.process_time(), time.monotonic())

@@ -159,8 +159,7 @@ class LocalSandbox:
         return outcome
 
     async def _build(self, code: str, language: str, files: Mapping[str, bytes]) -> bytes | Outcome:
-        """The compiled program, or the outcome of the failed compilation. The last result is kept, since each test of a
-        row runs the same program."""
+        """The compiled program, or the outcome of the failed compilation. The last one is kept for further tests."""
         key = (code, language)
         if key not in self._built:
             job = self._job(LANGUAGES[language].compiler, files) | {
@@ -271,8 +270,7 @@ class LocalSandbox:
 
 
 class Commands:
-    """Commands that run one after another in the same /tmp, each in a slot until it ends or waits. What a command has
-    started ends with it."""
+    """Commands in turn in the same /tmp, each in a slot until it ends or waits, with all that it started."""
 
     def __init__(
         self, job: Mapping[str, Any], slot: Slot, run: socket.socket, reader: asyncio.StreamReader,

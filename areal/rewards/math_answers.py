@@ -155,8 +155,7 @@ def _meaning(answer: str) -> list[Any]:
 
 
 def _same(gold: str, expressions: Sequence[Any], latex: str, prompt: str = "") -> bool:
-    """Whether an answer equals the row's, of which the expressions are the meaning. Only for texts of this file, or
-    within `limited`."""
+    """Whether an answer equals the row's, by its expressions. For texts of this file, or within `limited`."""
     *names, value = [latex] if "=" in gold else answer_forms.sides(latex)
     if any(map(answer_forms.is_unsolved, names)):
         return False

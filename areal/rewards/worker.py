@@ -68,8 +68,7 @@ def main() -> None:
 
 
 def answer(score: Callable[[], Any], results: Callable[[Any], list[Result]], memory: int) -> list[Any]:
-    """The answer to one request. score: calls the reward. results: checks what it has returned. memory: the limit of
-    this process in bytes, 0 for none."""
+    """The answer to one request. score: calls the reward. results: checks what it returned. memory: limit, or 0."""
     kind, value = _judged(score, results)
     if kind != "score" and memory and _bytes_in_use() > FULL * memory:
         kind = "memory"  # whatever the reward has made of the MemoryError

@@ -138,8 +138,7 @@ class SelfTest:
             self._check_model(name, config, last=number == len(runs))
 
     def _make_tiny_model(self, folder: Path) -> str | None:
-        """The dtype of the tiny model, which a process of its own makes, because torch may not even start here. None if
-        it does not."""
+        """The dtype of the tiny model, which another process makes: torch may not start here, then None."""
         self._print_progress("tiny model")
         command = [sys.executable, "-m", "areal", "selftest-part", "model", str(folder)]
         try:

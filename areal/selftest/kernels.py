@@ -166,8 +166,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
 
 
 def _backward_alone(model: Any, flat: FlatBatch, weights: Tensor) -> Tensor:
-    """The log-probs of all tokens, each sequence by itself in float64. Leaves the gradient of their weighted sum in the
-    parameters."""
+    """The log-probs of all tokens, each sequence alone in float64. Parameters get their weighted sum's gradient."""
     exact = torch.zeros(len(flat.tokens), device=weights.device, dtype=torch.float64)
     start = 0
     for length in flat.lengths.tolist():

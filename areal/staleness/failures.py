@@ -65,8 +65,7 @@ class Failures:
         return self.in_a_row >= self._limit
 
     def end_reason_after_ready(self, filtered: bool, mean: float) -> str | None:
-        """Why the run ends after a group became ready or was `filtered`; None: it goes on. `mean`: the mean reward of
-        the last groups."""
+        """Why the run ends after a group became ready or was `filtered`; None: it goes on. mean: of the rewards."""
         self.in_a_row = self._long = 0
         self.any_succeeded = True
         self.filtered_in_a_row = self.filtered_in_a_row + 1 if filtered else 0

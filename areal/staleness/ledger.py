@@ -348,8 +348,7 @@ class QueuedPrompt:
 
 
 QueuePosition = tuple[int, int, str]
-"""Deadline, prompt index (without a session's sign) and id of a group. Among groups with the same deadline the lower
-prompt index comes first."""
+"""Deadline, prompt index (without a session's sign) and id of a group. Of one deadline the lower index is first."""
 
 
 class LedgerError(Exception):
@@ -1053,8 +1052,7 @@ class Ledger(LedgerState):
         return ReportAnswer.ACCEPTED
 
     def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
-        """True if `version` is below the start version that its deadline assumes, and leaves some group without a step
-        in time."""
+        """True if `version` is below its deadline's start version, and leaves some group without a step."""
         if not self.settings.bounds_groups or version + group.max_staleness >= self.deadline(group):
             return False
         rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]

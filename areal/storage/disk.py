@@ -113,8 +113,7 @@ def rename(path: Path, target: Path) -> None:
 
 
 def append(path: Path, text: str, durable: bool = True) -> None:
-    """Append whole lines to a file. durable: they survive a crash of the machine. If the disk refuses them, the file is
-    as it was, and OSError is raised."""
+    """Append whole lines to a file. durable: as a crash of the machine needs it. Raises OSError, and adds nothing."""
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         data = memoryview(text.encode(errors="replace"))
@@ -295,8 +294,7 @@ def _free_or_none(folder: Path) -> int:
 
 
 class Reserve:
-    """A file in `folder` that takes room on the disk while the run goes on. `free` gives it back, so that the run can
-    end in order also on a full disk."""
+    """A file in `folder` that takes room on the disk. `free` gives it back, so that a run can end on a full disk."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "reserve"

@@ -160,8 +160,7 @@ class Journal:
             raise JournalError(f"the journal cannot be written: {self._failure}") from self._failure
 
     def close(self) -> None:
-        """Wait for a transaction that is being written, and close the file. Events that no `durable` was awaited for
-        may be lost."""
+        """Wait for a transaction in progress, and close the file. Events without an awaited `durable` may be lost."""
         if self._retry is not None:
             self._retry.cancel()
         self._executor.shutdown()

@@ -192,8 +192,7 @@ class Spool:
         return {(group_id, place): oldest for group_id, place, oldest in rows}
 
     def move_calls(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
-        """Make the calls of unfinished samples of earlier groups, of the same prompt, those of this group at the same
-        places, unless these are taken."""
+        """Give this group, at its free places, the calls of unfinished samples of the prompt's earlier groups."""
         with self._transaction() as connection:
             connection.executemany(_MOVE_CALLS, [(group_id, *key) for key in samples])
 

@@ -463,8 +463,7 @@ class TrainingEngine:
         return -float(self._pass(flat, trained, None, temperature)[0][trained].mean(dtype=np.float64))
 
     def logprobs(self, batch: Sequence[Group] | None, *, temperature: float) -> np.ndarray:
-        """log pi of the batch's sampled tokens, float32 [T] in the order of `TokenValues`; nothing is trained (all
-        ranks)."""
+        """log pi of the batch's sampled tokens, float32 [T] as in `TokenValues`; nothing is trained (all ranks)."""
         flat = self._share(batch)
         return self._pass(flat, flat.trained(None), None, temperature)[0][flat.by_sample()]
 
@@ -477,8 +476,7 @@ class TrainingEngine:
         tally: Tally | None = None,
         module: torch.nn.Module | None = None,
     ) -> np.ndarray:
-        """Log-probabilities of the tokens in the loss of the sequences `members` (None: of all), and a critic's values
-        (all ranks).
+        """Log-probs of the tokens in the loss of the sequences `members` (None: all), and critic's values (all ranks).
 
         Returns float32 [1 or 2, T] on all ranks, 0 for all other tokens. No gradients are needed, so sequences of
         several minibatches share rows, which takes fewer passes.
@@ -532,8 +530,7 @@ class TrainingEngine:
             row.reference = row.pick(reference)
 
     def _set_teacher(self, rows: list[PackedRow], flat: FlatBatch) -> None:
-        """Set the teacher's log-probs, and its likeliest tokens if they are trained on. Those that the policy lacks
-        become unlikely."""
+        """Set the teacher's log-probs, and likeliest tokens if trained on. What the policy lacks is unlikely."""
         teacher = _needed_column(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
         for row in rows:
             row.teacher = row.pick(teacher)
@@ -753,8 +750,7 @@ class TrainingEngine:
             yield from tensors_in(vars(optimizer))
 
     def close(self) -> None:
-        """Wait until all folders are written, and remove DeepSpeed's hooks and buffers, so that memory can be freed
-        (all ranks)."""
+        """Wait until all folders are written, and remove DeepSpeed's hooks and buffers (all ranks)."""
         self._publisher.close()
         self._saver.close()
         self._deepspeed.destroy()

@@ -6,8 +6,7 @@ tokens that the sequence before it does not have, and its *path* lists the place
 is a prefix tree, written branch by branch. A token's position is its depth in the tree, and it attends to its ancestors
 and itself. Its log-probability and all gradients equal those of the sequence computed by itself.
 
-In layers with a *window* of W tokens, as in transformers and vLLM, it attends only to the last W of these; they are
-counted along the path.
+In layers with a *window* of W tokens, as in transformers and vLLM, it attends only to the last W of these.
 
 `packed_sdpa` makes one kernel call per sequence: queries are the tokens it adds, keys are its path. On trees of the
 quickstart, on one core, a training step is 1.2 times as fast with it as with each of these alternatives: a dense mask
@@ -297,8 +296,7 @@ class PackedRow:
     places: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:
-        """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch; or several,
-        [T, k], then [S, k]."""
+        """The values of the row's S tokens, float32 [S] or [S, k]. values: of the batch, [T] or [T, k]."""
         return torch.from_numpy(values[self.batch_index]).float().to(self.tokens.device)
 
     def with_top_tokens(self) -> PackedRow:

@@ -181,8 +181,7 @@ def _end_where_trained(folder: Path, tokenizer: Any, ends: set[int]) -> None:
 def _read_rows(
     config: SftConfig, model: Path, tokenizer: Any, rollouts: Path | None, pictures: Path
 ) -> tuple[list[Group], list[Group], list[str]]:
-    """Rows to train on, held-out rows, and what to say of the rows. Their pictures are put into `pictures`, unless they
-    are `rollouts`."""
+    """Rows to train on, held-out rows, and what to say of them. `pictures` gets theirs, unless of `rollouts`."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"The tokenizer of {model} has no end-of-sequence token: set eos_token in tokenizer_config.json."

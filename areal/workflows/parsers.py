@@ -83,8 +83,7 @@ class Parsers:
         self._has_warned = False
 
     def load(self) -> None:
-        """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks what they
-        need, such as a special token."""
+        """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks a token."""
         with self._loading:
             if self._kinds is not None:
                 return
@@ -103,8 +102,7 @@ class Parsers:
                 os.environ.update(environment)
 
     def check(self, tools: list[Json] | None) -> None:
-        """Load what turns with these tools need. Raises UserError as `load`, and ValueError if the tools are not in the
-        form of OpenAI's API."""
+        """Load what turns with these tools need. Raises UserError as `load`, ValueError for tools of another form."""
         if self.reads(tools):
             self.load()
             _request(tools)

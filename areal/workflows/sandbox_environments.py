@@ -90,8 +90,7 @@ class SandboxEnvironment:
         return "", await self.judge(), True
 
     async def judge(self) -> float:
-        """The reward of the policy's state. Raises RowError if the tests would give none to any state, and SandboxError
-        if a sandbox is lost."""
+        """The reward of the policy's state. Raises RowError if tests never give any, SandboxError if one is lost."""
         if self.task.folder is None:
             reward = await self._graded(self.sandbox)
         else:
