@@ -83,9 +83,7 @@ class HolderRouter(Router):
             return await super().choose(role, serves)
         now = self.directory.members.get(self._holder.identity)
         if now is None or now.state != "healthy" or now.held != self._holder.held:
-            raise NotExact(
-                f"{self._holder.identity} has left, is not healthy, or no longer holds version {min_version}"
-            )
+            raise NotExact(f"{self._holder.identity} has left, is unhealthy, or no longer holds version {min_version}")
         return now
 
 

@@ -150,9 +150,7 @@ class SourceConfig(Section):
         description="first message of a chat; empty: a chat without it; null: a prompt that is text is no chat. Chats "
         "need a tokenizer with a chat template",
     )
-    size: int | None = Field(
-        None, gt=0, description="rows of a generated task (addition, reasoning_gym); null: no limit"
-    )
+    size: int | None = Field(None, gt=0, description="rows of a generated task (addition, reasoning_gym); null: any")
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -191,9 +189,7 @@ class BenchmarkConfig(SourceConfig):
     temperature: float = Field(1.0, ge=0, description="0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     pass_score: float = Field(1.0, description="least score of a solved completion (pass@k)")
-    every: int = Field(
-        1, ge=1, description="k: of the evaluated versions, the first, the last, and those that k divides"
-    )
+    every: int = Field(1, ge=1, description="k: of evaluated versions, the first, the last, and those that k divides")
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -288,9 +284,7 @@ class SamplingConfig(Section):
         le=1,
         description="nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)",
     )
-    top_k: int = Field(
-        0, ge=0, description="draw from that many likeliest tokens; 0: from all; above 0 only as for `top_p`"
-    )
+    top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: all; above 0 only as for `top_p`")
     min_p: float = Field(
         0.0,
         ge=0,
@@ -357,15 +351,11 @@ class RewardConfig(Section):
     )
     timeout_seconds: float = Field(10.0, gt=0, description="time limit of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor if there is one")
-    quarantine_after: int = Field(
-        3, ge=1, description="after this many deaths or timeouts of workers a completion is refused"
-    )
+    quarantine_after: int = Field(3, ge=1, description="a completion is refused after so many dead or late workers")
     memory_gib: float | None = Field(None, gt=0, description="memory limit of a worker, GiB")
     cache_size: int = Field(4096, ge=0, description="scores that each reward actor caches; 0: off")
     credit: Credit = Field("sample", description="which rewards a sampled token is credited with (docs/agents.md)")
-    turn_discount: float = Field(
-        1.0, ge=0, le=1, description="with return_to_go: factor on a reward for each call between"
-    )
+    turn_discount: float = Field(1.0, ge=0, le=1, description="return_to_go: factor on a reward for each call between")
     overlong_tokens: int = Field(
         0,
         ge=0,
@@ -391,9 +381,7 @@ class EngineConfig(Section):
         "auto", description="type of the weights in the engine; auto: bfloat16 on GPUs, else float32"
     )
     threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
-    max_model_len: int | None = Field(
-        None, gt=0, description="most tokens of prompt and completion; null: the model's limit"
-    )
+    max_model_len: int | None = Field(None, gt=0, description="most tokens of a sequence; null: the model's limit")
     memory_share: float | None = Field(
         None,
         gt=0,
@@ -610,9 +598,7 @@ class CriticConfig(Section):
     )
     lr: float = Field(0.2, gt=0, description="learning rate of the head: about how far a value moves in a step")
     gamma: float = Field(1.0, gt=0, le=1, description="discount for each sampled token")
-    lam: float = Field(
-        1.0, ge=0, le=1, description="lambda of the estimates; 1: returns minus values, 0: one-step differences"
-    )
+    lam: float = Field(1.0, ge=0, le=1, description="lambda; 1: returns minus values, 0: one-step differences")
     value_clip: float | None = Field(
         0.2, gt=0, description="a value is held within so much of that before the training step; null: it is not"
     )
@@ -723,12 +709,8 @@ class TrainerConfig(Section):
     sapo_temperatures: tuple[PositiveFloat, PositiveFloat] = Field(
         (1.0, 1.05), description="sapo: how fast a token's gradient falls as u leaves 1, with A > 0 and with A <= 0"
     )
-    vespo_positive: tuple[float, PositiveFloat] = Field(
-        (2.0, 3.0), description="vespo: k and lambda of tokens with A >= 0"
-    )
-    vespo_negative: tuple[float, PositiveFloat] = Field(
-        (3.0, 2.0), description="vespo: k and lambda of tokens with A < 0"
-    )
+    vespo_positive: tuple[float, PositiveFloat] = Field((2.0, 3.0), description="vespo: k and lambda where A >= 0")
+    vespo_negative: tuple[float, PositiveFloat] = Field((3.0, 2.0), description="vespo: k and lambda where A < 0")
     routing: Literal["own", "replay"] = Field(
         "own",
         description="experts of a mixture in training: those that its router chooses, or, for sampled tokens, those of "
@@ -758,9 +740,7 @@ class TrainerConfig(Section):
     entropy_coef: float = Field(
         0.0, ge=0, description="weight of the entropy bonus: this times a token's entropy (nats) is taken from its loss"
     )
-    kl_coef: float = Field(
-        0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: no reference model"
-    )
+    kl_coef: float = Field(0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: none")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3", description="k1 for kl_in=reward; k2 and k3 for either (docs/objectives.md)"
     )
@@ -944,9 +924,7 @@ class SandboxConfig(Section):
         description="outside: tests in Python run in another process than the program; rows that need more are "
         "refused. inside_where_needed: such rows' tests run beside the program, which can forge their verdict",
     )
-    url: str | None = Field(
-        None, pattern=r"^https?://.+", description="address of a SandboxFusion server, without /run_code"
-    )
+    url: str | None = Field(None, pattern=r"^https?://.+", description="a SandboxFusion server, without /run_code")
     cpu_seconds: float = Field(4.0, gt=0, description="CPU time of a program's processes together")
     wall_seconds: float = Field(
         8.0, gt=0, description="elapsed time of a program's tests together; above cpu_seconds, since machines are busy"
@@ -1050,9 +1028,7 @@ def benchmarks_in(value: Any) -> dict[str, Any]:
     say. Raises UserError, and ValueError for a value of another kind."""
     named = {Path(name).stem: {"base": name} for name in value} if _is_list_of_names(value) else value
     if not isinstance(named, dict) or not all(isinstance(keys, dict | None) for keys in named.values()):
-        raise ValueError(
-            "evaluator.benchmarks is neither a list of names nor a mapping of names to their keys: correct it"
-        )
+        raise ValueError("evaluator.benchmarks is neither a list of names nor a mapping of names to keys: correct it")
     return {name: _benchmark(name, dict(keys or {})) for name, keys in named.items()}
 
 
@@ -1085,9 +1061,7 @@ class KeyConfig(Section):
         ["serve"], description="serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"
     )
     train: bool = Field(True, description="whether its sessions may be trained")
-    calls_per_minute: int | None = Field(
-        None, ge=1, description="most calls a minute at each gateway; null: any number"
-    )
+    calls_per_minute: int | None = Field(None, ge=1, description="most calls a minute at a gateway; null: any number")
     tokens_per_minute: int | None = Field(
         None, ge=1, description="most sampled tokens a minute at each gateway; null: any number"
     )
@@ -1125,9 +1099,7 @@ class GatewayConfig(Section):
     session_seconds: float = Field(
         3600.0, gt=0, description="a session whose reward has not come so long after its first call expires"
     )
-    max_session_tokens: int = Field(
-        4096, ge=1, description="most tokens sampled in a session; the next call begins another one"
-    )
+    max_session_tokens: int = Field(4096, ge=1, description="most tokens of a session; the next call begins another")
     max_messages: int = Field(1024, ge=1, description="most messages of a call")
     reward_range: tuple[float, float] = Field((-1.0, 1.0), description="lowest and highest reward that a key may give")
     score: bool = Field(
@@ -1200,9 +1172,7 @@ class MasterConfig(Section):
         "port is in use, a run on one machine takes another one",
     )
     lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
-    lost_seconds: float = Field(
-        60.0, gt=0, description="time without an answer from the master after which an actor exits"
-    )
+    lost_seconds: float = Field(60.0, gt=0, description="time without the master's answer after which an actor exits")
     stall_seconds: float = Field(
         300.0,
         gt=0,
@@ -1884,9 +1854,7 @@ def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            raise UserError(
-                f"The override {override!r} sets a key inside {section!r}, which is a value and not a section."
-            )
+            raise UserError(f"The override {override!r} sets a key inside {section!r}, which is no section.")
     values[last] = value
 
 
@@ -1942,9 +1910,7 @@ def _sentence_of(error: ValidationError, file: Path | str | None, kind: type[Sec
             value = without_secrets(first["input"], key.rpartition(".")[2])
             rule = first["msg"].removeprefix("Input ").partition(", unable to parse")[0]
             if callable(value):  # a loss, in a notebook
-                return (
-                    f"{key} is a function of this process, but another one calls it: write it to a file, FILE.py:NAME."
-                )
+                return f"{key} is a function of this process, but another calls it: write it to a file, FILE.py:NAME."
             return f"{key} is {value!r:.80} in {place}, but {rule[0].lower() + rule[1:]}."
 
 

@@ -328,9 +328,7 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
     """Raise UserError if the model in `folder` is a mixture of experts that engines on these devices, GPUs (cuda) or
     CPUs, cannot have with such adapters, or that has no place for all of them."""
     if not cuda and _text_type(folder) == "gpt_oss":
-        raise UserError(
-            f"vLLM computes the experts of gpt-oss on GPUs alone: {folder} cannot generate on this machine."
-        )
+        raise UserError(f"vLLM computes the experts of gpt-oss on GPUs alone: {folder} cannot generate here.")
     if not is_mixture(folder):
         return
     kind, sizes = f"the model {folder} is a mixture of experts", _sizes(folder)

@@ -120,9 +120,7 @@ def outlive_sigterm(leader: int | None) -> None:
 def plain_environment(pass_env: Sequence[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a program that others may talk to. pass_env: names beside PLAIN_ENVIRONMENT, as `TAU2_*`."""
     names = (*PLAIN_ENVIRONMENT, *pass_env)
-    return {
-        name: value for name, value in variables.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
-    }
+    return {name: value for name, value in variables.items() if any(fnmatch.fnmatchcase(name, form) for form in names)}
 
 
 def tied(*command: str) -> list[str]:

@@ -209,9 +209,7 @@ def sight_of(folder: str) -> Sight:
     """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
     config = _read(Path(folder) / "config.json")
     if not sees(folder):
-        raise UserError(
-            f"the model {folder} does not see pictures here, which {', '.join(SEEING)} alone do: leave them out"
-        )
+        raise UserError(f"the model {folder} sees no pictures here, which {', '.join(SEEING)} alone do: leave them out")
     settings = _read(Path(folder) / "preprocessor_config.json")
     settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
     if SEEING[config["model_type"]] is SquareSight:

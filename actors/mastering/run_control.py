@@ -145,9 +145,7 @@ class RunControl:
         """Raises FencedError if the sender is not the trainer of the run, or if `lineage` is not the current one."""
         self.member(request, "trainer")
         if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
-            raise FencedError(
-                f"{request.sender} does not hold lineage {self.state.lineage}, the current one of this run"
-            )
+            raise FencedError(f"{request.sender} does not hold lineage {self.state.lineage}, the current one")
 
     def free_groups(self) -> int:
         """Number of groups of rows that may start now. It is 0 after the end of the run, while the disk is full, and

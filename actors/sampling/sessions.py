@@ -247,9 +247,7 @@ class SampleSession(SampleState):
         services, row = self._services, self._row
         weights = {reward: 1.0} if reward else services.weights(row, self._changed_weights)
         if reward and services.of_groups(weights):
-            raise SampleFailed(
-                "workflow", f"the reward {reward!r} scores all samples of a group: it cannot be asked alone"
-            )
+            raise SampleFailed("workflow", f"the reward {reward!r} scores whole groups: it cannot be asked alone")
         if not weights and services.config.rollout_manager.gives_rewards:
             raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
         if not isinstance(completion, str):

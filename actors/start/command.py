@@ -151,9 +151,7 @@ def start(arguments: argparse.Namespace) -> int:
     if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
         return run_master(config_of_run(arguments.resume, secrets=True))
     if arguments.dry_run and roles not in ([], ["master"]):
-        raise UserError(
-            "--dry-run checks a run, or its master: leave out the other roles, which have no configuration."
-        )
+        raise UserError("--dry-run checks a run, or its master: leave out the other roles, they have no configuration.")
     if roles in ([], ["master"]):
         from areal.rewards.functions import with_groups
 

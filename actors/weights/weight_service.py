@@ -205,9 +205,7 @@ class WeightFetcher(WeightServer):
                 if not (overtaken and isinstance(error, RefusedError)):  # otherwise the sender just has a newer version
                     self._sources.failed(source, now)
                 if overtaken:
-                    raise TornWeights(
-                        f"version {policy.version} did not arrive, and there is a newer one now"
-                    ) from None
+                    raise TornWeights(f"version {policy.version} did not arrive, and there is a newer one") from None
                 if source is None:
                     await asyncio.sleep(RETRY_SECONDS)
         log.info("weights arrived", version=policy.version, sender=sender, bytes_received=self.bytes_received)
@@ -270,9 +268,7 @@ async def _next(parts: AsyncIterator[Message], kind: type[M]) -> M:
     async with asyncio.timeout(STALL_SECONDS):
         part = await anext(parts, None)
     if not isinstance(part, kind):
-        raise StreamBrokenError(
-            f"expected {kind.kind!r}, got {'the end of the stream' if part is None else part.kind!r}"
-        )
+        raise StreamBrokenError(f"expected {kind.kind!r}, got {'the end' if part is None else part.kind!r}")
     return part
 
 

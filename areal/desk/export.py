@@ -59,9 +59,7 @@ def export(options: Namespace) -> None:
     if options.all and kind == "preference":
         raise UserError("--all is for --format sft, because a pair is the best and the worst of a group: leave it out.")
     if output.suffix and output.suffix not in (".jsonl", ".parquet") and not output.suffix[1:].isdigit():
-        raise UserError(
-            f"--output {output} is no kind of file that is written: end it in .jsonl or .parquet, or in none."
-        )
+        raise UserError(f"--output {output} is no kind of file to write: end it in .jsonl or .parquet, or in none.")
     rollouts = rollouts_in(run)
     if rollouts is None:
         raise UserError(f"There are no rollouts in {run}: give the folder of a run that has kept some.")

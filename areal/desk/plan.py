@@ -34,14 +34,7 @@ from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
 from areal.weights.wrappers import text_config
 
-MEASURED = [
-    "step_seconds",
-    "train_seconds",
-    "tokens_generated",
-    "tokens_trained",
-    "completion_tokens_mean",
-    "starved_seconds",
-]
+MEASURED = "step_seconds train_seconds tokens_generated tokens_trained completion_tokens_mean starved_seconds".split()
 STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
 
@@ -49,9 +42,7 @@ STARVED = 0.05
 def plan_run(options: Namespace) -> None:
     """`areal plan`: print the plan that the options ask for."""
     if not (options.config or options.run):
-        raise UserError(
-            "Say which run to plan: give --config FILE.yaml, or --from RUN_FOLDER, which also supplies the rates."
-        )
+        raise UserError("Say which run to plan: --config FILE.yaml, or --from RUN_FOLDER, which also has the rates.")
     record = Record(options.run) if options.run else None
     if options.config:
         config: Config = load_config(options.config, options.overrides)

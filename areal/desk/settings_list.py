@@ -15,15 +15,7 @@ from rich.table import Table
 from areal.command_line import output
 from areal.config import Config, Section, UserError, section_in
 
-NAMES = {
-    date: "date",
-    str: "text",
-    int: "integer",
-    float: "number",
-    bool: "true, false",
-    Path: "path",
-    Any: "any value",
-}
+NAMES = {date: "date", str: "text", int: "integer", float: "number", bool: "true, false", Path: "path", Any: "anything"}
 # Counts, durations and shares are not negative: nobody has to read that of each.
 OBVIOUS = (("ge", 0), ("ge", 1), ("gt", 0))
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -260,9 +260,7 @@ def _mlflow(config: Config, folder: Path) -> Sink:
         mlflow.log_params(dict(params[begin : begin + MLFLOW_PARAMS]))
 
     def send(step: int, numbers: dict[str, float], at: float) -> None:
-        mlflow.log_metrics(
-            {NOT_MLFLOW.sub("_", name): n for name, n in numbers.items()}, step, timestamp=int(1000 * at)
-        )
+        mlflow.log_metrics({NOT_MLFLOW.sub("_", key): n for key, n in numbers.items()}, step, timestamp=int(1000 * at))
 
     return send
 

@@ -400,9 +400,7 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
     folders = _folders(config)
     for folder in folders:
         if Path(folder).is_relative_to("/tmp"):
-            raise UserError(
-                f"{folder} is in /tmp, but every program has its own empty /tmp: move the folder, or leave it out"
-            )
+            raise UserError(f"{folder} is in /tmp, but every program has its own empty /tmp: move it, or leave it out")
     requests, its_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     options = [config.mode, os.pathsep.join(_packages()), _delegated(config)]
     arguments = [str(its_requests.fileno()), *options, *folders]

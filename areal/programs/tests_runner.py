@@ -298,9 +298,7 @@ def run_pytest(tests, report, most_failures):
                 return None
             import asyncio  # it takes long
 
-            asyncio.run(
-                function(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(function).parameters})
-            )
+            asyncio.run(function(**{key: pyfuncitem.funcargs[key] for key in inspect.signature(function).parameters}))
             return True
 
         def pytest_runtest_makereport(self, item, call):

@@ -136,9 +136,7 @@ def _boxed(text: str) -> str:
 def _gold(answer: str) -> list[Any]:
     """What the row's answer means to math-verify. Unless it is a number, a child process reads it first."""
     if _number(_after_mark(answer)) is None and not limited(partial(_readable, answer)):
-        raise RewardError(
-            f"math-verify cannot read the row's answer {answer[-100:]!r}: write it as LaTeX that it understands"
-        )
+        raise RewardError(f"math-verify cannot read the row's answer {answer[-100:]!r}: write LaTeX that it reads")
     return _meaning(answer)
 
 

@@ -148,9 +148,7 @@ class SelfTest:
             output, wrong = "no answer in time", True
         if wrong:
             last = "\n".join(output.strip().splitlines()[-LINES:])
-            advice = (
-                "PyTorch and transformers do not work in this environment: make it again (`make setup`), and report it."
-            )
+            advice = "PyTorch and transformers do not work here: run `make setup` again, and report it."
             self.add("", [Finding("devices", "FAILED", last, advice)])
             return None
         return str(json.loads((folder / "config.json").read_text())["dtype"])
@@ -239,9 +237,7 @@ class SelfTest:
 
     def add(self, model: str, findings: Sequence[Finding]) -> None:
         """Keep the findings that are wanted, and all failures."""
-        self._rows += [
-            (model, finding) for finding in findings if self.selects({finding.name}) or finding.result == "FAILED"
-        ]
+        self._rows += [(model, f) for f in findings if self.selects({f.name}) or f.result == "FAILED"]
 
     def _print_progress(self, what: str) -> None:
         print(f"{what} ...", file=sys.stderr, flush=True)

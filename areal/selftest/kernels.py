@@ -30,10 +30,7 @@ BEYOND = 1.2
 
 def share_of_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The norm of all errors together, as a share of the norm of what is exact."""
-    pairs = [
-        (tensor.detach().double(), reference.detach().double())
-        for tensor, reference in zip(tensors, exact, strict=True)
-    ]
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(tensors, exact, strict=True)]
     error = sum(float((tensor - reference).square().sum()) for tensor, reference in pairs)
     return (error / sum(float(reference.square().sum()) for _, reference in pairs)) ** 0.5
 

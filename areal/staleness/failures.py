@@ -141,9 +141,7 @@ class Failures:
     def verdict(self, counters: Counters, now: float) -> str | None:
         """An outage lasts too long, or too many prompts fail. `counters`: of the groups until now."""
         if self.outage and now - self._since > self._outage_seconds:
-            return (
-                f"{self.describe_outage(now)}; that has lasted longer than outage_seconds ({self._outage_seconds:g} s)."
-            )
+            return f"{self.describe_outage(now)}; that lasts longer than outage_seconds ({self._outage_seconds:g} s)."
         discarded = counters.discarded - self._discarded_earlier
         trained = counters.trained - self._trained_earlier
         lost = {cause: discarded[cause] for cause in self.last if discarded[cause]}

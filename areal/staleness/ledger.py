@@ -703,9 +703,7 @@ class LedgerState:
             raise self._error(f"broken at version {self.version}: {'; '.join(broken)}", *self._groups)
 
     def _is_in_line(self, state: GroupState) -> bool:
-        return self._lines[state] == sorted(
-            self._position_of(row) for row in self._groups.values() if row.state is state
-        )
+        return self._lines[state] == sorted(self._position_of(r) for r in self._groups.values() if r.state is state)
 
     def _is_sound(self, row: LedgerGroup) -> bool:
         """True if exactly the unfinished groups have a lease, finished ones a start version, and versions are valid."""

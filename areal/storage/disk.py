@@ -160,9 +160,7 @@ def leaves(path: Path, folder: Path) -> bool:
 def within(path: Path, folder: Path) -> Path:
     """`path`, which is in `folder`. Raises UserError if a link leads out of it."""
     if leaves(path, folder):
-        raise UserError(
-            f"{path} is a link to {path.resolve()}: remove the link, nothing is read or written through it."
-        )
+        raise UserError(f"{path} is a link to {path.resolve()}: remove the link, nothing is read or written by it.")
     return path
 
 

@@ -104,9 +104,7 @@ class Spool:
         """Make this the spool of a run. Raises UserError if it is that of another one."""
         with self._transaction() as connection:
             if read_meta(connection, "run") not in ("", run):
-                raise UserError(
-                    f"{self._file} is the spool of another run: move it away, or put back that of this run."
-                )
+                raise UserError(f"{self._file} is the spool of another run: move it away, or put back this run's.")
             write_meta(connection, "run", run)
 
     def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:

@@ -90,9 +90,7 @@ def _load_class(name: str) -> Any:
     make = BUILT_IN.get(name) or plugins.load(name, "The environment")
     for method in "reset", "step":
         if not inspect.iscoroutinefunction(getattr(make, method, None)):
-            raise UserError(
-                f"The environment {name!r} has no async {method}: docs/workflows.md describes what it needs."
-            )
+            raise UserError(f"The environment {name!r} has no async {method}: docs/workflows.md has what it needs.")
     return make
 
 

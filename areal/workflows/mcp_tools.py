@@ -57,9 +57,7 @@ class Tools:
         """Add a server's tools. Raises ServerFailed if there is one of that name already."""
         for tool in tools:
             if tool.name in self._owners:
-                raise ServerFailed(
-                    f"the MCP servers {self._owners[tool.name][0]!r} and {server!r} both have {tool.name}"
-                )
+                raise ServerFailed(f"MCP servers {self._owners[tool.name][0]!r} and {server!r} both have {tool.name}")
             self._owners[tool.name] = server, client
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             self.shown.append({"type": "function", "function": function})

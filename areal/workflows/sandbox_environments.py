@@ -64,9 +64,7 @@ class SandboxEnvironment:
         if not shutil.which(self.provider):
             raise UserError(f"{named} needs {self.provider}, which is not installed here: install it.")
         look = [self.provider, *(["image", "inspect", image] if image else ["info"])]
-        with explain(
-            subprocess.TimeoutExpired, f"{named}: {self.provider} does not answer within {self._timeout:g} s."
-        ):
+        with explain(subprocess.TimeoutExpired, f"{named}: {self.provider} has no answer within {self._timeout:g} s."):
             looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
         if looked.returncode:
             why = looked.stderr.strip().rpartition("\n")[2]
