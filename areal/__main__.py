@@ -15,7 +15,15 @@ from areal.config import UserError, advice, explain
 from areal.processes import START, LenientOutput
 from areal.text import sentences_on, shown
 
-ROOMS = "areal.desk actors.watching areal.data areal.training areal.rewards actors.runtime actors.checks".split()
+ROOMS = (
+    "areal.desk",
+    "actors.watching",
+    "areal.data",
+    "areal.training",
+    "areal.rewards",
+    "actors.runtime",
+    "actors.checks",
+)
 
 
 # What run.py does, also by its other name.

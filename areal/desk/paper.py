@@ -32,7 +32,15 @@ MEASURES: dict[str, tuple[str, str, str, float]] = {
 # Keys that say where and how a run is started, and the model, which is compared by name and size.
 OTHERWISE = ("name", "run_dir", "seed", "model", "master", "network", "observe", "trainer.peak_tflops")
 # Keys that change what a run learns and not how fast it is.
-SCORE_ONLY = "steps evaluator data.eval_source data.eval_size guard trainer.lr trainer.checkpoints_kept".split()
+SCORE_ONLY = (
+    "steps",
+    "evaluator",
+    "data.eval_source",
+    "data.eval_size",
+    "guard",
+    "trainer.lr",
+    "trainer.checkpoints_kept",
+)
 # A model of the same name may have this much more or less parameters, such as a padded vocabulary.
 SIZE_TOLERANCE = 0.02
 

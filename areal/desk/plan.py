@@ -34,7 +34,14 @@ from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
 from areal.weights.wrappers import text_config
 
-MEASURED = "step_seconds train_seconds tokens_generated tokens_trained completion_tokens_mean starved_seconds".split()
+MEASURED = [
+    "step_seconds",
+    "train_seconds",
+    "tokens_generated",
+    "tokens_trained",
+    "completion_tokens_mean",
+    "starved_seconds",
+]
 STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
 

@@ -27,9 +27,16 @@ DELAYS_KEPT = 60
 GONE = "gone"
 # Counters of a generator since its start. The metrics of a step contain the sums over all generators.
 COUNTERS = (
-    "tokens_generated reloads pause_seconds load_seconds resume_seconds sequences_interrupted tokens_recomputed "
-    "prefix_cache_queries prefix_cache_hits"
-).split()
+    "tokens_generated",
+    "reloads",
+    "pause_seconds",
+    "load_seconds",
+    "resume_seconds",
+    "sequences_interrupted",
+    "tokens_recomputed",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+)
 # The numbers in heartbeats that never decrease while an actor runs.
 TOTALS = frozenset(COUNTERS) | {
     "preemptions", "fetch_seconds", "weight_bytes_received", "weight_bytes_sent", "work_done", "scored", "failed",

@@ -243,7 +243,7 @@ def test_another_source_leaves_behind_what_belongs_to_the_old_one(tmp_path):
 
 
 def test_names_of_other_libraries_are_those_of_the_table_and_lead_to_keys():
-    names, keys = other_names(), {key for key, _ in keys_of(Config)}
+    names, keys = other_names(), {key for key, *_ in keys_of(Config)}
     assert {*names.values()} <= keys
     table = (ROOT / "docs" / "examples.md").read_text().split("| here | TRL |")[1].split("\n\n")[0]
     cells = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| ([^|]+) \| (?:[^|]*)", table, re.M)]
