@@ -354,7 +354,7 @@ def test_benchmarks_survive_being_written_and_read():
     [
         ("[aime]", "There is no benchmark 'aime' .*: known are aime24, .*write the path of a YAML file"),
         ("[none.yaml]", "There is no benchmark 'none.yaml'"),
-        ("{aime24: 3}", "neither a list of names nor a mapping of names to their keys"),
+        ("{aime24: 3}", "neither a list of names nor a mapping of names to keys"),
         ("3", "neither a list of names nor a mapping"),
         ("{a/b: {source: x.jsonl}}", "The benchmark 'a/b' in evaluator.benchmarks has a name that no file can have"),
         ("{aime24: {sample: 3}}", "Unknown key 'benchmarks.aime24.sample' .*did you mean 'samples'"),
