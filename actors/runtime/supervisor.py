@@ -299,7 +299,8 @@ class Supervisor:
         now = asyncio.get_running_loop().time()
         for child in self.children:
             if child.has_left(members, now) and (process := child.running):
-                self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
+                why = "it has lost its place in the run, and does not end"
+                self._say(f"{child.name} is killed: {why}. Last output: {child.last_line}")
                 kill_group(process)
 
     async def _until_answers(self, master: Child, bus: Bus, address: str) -> bool:
