@@ -186,7 +186,7 @@ class Views:
     """The latest pictures that a model's processor has looked at, up to `limit` bytes, at least one. Threadsafe."""
 
     def __init__(self, limit: int = VIEWED_BYTES) -> None:
-        self._limit = limit
+        self._limit, self._size = limit, 0
         self._pictures: OrderedDict[str, Picture] = OrderedDict()
         self._lock = Lock()
 
@@ -198,9 +198,11 @@ class Views:
 
     def add(self, picture: Picture) -> Picture:
         with self._lock:
+            if picture.name not in self._pictures:
+                self._size += picture.patches.nbytes
             self._pictures[picture.name] = picture
-            while len(self._pictures) > 1 and sum(p.patches.nbytes for p in self._pictures.values()) > self._limit:
-                self._pictures.popitem(last=False)
+            while len(self._pictures) > 1 and self._size > self._limit:
+                self._size -= self._pictures.popitem(last=False)[1].patches.nbytes
         return picture
 
 

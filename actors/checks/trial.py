@@ -26,7 +26,7 @@ from actors.runtime.logs import configure_logging
 from actors.sampling.calls import Call, SampleFailed, score_with_retries
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.services import Endpoint, Services, load_parsers
-from actors.sampling.sessions import LIBRARIES, SampleSession, place_of
+from actors.sampling.sessions import SampleSession, place_of
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
 from areal.config import Config, UserError, merged, overridden, read_values, validated
@@ -41,7 +41,7 @@ from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
 from areal.sampled import Generation
 from areal.sight import sight_of
-from areal.text import shown
+from areal.text import LIBRARIES, shown
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.agents import AgentFailed

@@ -4,10 +4,11 @@ import structlog
 
 from actors.mastering.members import Members
 from actors.mastering.run_state import RunState
+from actors.runtime.vitals import ENOUGH_BYTES
 from protocols.addresses import host_of
 from protocols.messages import actor_name
 
-LITTLE_BYTES, ENOUGH_BYTES = 1 << 30, 2 << 30
+LITTLE_BYTES = 1 << 30
 
 log = structlog.get_logger()
 
@@ -32,7 +33,7 @@ class Memory:
                 size, largest = max((stats["memory"], actor) for actor, stats in actors.items())
                 self.alerts[host] = earlier.get(host) or (
                     f"{host} has {free / (1 << 30):.2f} GiB of memory left, and will kill processes when it has none. "
-                    f"The largest of the actors' own is that of {largest} ({size / (1 << 30):.2f} GiB)."
+                    f"The largest actor is {largest} ({size / (1 << 30):.2f} GiB, with the processes that it started)."
                 )
         for host in self.alerts.keys() - earlier.keys():
             log.warning(self.alerts[host])

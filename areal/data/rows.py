@@ -73,12 +73,12 @@ def _read_message(raw: Any) -> dict[str, Any] | None:
 
 
 def _is_pictured(content: Any) -> bool:
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in _listed(content)]
-    return all(kind == "text" or kind in PICTURE_PARTS for kind in kinds)
+    return isinstance(content, list) and bool(content) and all(map(_is_part, content))
 
 
-def _listed(content: Any) -> list[Any]:
-    return content if isinstance(content, list) and content else [None]
+def _is_part(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind in PICTURE_PARTS or (kind == "text" and isinstance(part.get("text"), str))
 
 
 def _read_call(call: dict[str, Any]) -> dict[str, Any]:

@@ -390,6 +390,8 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     if pictures:
         raw = {name: value for name, value in raw.items() if name not in pictured.FIELDS}
         raw = raw | {DIGESTS: [digest_of(content) for content in pictures], prompt_key: prompt}
+    elif DIGESTS in raw:
+        raise UserError(f"{where} has {DIGESTS!r}, which name pictures that the row has: leave the field out")
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
         fields["prompt"] = prompt

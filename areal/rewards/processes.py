@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -138,4 +139,5 @@ class WorkerProcess:
 def ending_of(code: int | None) -> str:
     if code is None:
         return "it cannot be killed"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
+    return f"signal {-code}{hint}" if code < 0 else f"exit code {code}"

@@ -72,7 +72,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def move_records(path: Path, to: Path, moved: Callable[[dict[str, Any]], bool]) -> None:
     """Move the records for which `moved` is true from one file to another. A call that was interrupted is repeated."""
     lines: dict[bool, list[str]] = {True: [], False: []}
-    for record in read_records(path):
+    for record in whole_records(path):
         lines[moved(record)].append(line_of(record))
     if lines[True]:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def record_of(line: bytes, file: str = "") -> dict[str, Any] | None:
     """The record in a line of the file with that name; None if the line is not complete, or damaged."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # also a line of many brackets
         return None
     if not isinstance(record, dict) or not line.endswith(b"\n"):
         return None

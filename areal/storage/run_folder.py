@@ -143,7 +143,7 @@ def _object_in(file: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file cannot be read, or is damaged."""
     try:
         value = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -11,7 +11,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import cache
@@ -30,7 +30,7 @@ from areal.models import check_trainable, flash_computes, routing_of
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
-from areal.sight import Views, sight_of
+from areal.sight import Picture, Views, sight_of
 from areal.storage.disk import DiskRetry
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.advantages import advantages, gae
@@ -208,7 +208,8 @@ class TrainingEngine:
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
         self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)
         self.work_done = 0
-        """Micro-batches computed plus parameters gathered since the start. Rises during long work, not if it hangs."""
+        """Micro-batches computed, parameters gathered and pictures read since the start. Rises during long work, not if
+        it hangs."""
 
     def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
@@ -365,7 +366,14 @@ class TrainingEngine:
         if not any(map(pictures_of, batch)):
             return {}
         sight, names = sight_of(str(self.source)), {name for group in batch for name in pictures_of(group)}
-        views = {name: self._views.get(name) or self._views.add(sight.look(self._pictures.get(name))) for name in names}
+
+        def look(name: str) -> Picture:
+            view = self._views.get(name) or self._views.add(sight.look(self._pictures.get(name)))
+            self.work_done += 1
+            return view
+
+        with ThreadPoolExecutor() as threads:
+            views = dict(zip(names, threads.map(look, names), strict=True))
         return {"sight": sight, "pictures": [[views[name] for name in pictures_of(group)] for group in batch]}
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
