@@ -152,9 +152,7 @@ class UserSession:
                 self.sample.messages += map(message_of, request.messages)
             answer = await self.chat.complete(request, name, on_text)
             if self.is_over:
-                raise ApiError(
-                    "the session got its reward while it answered: nothing of this call is trained", "over", 409
-                )
+                raise ApiError("the session got its reward while it answered: this call is not trained", "over", 409)
             self._add_turn(request, name, answer, mark)
             await self.save()
         except SampleFailed as failure:

@@ -152,8 +152,7 @@ class RunsView:
         self.count = len(folders)
 
     def since(self, *steps: int) -> dict[str, Any]:
-        """For each run its steps after the one of `steps` in its place, its settings that other runs do not share, and
-        its figures."""
+        """For each run its steps after the one in `steps`, the settings that others do not share, and its figures."""
         runs = self._runs
         for run in runs:
             run.update()

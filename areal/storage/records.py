@@ -87,8 +87,7 @@ def metrics_up_to(path: Path, step: int) -> bytes:
 
 
 def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the whole records of a file from offset `begin` on, the offset of the end of each, and the number of its
-    line."""
+    """Yield the whole records of a file from offset `begin` on, with the offset of its end and its line number."""
     if not path.exists():
         return
     end = begin
@@ -122,8 +121,7 @@ def record_of(line: bytes, file: str = "") -> dict[str, Any] | None:
 class NewRecords:
     """Reads the records of a file that is being written, each record once.
 
-    An incomplete last line is left for a later call: a resumed master may write it again at the same position. Damaged
-    lines are skipped.
+    An incomplete last line is left for a later call: a resumed master may write it again. Damaged lines are skipped.
     """
 
     def __init__(self, path: Path) -> None:
