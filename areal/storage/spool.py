@@ -20,7 +20,7 @@ from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked
 from areal.trajectory import Group, Note, Trajectory, of_parts
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _PARTS = """
     CREATE TABLE parts (
