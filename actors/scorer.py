@@ -83,9 +83,7 @@ class Scorer(Serving):
         self._requests = itertools.count()
         self._moves = member.works.unless_other("score", self._steps)  # one for all rows
         rewards = [reward for reward, url in self.config.judges.items() if url == f"{SCORER}{name}"]
-        self._judges = {
-            reward: judge_by(self._answer, reward, self.config.reward.options[reward]) for reward in rewards
-        }
+        self._judges = {name: judge_by(self._answer, name, self.config.reward.options[name]) for name in rewards}
 
     async def main(self) -> None:
         await self.member.become_healthy()

@@ -313,8 +313,7 @@ class Trainer(Actor):
         self._phases.take_seconds()
 
     async def _load_checkpoint(self, recovery: Recovery) -> int:
-        """Load the last checkpoint, or the one before if it is damaged. Returns its version. Raises UserError if
-        neither can be loaded."""
+        """Load the last checkpoint, or if damaged the one before. Returns its version. Raises UserError if both are."""
         newest, older = recovery.checkpoint_version, recovery.covered
         try:
             await self._load(newest, recovery.run)

@@ -39,8 +39,7 @@ _SHAPES = (
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """A part of a configuration with HIDDEN in place of its secrets. name: its key, or that of a section around it if
-    that is the name of a secret."""
+    """A part of a configuration with HIDDEN in place of its secrets. name: its key, or the secret section around it."""
     match values:
         case dict():
             names = _named(values)

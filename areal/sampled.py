@@ -38,8 +38,7 @@ COLUMNS = {
     "routes": Column(np.uint8, unsampled=None, wide=True),
     "pictures": Column(np.uint8, unsampled=None, wide=True),
 }
-"""The columns of a sample. They are fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run
-keeps."""
+"""The columns of a sample: fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run keeps."""
 
 ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine)
 SCORED = ("teacher_logprobs", "reference_logprobs")
@@ -65,8 +64,7 @@ class TokenTable:
     __slots__ = ("_columns", "_length")
 
     def __init__(self, columns: Mapping[str, np.ndarray] | None = None) -> None:
-        """columns: arrays of one length and of the declared types, those of the engine among them. They are not
-        copied."""
+        """columns: arrays of one length and the declared types, the engine's among them. They are not copied."""
         self._columns = dict(columns or _EMPTY)
         self._length = len(self._columns["tokens"])
 
@@ -135,8 +133,7 @@ _EMPTY = {name: np.empty(0, COLUMNS[name].dtype) for name in ENGINE_COLUMNS}
 class Generation(TokenTable):
     """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n].
 
-    finish: "stop" (the policy ended the turn; the stop token is included), "length" (there was no room left), or None
-    where more follows.
+    finish: "stop" (the policy ended the turn; with its stop token), "length" (no room was left), None: more follows.
     """
 
     __slots__ = ("finish",)

@@ -211,8 +211,7 @@ def check_pictures(config: Config) -> None:
 
 
 class Views:
-    """The latest pictures that one model's processor has looked at, up to `limit` bytes of patches but at least one.
-    Several threads may use it."""
+    """The latest pictures that a model's processor has looked at, up to `limit` bytes, at least one. Threadsafe."""
 
     def __init__(self, limit: int = VIEWED_BYTES) -> None:
         self._limit, self._size = limit, 0
@@ -240,9 +239,7 @@ def sight_of(folder: str) -> Sight:
     """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
     config = _read(Path(folder) / "config.json")
     if not sees(folder):
-        raise UserError(
-            f"the model {folder} does not see pictures here, which {', '.join(SEEING)} alone do: leave them out"
-        )
+        raise UserError(f"the model {folder} sees no pictures here, which {', '.join(SEEING)} alone do: leave them out")
     settings = _read(Path(folder) / "preprocessor_config.json")
     settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
     if SEEING[config["model_type"]] is SquareSight:

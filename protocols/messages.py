@@ -299,8 +299,7 @@ class Heartbeat(Message):
 
 
 class Shutdown(Message):
-    """The run is over. `ok`: it reached its end. `stopped`: the master was told to stop, and lets the trainer hand over
-    first."""
+    """The run is over. `ok`: at its end. `stopped`: the master was told to stop, and the trainer hands over first."""
 
     ok: bool
     reason: Annotated[str, Field(max_length=4096)]
@@ -426,8 +425,7 @@ class Sessions(Message):
 
 
 class DiscardSession(Message):
-    """A session, or all groups of its name that are alive, are not trained, for this reason. Refused once a batch with
-    one is fixed."""
+    """A session, or all its alive groups, are not trained, for this reason. Refused once a batch with one is fixed."""
 
     session: Name
     group: Name = ""
@@ -550,8 +548,7 @@ FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length"
 
 
 class AskLogprobs(Message):
-    """Asks a generator for the log-probs of given tokens (int32 [T]), once it has the policy of `lineage` and `version`
-    or a newer one."""
+    """Asks a generator for the log-probs of given tokens (int32 [T]), once it has this policy or a newer one."""
 
     lineage: int
     version: int
@@ -738,8 +735,7 @@ class AskSamples(Message):
 
 
 class StoredSamples(Message):
-    """The places of the samples that are stored, and of those of which calls are. The oldest version among all their
-    tokens; None: there are none."""
+    """The places of the samples that are stored, and of those of which calls are. Their oldest version; None: none."""
 
     places: Several[int]
     unfinished: Several[int] = ()
@@ -948,8 +944,7 @@ class TrainingFailed(Message):
 
 
 class StepFailed(Message):
-    """A rank of the trainer, which dies, has raised an error in the step after `version`. Any rank sends it, also one
-    that is no member."""
+    """A rank of the trainer dies of an error in the step after `version`. Any rank sends it, member or not."""
 
     version: Count
     reason: Annotated[str, Field(max_length=4096)]
@@ -1007,8 +1002,7 @@ class EvaluationAnswer(Message):
 
 
 class RowsScored(Message):
-    """These rows are scored at the version under evaluation. If the evaluator is restarted, it scores the others
-    only."""
+    """These rows are scored at the version under evaluation: a restarted evaluator scores the others only."""
 
     version: int
     scored: RowScores

@@ -15,8 +15,7 @@ log = structlog.get_logger()
 
 
 class Disks:
-    """`alert`: that the run waits for a disk, in one sentence that does not change, and then that it goes on; otherwise
-    empty."""
+    """`alert`: that the run waits for a disk, in one sentence, and then that it goes on; otherwise empty."""
 
     def __init__(self) -> None:
         self.alert = ""

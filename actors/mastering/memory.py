@@ -14,8 +14,7 @@ log = structlog.get_logger()
 
 
 class Memory:
-    """`alerts`: of each host that has had less than LITTLE_BYTES since it last had ENOUGH_BYTES, one sentence that does
-    not change."""
+    """`alerts`: of each host that has had less than LITTLE_BYTES since it last had ENOUGH_BYTES, a lasting sentence."""
 
     def __init__(self, state: RunState, members: Members) -> None:
         self._state, self._members = state, members

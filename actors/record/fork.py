@@ -115,9 +115,7 @@ def _take_checkpoint(source: Path, target: Path, run: str) -> None:
     """Link a checkpoint into the folder of the run with the identity `run`, as one of its own."""
     shutil.rmtree(target.parent, ignore_errors=True)
     # The other run goes on.
-    with explain(
-        (FileNotFoundError, shutil.Error), f"{source} was removed meanwhile ({{why}}): choose a newer checkpoint."
-    ):
+    with explain((FileNotFoundError, shutil.Error), f"{source} was removed meanwhile ({{why}}): choose a newer one."):
         shutil.copytree(source, target, copy_function=link)
     if (facts := facts_of(target)) is None:
         raise UserError(f"The checkpoint {source} is damaged: choose another one.")

@@ -93,8 +93,7 @@ def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path) -> set[str]:
-    """Those of the groups, of `size` samples, that are in the spool as they were stored. A spool that cannot be read is
-    moved away."""
+    """Those of the groups, of `size` samples, that are whole in the spool. An unreadable spool is moved away."""
     if not spool.exists():
         return set()
     try:

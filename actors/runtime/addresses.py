@@ -97,8 +97,7 @@ def new_bus(name: str, network: Network) -> Bus:
 
 
 def check_keys(config: Config) -> bool:
-    """Whether a run that this process starts makes keys of its own. Raises UserError if it needs others, which are not
-    there."""
+    """Whether a run that this process starts makes keys of its own. Raises UserError if it lacks those it needs."""
     host = host_of(config.master.address)
     if is_loopback(host) and not os.environ.get(KEYS):
         return True

@@ -299,7 +299,8 @@ class Supervisor:
         now = asyncio.get_running_loop().time()
         for child in self.children:
             if child.has_left(members, now) and (process := child.running):
-                self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
+                why = "it has lost its place in the run, and does not end"
+                self._say(f"{child.name} is killed: {why}. Last output: {child.last_line}")
                 kill_group(process)
 
     async def _until_answers(self, master: Child, bus: Bus, address: str) -> bool:
@@ -404,8 +405,7 @@ class Supervisor:
         return code
 
     async def _pump(self, child: Child, pipe: IO[bytes]) -> None:
-        """Read the output of a child. Keeps its last lines in `child.tail`, and writes all lines to the run folder,
-        once that exists."""
+        """Read the output of a child. `child.tail` gets its last lines, the run folder, once there, all."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe

@@ -2,16 +2,26 @@
 
 import asyncio
 import contextlib
+import contextvars
+import sys
+import threading
+import time
+import traceback
 
 import psutil
+import structlog
 
 from areal.devices import free_memory
+from areal.text import place_in
 
 TICK_SECONDS = 0.05
+# After so many seconds in which the event loop has run nothing that is due, the log says where it stands.
+BLOCKED_SECONDS = 15
 # With less memory left, the machine is short of it.
 ENOUGH_BYTES = 2 << 30
 
 _watch: "_Watch | None" = None
+log = structlog.get_logger()
 
 
 class _Watch:
@@ -21,6 +31,9 @@ class _Watch:
         self.longest = 0.0
         self._loop = loop
         self._schedule()
+        self._still = 0
+        run, thread = contextvars.copy_context().run, threading.get_ident()
+        threading.Thread(target=run, args=(self._look, thread), name="event loop", daemon=True).start()
 
     def _schedule(self) -> None:
         self._due = self._loop.time() + TICK_SECONDS
@@ -28,7 +41,17 @@ class _Watch:
 
     def _tick(self) -> None:
         self.longest = max(self.longest, self._loop.time() - self._due)
+        self._still = 0
         self._schedule()
+
+    def _look(self, thread: int) -> None:
+        """To be run in a thread of its own. thread: that of the event loop. A suspended process does not count on."""
+        while not self._loop.is_closed():
+            time.sleep(1.0)
+            self._still += 1
+            if self._still == BLOCKED_SECONDS:
+                place = place_in(traceback.extract_stack(sys._current_frames()[thread]))
+                log.warning(f"the event loop has stood still for {BLOCKED_SECONDS} s{place}")
 
 
 def watch() -> None:

@@ -243,8 +243,7 @@ class Flows(Generic[R]):
             self._emptied.notify()
 
     def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, JobFunction[R]]) -> None:
-        """Begin jobs on a flow, by their numbers, each of them new. Raises StreamBrokenError if the flow is not open,
-        BusyError if it has too many jobs."""
+        """Begin jobs on a flow, by their numbers, each of them new. Raises StreamBrokenError, BusyError (too many)."""
         served = self._open.get((request.owner, flow))
         if served is None:
             raise StreamBrokenError(f"flow {flow} of {request.sender} is not open")

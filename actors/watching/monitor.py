@@ -1,5 +1,4 @@
-"""The display of a run, where it was started or anywhere else: a live view on a terminal, plain lines otherwise, and a
-summary at the end."""
+"""The display of a run, where it was started or elsewhere: a live view on a terminal, else lines, and a summary."""
 
 import asyncio
 import contextlib

@@ -24,8 +24,7 @@ STOP_SECONDS = 60.0
 
 
 class RunHere(NamedTuple):
-    """process: the one that the run ends with. starter: the user and the program that started it. began: seconds since
-    1970."""
+    """process: that the run ends with. starter: the user and program that started it. began: seconds since 1970."""
 
     folder: Path
     process: int

@@ -33,8 +33,7 @@ class SessionPages:
 
 
 def sessions_of(record: Record) -> dict[str, Any]:
-    """What the journal says. `expires`: the last version that may train it. Raises UserError and LedgerError, as
-    `read_journal` does."""
+    """What the journal says. `expires`: the last version that may train it. Raises as `read_journal`."""
     journal = read_journal(record)
     ledger = journal.ledger.dump()
     rows = []

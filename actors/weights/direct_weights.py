@@ -163,8 +163,7 @@ class _Link:
         return self._sending is not None and not self._sending.done()
 
     def send(self, folder: Path) -> asyncio.Future[int]:
-        """Begin to send the version in `folder`: `calls` then has the calls to make, and None at the end. Returns the
-        bytes sent, once they are."""
+        """Begin to send the version in `folder`: `calls` gets the calls to make, then None. Returns the bytes sent."""
         self._sending = self._loop.run_in_executor(self._thread, self._send, folder)
         self._sending.add_done_callback(lambda _: self.calls.put_nowait(None))
         return self._sending
@@ -207,8 +206,7 @@ class _Link:
 
 
 class DirectReceiver:
-    """The generator's end. `lost` is set if the trainer goes, or gives up the transfer, while the engine does a
-    call."""
+    """The generator's end. `lost` is set if the trainer goes, or gives up, while the engine does a call."""
 
     def __init__(self, bus: Bus, directory: Directory, workers: int) -> None:
         """workers: number of the engine's devices."""

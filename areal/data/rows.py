@@ -96,8 +96,7 @@ def _parsed(text: str) -> Any:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Return the prompt as plain text: chat messages without their roles, with a blank line between them, and a mark
-    for each picture."""
+    """The prompt as plain text: chat messages without roles, a blank line between them, a mark for each picture."""
     return prompt if isinstance(prompt, str) else "\n\n".join(text_of(message["content"]) for message in prompt)
 
 

@@ -231,9 +231,7 @@ class Audit:
         if strange := sorted(set(trained) - admitted):
             once.faults.append(f"the prompts {_some(strange)} were trained and never admitted")
         if repeated := sorted(trained.keys() & (waiting | before)):
-            once.faults.append(
-                f"the prompts {_some(repeated)} were trained and are still open, or were before the fork"
-            )
+            once.faults.append(f"the prompts {_some(repeated)} were trained and are open, or were before the fork")
 
     def _check_bound(self, step: int, batch: Sequence[Group], bound: AuditFinding) -> None:
         first = self.changes[0]["before"] if self.changes else self.config.max_staleness

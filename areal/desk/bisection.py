@@ -166,9 +166,7 @@ def _search(trials: Trials, result: BisectionResult) -> None:
         half = next((half for half in halves if half and trials.goes(always | frozenset(half))), [])
         groups = smallest(half, lambda left_out: trials.goes(always | left_out))
     if not groups:
-        result.reason = (
-            f"the weights after step {trials.start} give it with each half of the groups of step {trials.step}"
-        )
+        result.reason = f"the weights after step {trials.start} give it with both halves of step {trials.step}"
     elif len(groups) > MOST:
         result.reason = f"it takes more than {MOST} groups together, as a slow change does"
     else:

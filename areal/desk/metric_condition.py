@@ -27,9 +27,7 @@ class Condition(NamedTuple):
         """The condition in a text, METRIC<NUMBER; also with <=, > or >=. Raises UserError."""
         match = re.fullmatch(r"\s*([\w.]+)\s*([<>]=?)\s*([-+]?\d*\.?\d+(?:e[-+]?\d+)?)\s*", text)
         if not match:
-            raise UserError(
-                f"{text!r} is no condition on a metric: write METRIC<NUMBER (or <=, >, >=), as 'entropy<0.2'."
-            )
+            raise UserError(f"{text!r} is no condition: write METRIC<NUMBER (or <=, >, >=), as 'entropy<0.2'.")
         return cls(match[1], match[2], float(match[3]))
 
     def __str__(self) -> str:

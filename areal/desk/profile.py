@@ -29,9 +29,7 @@ def print_profile(options: Namespace) -> None:
             table.add_row(*cells, f"{part / max(1, functions.total()):.0%}", name)
             cells = "", "", ""
     output(160).print(table)
-    print(
-        f"With callers: load {files[0]} into https://speedscope.app. What waits for what: areal trace {record.folder}"
-    )
+    print(f"Callers: load {files[0]} into https://speedscope.app. What waits for what: areal trace {record.folder}")
 
 
 def _functions(file: Path) -> Counter[str]:

@@ -120,8 +120,7 @@ class Replay:
                 yield step, remaining
 
     def config_at(self, step: int) -> Config:
-        """The settings for a step: those of the run at that step, if they were changed since, with the changes of the
-        replay."""
+        """The settings for a step: those of the run at that step, with the changes of the replay."""
         settings = {key: value for key, value in self.run.changed_after(step).items() if key not in self.changes}
         if not settings:
             return self.config
@@ -208,9 +207,7 @@ def _range(run: Record, steps: str) -> tuple[int, int]:
         )
     if (first or begin) and not run.checkpoint(first).is_dir():
         there = [f"{version}" for version in run.versions if version or begin] + ["0, the run's model"] * (not begin)
-        raise UserError(
-            f"There is no checkpoint of step {first} in {run.folder}: begin --steps at {' or '.join(there)}."
-        )
+        raise UserError(f"No checkpoint of step {first} is in {run.folder}: begin --steps at {' or '.join(there)}.")
     return first, last
 
 
@@ -225,9 +222,7 @@ def _check_rollouts(run: Record, config: Config, first: int, last: int) -> None:
             why = f"the oldest files were removed (observe.rollouts_gib): begin later, --steps A:{last}"
         else:
             why = "they were not written, or are gone: choose other steps, --steps A:B"
-        raise UserError(
-            f"{run.folder} has {counts[step]} of the {config.batch_size} groups of step {step}, because {why}."
-        )
+        raise UserError(f"{run.folder} has {counts[step]} of {config.batch_size} groups of step {step}, since {why}.")
 
 
 def _left_out(run: Record, config: Config, sql: str, first: int, last: int) -> frozenset[tuple[int, str]]:

@@ -80,8 +80,7 @@ def _drawn(spans: Iterable[TimelineSpan], pid: int, row: int, zero: float) -> It
 
 
 def steps(run: Record) -> Iterator[TimelineSpan]:
-    """One span per step, which ends at its commit and begins after the commit before it, and one of no length per
-    evaluation, at its result."""
+    """One span per step, from commit to commit at most, and one of no length per evaluation, at its result."""
     previous = -math.inf
     for record, end in zip(run.records, run.times, strict=True):
         seconds = min(record.get("step_seconds", 0.0), end - previous)

@@ -1,5 +1,4 @@
-"""Code that runs inside vLLM's own processes: loading weights in place, separating old from new KV cache, and exit with
-the generator.
+"""Inside vLLM's own processes: loading weights in place, separating old from new KV cache, exit with the generator.
 
 vLLM imports this module by name (`worker_extension_cls`, `scheduler_cls`, `distributed_executor_backend`). Nothing else
 should import it, since that imports vLLM.
@@ -93,8 +92,7 @@ class PolicyWorker:
         return None
 
     def load_policy(self) -> None:
-        """Overwrite the weights in place with those in the folder that was opened (Hugging Face names and shapes), or
-        the adapter with the one there."""
+        """Overwrite the weights (or the adapter) in place with those in the opened folder, in Hugging Face's form."""
         tensors = self._opened
         if isinstance(tensors, LoRAModel):
             self._put_adapter(tensors)

@@ -260,9 +260,7 @@ def _mlflow(config: Config, folder: Path) -> Sink:
         mlflow.log_params(dict(params[begin : begin + MLFLOW_PARAMS]))
 
     def send(step: int, numbers: dict[str, float], at: float) -> None:
-        mlflow.log_metrics(
-            {NOT_MLFLOW.sub("_", name): n for name, n in numbers.items()}, step, timestamp=int(1000 * at)
-        )
+        mlflow.log_metrics({NOT_MLFLOW.sub("_", key): n for key, n in numbers.items()}, step, timestamp=int(1000 * at))
 
     return send
 
@@ -277,7 +275,6 @@ def _params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _run_id(folder: Path) -> str:
-    """An id that stays the same when this run is resumed, and differs for the next run of the same name, and once this
-    one has gone back to a checkpoint."""
+    """An id that stays when this run is resumed; the next run of its name, and one that has gone back, have another."""
     rollbacks = len(list((folder / "abandoned").glob("*")))
     return f"{(folder / 'journal.db').stat().st_ino:x}{f'-{rollbacks}' if rollbacks else ''}"

@@ -206,8 +206,7 @@ class GroupJudge(Judge):
     async def group_score(
         self, prompt: str, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> list[Result]:
-        """The mean of each completion's scores, and as the part `tokens` its share of what was read and written. Raises
-        RewardError."""
+        """The mean of each completion's scores, with the part `tokens`, its share of them. Raises RewardError."""
         count, samples = len(completions), self.options.samples
         if count == 1:
             return [Result(0.5, {})]

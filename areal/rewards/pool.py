@@ -153,8 +153,7 @@ class RewardPool:
     async def score_all(
         self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Tokens | None = None
     ) -> list[Result]:
-        """The results of reward `name`: of one completion, or if it is one of groups of all those of a group. Raises
-        RewardFailed."""
+        """The results of reward `name`: of one completion, or of all those of a group. Raises RewardFailed."""
         if name not in self._options:
             raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:

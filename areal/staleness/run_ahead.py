@@ -34,8 +34,7 @@ class RunAhead:
 
     @property
     def limit(self) -> int:
-        """The number of alive groups allowed now: at least two batches (one with `max_staleness` 0), at most rule 1's
-        number."""
+        """The number of alive groups allowed now: from two batches (one with `max_staleness` 0) to rule 1's number."""
         return int(self._limit)
 
     def stepped(self, waited_seconds: float, step_seconds: float, left_over: int) -> None:

@@ -234,9 +234,7 @@ class Head:
         if logits.shape != probe[0, 0].shape or not torch.allclose(
             curve.scores(probe[0, 0].clone(), 1.0).double(), logits, rtol=1e-4, atol=1e-4
         ):
-            raise UserError(
-                f"{self} cannot be trained: it changes its logits in a way that is neither a scale nor softcapping."
-            )
+            raise UserError(f"{self} cannot be trained: it changes its logits by more than a scale or softcapping.")
         self.curve = curve
 
     def _forward_to_logprobs(

@@ -49,8 +49,7 @@ def _disable_noise(part: torch.nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelReader:
-    """stage: of ZeRO. attention: its name in transformers. longest: the most tokens of a sequence; None: the model's
-    limit."""
+    """stage: of ZeRO. attention: its name in transformers. longest: tokens of a sequence; None: the model's limit."""
 
     config: TrainerConfig
     stage: int

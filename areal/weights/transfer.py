@@ -168,8 +168,7 @@ class GlooGroup:
         self._store = store  # rank 0's is the server
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Work:
-        """Begin to send rank 0's tensor, or to receive it. Waiting for the result raises RuntimeError if a rank dies or
-        does not join in time."""
+        """Begin to send rank 0's tensor, or to receive it. The result raises RuntimeError if a rank dies or is late."""
         options = BroadcastOptions()
         options.rootRank = src
         return self._group.broadcast([tensor], options)

@@ -22,8 +22,7 @@ HEAD = "lm_head."
 
 
 def text_config(model: str | Path) -> Any:
-    """The config of transformers of the text model in a model, which is a folder or a name on the hub. Raises OSError
-    and ValueError."""
+    """The text model's config in a model, a folder or a name on the hub. Raises OSError and ValueError."""
     from transformers import AutoConfig
 
     with without_code():
@@ -99,8 +98,7 @@ def beside_text(folder: Path, shard: int, shards: int) -> "Iterator[tuple[str, T
 
 
 def _prefixes(folder: Path) -> tuple[str, str | None]:
-    """What the names of the text model's weights begin with in a wrapper's files, and those of its head; None: it has
-    none."""
+    """What the names of the text model's weights and of its head begin with in a wrapper's files, or None."""
     names = sorted(weight_sizes(folder), key=len)
     body = next((name for name in names if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
     head = next((name for name in names if name.endswith("lm_head.weight")), None)

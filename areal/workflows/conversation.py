@@ -110,8 +110,7 @@ class Conversation:
         return _decoded(self._tokenizer, sampled.tokens)
 
     def trajectory(self, reward: float) -> Trajectory:
-        """All turns as one sample to train on. Raises ValueError if nothing was sampled, or the reward is not a valid
-        score."""
+        """All turns as one sample to train on. Raises ValueError if nothing was sampled, or the reward is no score."""
         if not any(map(len, self.generations)):
             raise ValueError("nothing was sampled")
         turns = zip(map(unsampled, self._openings), self.generations, strict=True)

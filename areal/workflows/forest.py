@@ -99,8 +99,7 @@ class Forest:
         return path
 
     def _order(self) -> Iterator[_Path]:
-        """The paths, so that each begins with tokens of the path before it: after a path come the branches that leave
-        it, the last to leave first."""
+        """The paths, each with first tokens of the one before: after a path its branches, the last to leave first."""
         waiting = [path for path in reversed(self._paths) if path.parent is None]
         while waiting:
             path = waiting.pop()

@@ -165,8 +165,7 @@ class ChatRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion: the message for the agent, the finish reason, what was sampled, and the number of tokens before
-    it."""
+    """A completion: the message for the agent, the finish reason, what was sampled, and the tokens before it."""
 
     message: Json
     finish: str
@@ -242,8 +241,7 @@ class ChatSession:
     def _prompt(
         self, messages: list[Json], tools: list[Json] | None, digests: list[bytes]
     ) -> tuple[Conversation, list[int]]:
-        """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError if the messages
-        cannot be rendered and encoded."""
+        """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError."""
         parent = next((talk for digest in reversed(digests) if (talk := self._conversations.get(digest))), None)
         if parent is not None:
             with contextlib.suppress(Exception):  # of templates that do not show the last answer, for example

@@ -22,8 +22,7 @@ class SandboxTools:
     """The tools of the sandbox of a task. timeout_seconds: the most that a call may take. max_output: the most bytes of
     an output, which is cut in the middle.
 
-    Example: `tools.shown` are the tools for a request, and `await tools.call("shell", '{"command": "ls"}')` is the
-    result for the policy.
+    Example: `tools.shown` are for a request, `await tools.call("shell", '{"command": "ls"}')` is a result.
     """
 
     shown: Sequence[dict[str, Any]] = (

@@ -3,6 +3,8 @@
 import asyncio
 import sys
 
+import structlog
+
 from actors.runtime import vitals
 
 SIZE = 64 << 20
@@ -19,3 +21,14 @@ async def test_only_where_memory_is_short_an_actor_counts_what_its_processes_hol
     monkeypatch.setattr(vitals, "ENOUGH_BYTES", 1 << 60)
     assert vitals.numbers()["memory"] > own + SIZE
     await child.communicate(b"")
+
+
+async def test_an_event_loop_that_stands_still_is_logged_once_with_the_line_that_holds_it(monkeypatch):
+    monkeypatch.setattr(vitals, "BLOCKED_SECONDS", 1)
+    with structlog.testing.capture_logs() as logged:
+        vitals.watch()
+        while not logged:
+            pass
+    (line,) = [line["event"] for line in logged]
+    assert line.startswith(f"the event loop has stood still for 1 s, in {__file__}, line ")
+    assert line.endswith((": while not logged:", ": pass"))
