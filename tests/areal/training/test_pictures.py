@@ -197,7 +197,7 @@ def test_a_batch_whose_tokens_do_not_stand_for_its_pictures_is_refused(model, ba
     engine = training_engine(model, store)
     first, second = groups[1].trajectories
     places = np.flatnonzero(first.pictures.any(1))
-    for count in (1, len(places) // 2, len(places) - 1):
+    for count in (1, len(places) - 1):
         cut = first.pictures.copy()
         cut[places[count:]] = 0
         with pytest.raises(ValueError, match="are not as many as it has parts"):
