@@ -432,7 +432,7 @@ class RolloutManager(Sampler):
 
     async def _store_pictures(self, scored: Sequence[_Scored]) -> None:
         """Have the trainer store those of the samples' pictures that it lacks. Raises RefusedError."""
-        files = {name: one.pictures[name] for one in scored for name in digests_in(one.sample.pictures)}
+        files = {name: item.pictures[name] for item in scored for name in digests_in(item.sample.pictures)}
         lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names if files else ()
         if lacking:
             contents = tuple(np.frombuffer(files[name], np.uint8) for name in lacking)

@@ -234,8 +234,8 @@ def common(first: TokenTable | Trajectory, second: TokenTable | Trajectory) -> i
     differ = first.tokens[:length] != second.tokens[:length]
     if first.pictures is not None or second.pictures is not None:
         none = np.zeros((length, DIGEST_BYTES), np.uint8)
-        ours, theirs = (none if s.pictures is None else s.pictures[:length] for s in (first, second))
-        differ |= (ours != theirs).any(1)
+        columns = [none if s.pictures is None else s.pictures[:length] for s in (first, second)]
+        differ |= (columns[0] != columns[1]).any(1)
     return int(np.append(differ, True).argmax())
 
 

@@ -119,8 +119,8 @@ class SampleSession(SampleState):
         call = Call(self, prompt, limit, keep, names)
         if limit <= 0:
             return call.completion("length")
-        most = NO_LIMIT if max_new_tokens is None else max_new_tokens
-        key = _CallKey(next(self._numbers), digest_of(prompt, names), most)
+        of_call = NO_LIMIT if max_new_tokens is None else max_new_tokens
+        key = _CallKey(next(self._numbers), digest_of(prompt, names), of_call)
         self.running[call] = key
         try:
             sampled = self._begin(call, key)

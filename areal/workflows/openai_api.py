@@ -214,8 +214,8 @@ class ChatSession:
         keep = keep_until_text(self.tokenizer, stops) if stops else None
         if on_text and not self._parsers.reads(request.offered):
             keep = first_of(keep, _streaming_keep(self.tokenizer, stops, on_text))
-        most = request.max_completion_tokens or request.max_tokens
-        sampled = await self._generate(prompt, most, keep, parts_of(messages))
+        limit = request.max_completion_tokens or request.max_tokens
+        sampled = await self._generate(prompt, limit, keep, parts_of(messages))
         if not len(sampled.tokens):  # no room is left
             return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
         message, finish = earlier or await self._read(sampled, request, stops)
