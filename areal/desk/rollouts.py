@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import duckdb
 import numpy as np
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.pictures import MAX_BYTES, digest_of, digests_in, thumbnail
 from areal.record import ROLLOUT_COLUMNS, Record
 from areal.run_files import PICTURES
