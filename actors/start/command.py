@@ -19,11 +19,13 @@ import uvloop
 
 from areal.config import (
     CONFIGS,
+    NOT_PERMITTED,
     Config,
     ScorerConfig,
     UserError,
     advice,
     dump_config,
+    explain,
     from_message,
     load_config,
     overridden,
@@ -126,7 +128,8 @@ def main() -> int:
     sys.stderr = sentences_on(cast(TextIO, LenientOutput(sys.stderr)))
     raise_open_files()
     try:
-        return start(arguments)
+        with explain(PermissionError, NOT_PERMITTED):
+            return start(arguments)
     except UserError as error:
         print(shown(str(error)), file=sys.stderr)
         return 2
