@@ -11,7 +11,8 @@ from typing import TextIO, cast
 
 import areal
 from areal.command_line import RoomTools
-from areal.config import NOT_PERMITTED, UserError, advice, explain
+from areal.config import advice
+from areal.errors import NOT_PERMITTED, UserError, explain
 from areal.processes import START, LenientOutput
 from areal.text import sentences_on, shown
 

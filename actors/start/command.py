@@ -17,19 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 import structlog
 import uvloop
 
-from areal.config import (
-    CONFIGS,
-    NOT_PERMITTED,
-    Config,
-    ScorerConfig,
-    UserError,
-    advice,
-    dump_config,
-    explain,
-    from_message,
-    load_config,
-    overridden,
-)
+from areal.config import Config, advice, dump_config, from_message, load_config, overridden
+from areal.config.engines import ScorerConfig
+from areal.config.reading import CONFIGS
+from areal.errors import NOT_PERMITTED, UserError, explain
 from areal.processes import (
     KEYS,
     ROOT,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import duckdb
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.pictures import DIGESTS, MAX_BYTES, digest_of, thumbnail
 from areal.record import ROLLOUT_COLUMNS, Record
 from areal.run_files import PICTURES
