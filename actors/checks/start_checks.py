@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from actors.checks.preflight import check, check_options, free_port
 from actors.runtime.addresses import check_keys
 from actors.weights.direct_weights import check_transport
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.devices import deal_out, visible_devices
+from areal.errors import UserError
 from areal.models import lacks_quickstart
 from areal.roles import ROLES
 from areal.storage.claim import check_free, check_room

@@ -25,8 +25,9 @@ import structlog
 
 from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.devices import visible_devices
+from areal.errors import UserError
 from areal.generation.engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.errors import BusError, RefusedError, StreamBrokenError

@@ -14,7 +14,7 @@ from actors.generator import Generator, _columns
 from actors.runtime.actor import Notifier
 from actors.sampling.calls import Call, SampleState
 from actors.sampling.flows import PICTURES, Flow, Flows
-from areal.config import SamplingConfig
+from areal.config.engines import SamplingConfig
 from areal.pictures import digest_of
 from areal.sampled import Generation, TokenTable
 from areal.sight import Picture, Sight, Views
@@ -47,8 +47,8 @@ def seen(sight, content):
 
 def call(*pictures):
     sample = SampleState(SamplingConfig(max_new_tokens=4), 0, None, None, lambda version: None)
-    sample.pictures = pictures
-    return Call(sample, np.int32([1, 5]), 4, None)
+    sample.pictures = {digest_of(content): content for content in pictures}
+    return Call(sample, np.int32([1, 5]), 4, None, [*sample.pictures])
 
 
 @contextlib.asynccontextmanager

@@ -20,8 +20,9 @@ from actors.sampling.router import Router
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import Endpoint, Services
 from actors.sampling.sessions import SampleSession, contained_task
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.generation.routing import GeneratorLoad
 from areal.pictures import digest_of
 from areal.programs.outside import Outcome, SandboxError, open_sandbox
@@ -232,8 +233,8 @@ def test_calls_name_the_pictures_of_their_prompts_and_send_those_that_the_genera
     config, frames = Cluster().config, []
     for pictures in ([b"a", b"b"], [b"b", b"b"], []):
         sample = SampleState(config.sampling, 0, None, None, lambda version: None)
-        sample.pictures = pictures
-        frames.append(Call(sample, np.int32([1]), 4, None))
+        sample.pictures = {digest_of(content): content for content in pictures}
+        frames.append(Call(sample, np.int32([1]), 4, None, [*map(digest_of, pictures)]))
     a, b = digest_of(b"a"), digest_of(b"b")
     request, more = Call.request(0, frames), Call.request(0, frames, [b])
     assert [request.pictures[sequence.prompt] for sequence in request.sequences] == [(a, b), (b, b), ()]
