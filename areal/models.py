@@ -352,8 +352,7 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
 
 
 def weight_sizes(folder: Path) -> dict[str, int]:
-    """The numbers of elements of the weights in a model's folder, by name, without reading them; empty if it has none.
-    Raises UserError if a file is damaged."""
+    """The numbers of elements of the weights in a model's folder, by name; empty if it has none. Raises UserError."""
     numbers: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with explain(

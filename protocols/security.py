@@ -87,8 +87,7 @@ class Keys:
         return any(z85.encode(public) == zmq.curve_public(g.client.encode()) for g in self.generations)
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Restrict what `socket` binds next to holders of the keys, about each of which `keep_door` is asked. If nobody
-        asks it, all peers are refused."""
+        """Restrict what `socket` binds next to holders of the keys, by `keep_door`; all are refused without it."""
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True

@@ -261,8 +261,7 @@ def start_ranks(config: Config, console: Console) -> None:
 
 
 def replay(replays: Sequence[Replay], console: Console) -> bool:
-    """Do all `replays`, and print what they show (all ranks). Returns whether all of them ended, and those without
-    changes with the run's weights."""
+    """Do all `replays`, and print results (all ranks). Returns whether all ended, unchanged ones with equal weights."""
     start_ranks(replays[0].config, console)
     if any(variant.off_policy for variant in replays):
         console.print(

@@ -403,8 +403,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def _draw_line(axes: Any, label: str, x: Sequence[float], y: Sequence[float], colour: str) -> None:
-    """The smoothed curve over its faint points. So few points that none is smoothed are marked, and joined
-    if none is missing and there are more than two."""
+    """The smoothed curve over its faint points. A few points are marked and, more than two without a gap, joined."""
     points = [(place, value) for place, value in zip(x, y, strict=True) if math.isfinite(value)]
     if not points:
         return

@@ -151,8 +151,7 @@ class Sweep:
     def _run_process(self, run: SweptRun) -> int:
         if self._signal:
             return 0
-        # With this variable run.py ends when this process ends, however that happens. In a session of its own it hears
-        # of a Ctrl-C only from here, and once.
+        # With this variable run.py ends with this process. In a session of its own it hears of a Ctrl-C only from here.
         self._process = subprocess.Popen(
             [sys.executable, START, *run.arguments()],
             env=os.environ | {SUPERVISED: str(os.getpid())},

@@ -210,8 +210,7 @@ class TrainingEngine:
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
         self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)
         self.work_done = 0
-        """Micro-batches computed, parameters gathered and pictures read since the start. Rises during long work, not if
-        it hangs."""
+        """Micro-batches computed, parameters gathered and pictures read since the start. Rises unless work hangs."""
 
     def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
@@ -292,8 +291,7 @@ class TrainingEngine:
     def _fit_rows(self, module: torch.nn.Module, head: Head) -> None:
         """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
 
-        A row is a prefix tree, or several sequences, or, if the model does not keep them apart, a single one. Raises
-        UserError if the model cannot be trained.
+        A row is a prefix tree, or several sequences, or, if the model mixes them, a single one. Raises UserError.
         """
         kinds = (True, False) if self._prefix_tree else (False,)
         windows: list[int | None] = []

@@ -13,8 +13,6 @@ quickstart, on one core, a training step is 1.2 times as fast with it as with ea
 for each group; whole paths for queries too; paths of similar length gathered into padded blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -99,7 +97,7 @@ class FlatBatch:
         prefix_tree: bool = False,
         sight: Sight | None = None,
         pictures: Sequence[Sequence[Picture]] = (),
-    ) -> FlatBatch:
+    ) -> "FlatBatch":
         """Flatten `groups`. Whole groups are assigned to the minibatches in turn.
 
         prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
@@ -183,7 +181,7 @@ def _scorer_column(name: str, sequences: Sequence[Trajectory]) -> np.ndarray:
 
 
 def _pictures(
-    members: Sequence[_Member], sight: Sight | None, pictures: Sequence[Sequence[Picture]]
+    members: "Sequence[_Member]", sight: Sight | None, pictures: Sequence[Sequence[Picture]]
 ) -> dict[str, np.ndarray]:
     """`FlatBatch.patches` and what follows it. Raises ValueError for tokens that do not stand for their pictures."""
     distinct = list({picture.name: picture for group in pictures for picture in group}.values())
@@ -299,7 +297,7 @@ class PackedRow:
         """The values of the row's S tokens, float32 [S] or [S, k]. values: of the batch, [T] or [T, k]."""
         return torch.from_numpy(values[self.batch_index]).float().to(self.tokens.device)
 
-    def with_top_tokens(self) -> PackedRow:
+    def with_top_tokens(self) -> "PackedRow":
         """The row with further targets for log-probs: S + S k, the teacher's likeliest tokens after the others."""
         if self.top_tokens is None:
             return self
@@ -310,7 +308,7 @@ class PackedRow:
             targets=torch.cat([self.targets, self.top_tokens.flatten()]),
         )
 
-    def filled(self, count: int) -> PackedRow:
+    def filled(self, count: int) -> "PackedRow":
         """The row with `count` more tokens, a last sequence that is in no loss."""
         if not count:
             return self
@@ -373,8 +371,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
 
 
 def _pictures_in(batch: FlatBatch, places: np.ndarray, source: np.ndarray, device: torch.device) -> dict[str, Tensor]:
-    """`PackedRow.pictures`, `parts` and `places` of a row; nothing if the batch has no pictures. places, source: where
-    tokens are in the row and in the batch."""
+    """`PackedRow.pictures`, `parts` and `places` of a row; or nothing. places, source: of tokens in row and batch."""
     if not len(batch.pictures):
         return {}
     columns = np.empty((5, places.max() + 1), np.int64)
