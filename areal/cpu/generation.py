@@ -45,9 +45,7 @@ def check_settings(config: GeneratorConfig, transfer: str | None) -> None:
 
 
 def check_libraries() -> None:
-    with explain(
-        OSError, "vLLM needs libnuma on the CPU ({why}): install it, on Debian and Ubuntu by apt-get install libnuma1."
-    ):
+    with explain(OSError, "vLLM needs libnuma on the CPU ({why}): install it, on Debian by apt-get install libnuma1."):
         ctypes.CDLL("libnuma.so.1")
 
 

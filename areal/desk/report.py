@@ -456,10 +456,7 @@ def _ages(run: Record) -> Panel:
     oldest = max(map(len, histograms), default=0)
     places = min(oldest, LEGEND_COLUMNS)
     labels = {round(place * (oldest - 1) / max(1, places - 1)) for place in range(places)}
-    stack = [
-        (f"{age}" if age in labels else "", [sum(histogram[age : age + 1]) for histogram in histograms])
-        for age in range(oldest)
-    ]
+    stack = [(f"{age}" if age in labels else "", [sum(h[age : age + 1]) for h in histograms]) for age in range(oldest)]
     return Panel("Groups by staleness", stack=stack, steps=run.steps, colours=ramp(oldest))
 
 

@@ -76,9 +76,7 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
     values = overridden(read_values(file), overrides)
     grid = values.pop("grid", None)
     if not isinstance(grid, dict) or not grid or not all(isinstance(axis, list) and axis for axis in grid.values()):
-        raise UserError(
-            f"{file} has no grid: name keys and their values, such as `grid: {{max_staleness: [0, 4], seed: [0, 1]}}`."
-        )
+        raise UserError(f"{file} has no grid: name keys with values, such as `grid: {{max_staleness: [0, 4]}}`.")
     combinations = points(grid, f"The grid of {file}")
     sweep = {"name": overridden({}, overrides).get("name", file.stem)}
     folder = str(validated(overridden(values, settings=combinations[0] | sweep), file).folder)

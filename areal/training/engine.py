@@ -312,10 +312,7 @@ class TrainingEngine:
             raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
         self._prefix_tree, self._one_a_row = bool(prefix_tree), self._one_a_row or prefix_tree is None
         if self._one_a_row and self.config.microbatches:
-            raise UserError(
-                f"{head} mixes the sequences of a micro-batch, so each needs one of its own: leave out "
-                f"trainer.microbatches."
-            )
+            raise UserError(f"{head} mixes the sequences of a micro-batch: leave out trainer.microbatches.")
         if self.rank == 0:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             settings = {key: getattr(self.config, key) for key in ("dtype", "gradient_checkpointing")}

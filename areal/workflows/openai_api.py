@@ -39,10 +39,7 @@ NOT_OF_THE_ROW = (
 )
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
-NO_FORM = (
-    "only text can be trained: a format forbids tokens while it is sampled, and the trainer does not know which "
-    "(docs/agents.md)"
-)
+NO_FORM = "only text can be trained: a format forbids tokens, which the trainer does not know (docs/agents.md)"
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]
