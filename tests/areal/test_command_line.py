@@ -156,7 +156,7 @@ def test_options_that_cannot_be_are_refused_with_the_usage(command, sentence, ca
         ("score --reward exact_match --input missing.jsonl", "missing.jsonl cannot be read"),
         ("score --reward exact_match --input file sandbox.cpu_seconds=x", "sandbox.cpu_seconds is 'x'"),
         ("agent try --config missing.yaml", "no configuration file missing.yaml"),
-        ("health --master nonsense", "'nonsense' is not an address"),
+        ("health --master nonsense", "'nonsense' is no address"),
         ("plan --devices 8 --device-memory 80", "Say which run to plan"),
         ("selftest --only other", "There is no check 'other'"),
         ("sweep missing.yaml", "no configuration file missing.yaml: correct its path"),
