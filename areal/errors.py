@@ -12,6 +12,9 @@ class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
 
 
+NOT_PERMITTED = "This user has no right to do that ({why}): start it as the owner of the folder, or change its rights."
+
+
 @contextmanager
 def explain(causes: Causes, message: str, error: type[Exception] = UserError) -> Iterator[None]:
     """Raise `error` in place of errors of these kinds. `{why}` in its message stands for what they say, in one line.

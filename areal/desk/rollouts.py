@@ -5,9 +5,7 @@ its settings are locked: a query may come from somebody's command line. Texts an
 are shown, never for those that are only filtered or sorted.
 """
 
-import json
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,11 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import duckdb
+import numpy as np
 
 from areal.errors import UserError
-from areal.pictures import DIGESTS, MAX_BYTES, digest_of, thumbnail
+from areal.pictures import MAX_BYTES, digest_of, digests_in, thumbnail
 from areal.record import ROLLOUT_COLUMNS, Record
 from areal.run_files import PICTURES
+from areal.trajectory import DIGEST_BYTES
 
 T = TypeVar("T")
 
@@ -48,8 +48,7 @@ EXCERPT = 4000
 """Characters of the texts of a group, side by side."""
 THUMBNAIL = 256
 """The longest side of a picture on the page, in pixels."""
-_PICTURE = re.compile(r"[0-9a-f]{32}")
-_PICTURES = 16  # of a prompt that are shown
+_PICTURES = 16  # of a sample that are shown
 _ATTEMPTS = 3  # to read files of which the oldest may just be removed
 _FROM = "FROM read_parquet($files)"
 _CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion"
@@ -298,12 +297,9 @@ def _mistake(error: duckdb.Error) -> UserError:
 
 
 def pictures_of(row: dict[str, Any], folder: Path) -> list[Path]:
-    """The files of the first pictures of a prompt, in the run folder `folder`."""
-    names: Any = None
-    with suppress(ValueError, AttributeError):
-        names = json.loads(row["row"]).get(DIGESTS)
-    digests = [name for name in names if _PICTURE.fullmatch(str(name))] if isinstance(names, list) else []
-    return [folder / PICTURES / digest for digest in digests[:_PICTURES]]
+    """The files of the first pictures of a sample, in the run folder `folder`."""
+    column = np.array(row["pictures"] or (), np.uint8).reshape(-1, DIGEST_BYTES)
+    return [folder / PICTURES / digest for digest in digests_in(column)[:_PICTURES]]
 
 
 def picture_shown(file: Path) -> str:
