@@ -18,6 +18,7 @@ import asyncio
 import secrets
 from collections import Counter, deque
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -30,7 +31,7 @@ from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import load_parsers
 from actors.sampling.user_sessions import UserSession, note_error
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.tokens import load_tokenizer
 from areal.trajectory import row_text
 from areal.workflows.openai_api import ApiError
@@ -107,10 +108,8 @@ class Gateway(Sampler):
         self.member.used.push_async_callback(self._endpoint.close)
 
     async def main(self) -> None:
-        try:
+        with explain(OSError, "the gateway cannot listen: {strerror}: choose another gateway.port"):
             port = await self._endpoint.listen()
-        except OSError as error:
-            raise UserError(f"the gateway cannot listen: {error.strerror}: choose another gateway.port") from None
         address = f"http{'s' if self._settings.certificate else ''}://{self._settings.host}:{port}/v1"
         self.member.activity = f"serving at {address}"
         log.info("gateway ready", address=address)
@@ -286,10 +285,9 @@ class Gateway(Sampler):
             session.close()
         self._count("deleted")
         if self.config.max_sessions:
-            try:
+            in_training = partial(ApiError, code="in_training", status=409)
+            with explain(RefusedError, "it cannot be deleted any more: {why}", in_training):
                 await self.member.ask_master(DiscardSession(session=name, reason="deleted"), Done)
-            except RefusedError as error:
-                raise ApiError(f"it cannot be deleted any more: {error}", "in_training", 409) from None
 
     async def _find(self, name: str) -> UserSession | str:
         """The session, if it is here or another gateway has left it; else its state."""
@@ -342,10 +340,8 @@ class Gateway(Sampler):
         session.ended = True
         if not session.sample.calls:
             raise ApiError("nothing was sampled in this session", "no_calls")
-        try:
+        with explain(ValueError, "the session cannot be trained: {why}", partial(ApiError, code="bad_reward")):
             trajectory = session.sample.trajectory(reward)
-        except ValueError as error:
-            raise ApiError(f"the session cannot be trained: {error}", "bad_reward") from None
         fields = {"session": session.name, "messages": session.sample.messages}
         sample = ScoredSample(
             place=0,

@@ -40,7 +40,7 @@ from actors.runtime.works import Works
 from actors.sampling.flows import Flows
 from actors.weights.direct_weights import DirectReceiver
 from actors.weights.weight_service import WeightFetcher
-from areal.config import Config, SamplingConfig, UserError
+from areal.config import Config, SamplingConfig, UserError, explain
 from areal.devices import shares_devices
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
@@ -368,14 +368,13 @@ class Generator(Actor):
             raise BusyError("this generator computes no log-probs: it is draining")
         ask = request.message
         required = ask.lineage, ask.version
-        try:
+        with (
+            explain(ValueError, "{why}", RefusedError),
+            explain((EngineError, TimeoutError), "this generator computed no log-probs: {why}", BusyError),
+        ):
             async with parked(request):
                 await self._loaded.until(lambda: self._loaded_policy() >= required or self.member.state != "healthy")
                 scores = await self._engine.score(f"{request.sender} log-probs", ask.tokens.tolist())
-        except ValueError as error:
-            raise RefusedError(str(error)) from None
-        except (EngineError, TimeoutError) as error:
-            raise BusyError(f"this generator computed no log-probs: {error}") from None
         return Logprobs(version=scores.version, logprobs=scores.logprobs)
 
     def _steps(self) -> float:

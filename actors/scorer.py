@@ -142,11 +142,10 @@ class Scorer(Serving):
         add(Scored(job=completion.job, scores=scores, parts=parts))
 
     async def _classify(self, key: str, completion: Completion, row: Mapping[str, Any]) -> Result:
-        try:
+        # Templates and tokenizers may raise anything.
+        with explain(Exception, f"{self._name} cannot read the completion: {{why}}", RefusedError):
             (text,) = completion.completions
             tokens = self._tokens(completion.prompt, text, row)
-        except Exception as error:  # templates and tokenizers may raise anything
-            raise RefusedError(f"{self._name} cannot read the completion: {error}") from None
         outputs = await self._wait_for_engine(self._engine.classify(key, tokens, self._settings.activation))
         with explain(
             (IndexError, RewardError), f"{self._name} gives no output {self._settings.output}: {{why}}", RefusedError

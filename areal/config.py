@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
@@ -45,7 +45,7 @@ class UserError(Exception):
 
 
 @contextmanager
-def explain(causes: Causes, message: str, error: type[Exception] = UserError) -> Iterator[None]:
+def explain(causes: Causes, message: str, error: Callable[[str], Exception] = UserError) -> Iterator[None]:
     """Raise `error` in place of errors of these kinds. `{why}` in its message stands for what they say, in one line.
 
     If they are errors of all kinds, as of the user's code, their type comes first. `{strerror}` stands for what the
@@ -1036,10 +1036,8 @@ class EvaluatorConfig(Section):
     @field_validator("benchmarks", mode="before")
     @classmethod
     def _benchmarks_are_known(cls, value: Any) -> dict[str, Any]:
-        try:
+        with explain(UserError, "{why}", lambda text: ValueError(text.rstrip("."))):
             return benchmarks_in(value)
-        except UserError as error:
-            raise ValueError(str(error).rstrip(".")) from None
 
     def conflicts(self) -> Iterator[str]:
         if not self.temperature and self.samples > 1:
@@ -1730,10 +1728,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 def read_yaml(text: str) -> Any:
     """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
     aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
-    try:
+    with explain(RecursionError, "it is nested too deeply", yaml.YAMLError):
         return yaml.load(text, _Loader)
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
@@ -1761,15 +1757,15 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise UserError(f"There is no configuration file {file}: {how}.")
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
-    try:
+    no_yaml = yaml.YAMLError, ValueError  # the latter: bytes that are no text, or a date that cannot be
+    with (
+        explain(
+            no_yaml, f"{file} is not YAML: {{why}}.", lambda text: UserError(text.replace('"<unicode string>", ', ""))
+        ),
+        explain(_RepeatedKeyError, f"{file} {{why}}: remove one."),
+        explain(OSError, f"{file} cannot be read ({{strerror}}): give another one."),
+    ):
         values = read_yaml(file.read_text(encoding="utf-8"))
-    except _RepeatedKeyError as error:
-        raise UserError(f"{file} {error}: remove one.") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): give another one.") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, or a date that cannot be
-        reason = " ".join(str(error).replace('"<unicode string>", ', "").split())
-        raise UserError(f"{file} is not YAML: {reason}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{file} must contain keys and values, as configs/quickstart.yaml does.")
     return _with_bases(values, file.parent, (*bases, file))
@@ -1843,12 +1839,11 @@ def split_override(override: str) -> tuple[str, str]:
 
 
 def _yaml(text: str, override: str) -> Any:
-    try:
+    with (
+        explain((yaml.YAMLError, ValueError), f"What the override {override!r} sets is not YAML: quote it."),
+        explain(_RepeatedKeyError, f"The override {override!r} {{why}}: remove one."),
+    ):
         return read_yaml(text)
-    except _RepeatedKeyError as error:
-        raise UserError(f"The override {override!r} {error}: remove one.") from None
-    except (yaml.YAMLError, ValueError):
-        raise UserError(f"What the override {override!r} sets is not YAML: quote it.") from None
 
 
 def _unquoted(text: str) -> str:

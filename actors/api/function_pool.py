@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from areal.config import RewardConfig
+from areal.config import RewardConfig, explain
 from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction
 from areal.rewards.processes import RewardFailed
@@ -56,10 +56,8 @@ class FunctionPool:
                     raise RewardFailed(f"no score within {self._config.timeout_seconds:g} s", "timeout") from None
                 traceback.print_exc()
                 raise RewardFailed(error_text(error)[:500], "raised") from None
-        try:
+        with explain(RewardError, "{why}", functools.partial(RewardFailed, kind="not_finite")):
             return reward.results(value, completions)
-        except RewardError as error:
-            raise RewardFailed(str(error), "not_finite") from None
 
 
 def _value(call: Callable[[], Any]) -> Any:

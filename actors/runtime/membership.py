@@ -481,8 +481,5 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
 async def ask_once(network: Network, master: str, message: Message, patience: float, role: str = "monitor") -> Any:
     """The master's answer to a request of a process that is no actor of a `role` yet. Raises UserError, as
     `first_answer` does."""
-    bus = new_bus(f"{role}/?", network)
-    try:
+    async with new_bus(f"{role}/?", network) as bus:
         return await first_answer(bus, master, message, patience)
-    finally:
-        await bus.close()

@@ -199,11 +199,8 @@ class Supervisor:
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
-        bus = new_bus("supervisor/0", network)
-        try:
+        async with new_bus("supervisor/0", network) as bus:
             return await self._until_over(work())
-        finally:
-            await bus.close()
 
     async def run_roles(
         self, roles: list[str], arguments: list[str], further: Mapping[str, list[str]], drain_seconds: float = 0.0

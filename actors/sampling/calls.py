@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from actors.sampling.flows import Job
-from areal.config import SamplingConfig
+from areal.config import SamplingConfig, explain
 from areal.pictures import digest_of
 from areal.result import Result, RewardError
 from areal.sampled import Finish, Generation, TokenTable, split
@@ -154,10 +154,8 @@ class Call(Job):
     def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:
         if not isinstance(part, TokenColumns):
             raise BusError(f"a generator sent {part.kind!r} instead of tokens")
-        try:
+        with explain(ValueError, "a generator sent wrong columns: {why}", BusError):
             tables = split(part.columns, part.counts.tolist())
-        except ValueError as error:
-            raise BusError(f"a generator sent wrong columns: {error}") from None
         for number, table, finish in zip(part.jobs.tolist(), tables, part.finishes.tolist(), strict=True):
             if call := jobs.get(number):
                 call.receive(table, FINISHES[finish])

@@ -18,7 +18,7 @@ from actors.sampling.calls import Call, SampleFailed, ended, score_with_retries
 from actors.sampling.flows import Flow, Job, Spawn
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
-from areal.config import RewardConfig
+from areal.config import RewardConfig, explain
 from areal.result import Result
 from areal.rewards.pool import Quarantine, digest
 from areal.rewards.processes import RewardFailed
@@ -257,15 +257,13 @@ class RoutedRewards:
         """The actor to ask next. Raises SampleFailed if none is to be asked, or none comes."""
         if role == "scorer":
             return await self._router.choose(role, name)
-        try:
-            if self._quarantine and isinstance(job, ScoreJob):
+        failed = partial(SampleFailed, "reward")
+        if self._quarantine and isinstance(job, ScoreJob):
+            with explain(RewardFailed, f"reward {name!r}: {{why}}", failed):
                 self._quarantine.check(_digest(job))
+        with explain(TimeoutError, f"no reward actor serves {name!r} (waited {NO_REWARD_SECONDS:g} s)", failed):
             async with asyncio.timeout(None if name in self._awaited else NO_REWARD_SECONDS):
                 return await self._router.choose("reward", name)
-        except RewardFailed as error:
-            raise SampleFailed("reward", f"reward {name!r}: {error}") from None
-        except TimeoutError:
-            raise SampleFailed("reward", f"no reward actor serves {name!r} (waited {NO_REWARD_SECONDS:g} s)") from None
 
 
 def _digest(job: ScoreJob) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.desk.rollouts import Rollouts, condition, picture_shown, pictures_of
 from areal.record import Record
 from areal.text import all_shown, shown
@@ -83,10 +83,8 @@ class RolloutPages:
         return {**row, **of_tokens, "texts": texts, "pieces": pieces(row["versions"]), "pictures": pictures}
 
     async def _answer(self, query: Callable[[], Any]) -> web.Response:
-        try:
+        with explain(UserError, "{why}", lambda why: web.HTTPBadRequest(text=shown(why))):
             result = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: all_shown(finite(query())))
-        except UserError as error:
-            raise web.HTTPBadRequest(text=shown(str(error))) from None
         return answer(result)
 
 

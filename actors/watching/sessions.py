@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.desk.audit import read_journal
 from areal.record import Record
 from areal.staleness.ledger import LedgerError
@@ -27,10 +27,8 @@ class SessionPages:
 
     async def _list(self, request: web.Request) -> web.Response:
         async with self._reading:
-            try:
+            with explain((UserError, LedgerError), "{why}", lambda why: web.HTTPBadRequest(text=shown(why))):
                 sessions = await asyncio.to_thread(sessions_of, self._record)
-            except (UserError, LedgerError) as error:
-                raise web.HTTPBadRequest(text=shown(str(error))) from None
         return answer(all_shown(finite(sessions)))
 
 

@@ -27,7 +27,7 @@ import structlog
 
 from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
-from areal.config import Config, UserError
+from areal.config import Config, UserError, explain
 from areal.devices import visible_devices
 from areal.generation.engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
@@ -83,10 +83,8 @@ class DirectSender(HandlesRequests):
         """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
         that is not offered, StreamBrokenError if it cannot be sent."""
         self._link(request)  # refuses, or ends the transfer that the asker has given up
-        try:
+        with explain(TimeoutError, "other generators took the time of this transfer", StreamBrokenError):
             await asyncio.wait_for(self._turns.acquire(), request.remaining)
-        except TimeoutError:
-            raise StreamBrokenError("other generators took the time of this transfer") from None
         try:
             async with contextlib.aclosing(self._send(request)) as calls:
                 async for call in calls:
@@ -267,10 +265,8 @@ class DirectReceiver:
 
 def _info(part: TransferCall) -> dict[str, Any]:
     """Raises StreamBrokenError if the argument is not one."""
-    try:
+    with explain(ValueError, "a call whose argument cannot be read: {why}", StreamBrokenError):
         info = json.loads(part.info)
-    except ValueError as error:
-        raise StreamBrokenError(f"a call whose argument cannot be read: {error}") from None
     if not isinstance(info, dict):
         raise StreamBrokenError("a call whose argument is no mapping")
     return info

@@ -766,11 +766,9 @@ def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncM
         cpu.check_settings(config, use.transfer)
     check_mixture(model, use.lora, cuda=not on_cpu)
     vllm_config = _checked_config(model, config, lambda: _engine_args(model, config, use, on_cpu), on_cpu)
-    try:
-        with forked_engines() if on_cpu else contextlib.nullcontext():
-            core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
-    except RuntimeError as error:
-        raise EngineError(f"vLLM did not start on {model}; its own log, above, says why: {error}") from error
+    failure = f"vLLM did not start on {model}; its own log, above, says why: {{why}}"
+    with explain(RuntimeError, failure, EngineError), forked_engines() if on_cpu else contextlib.nullcontext():
+        core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     return core, stop_tokens(model, vllm_config.model_config.try_get_generation_config().get("eos_token_id"))
 
 

@@ -297,7 +297,8 @@ class TrainingEngine:
         """
         kinds = (True, False) if self._prefix_tree else (False,)
         windows: list[int | None] = []
-        try:
+        causes = AssertionError, NotImplementedError, TypeError, ValueError
+        with explain(causes, f"{head} cannot be trained: its forward pass failed on a packed row: {{why}}."):
             inputs = row_inputs(empty_row(self.device), self._attention)
             head.measure(module, **inputs, note_window=windows.append)
             if missing := what_is_missing(module, windows, self._reader.longest):
@@ -310,8 +311,6 @@ class TrainingEngine:
             prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)
             if self._together.size > 1:
                 self._check_divided(module, head)
-        except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-            raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
         self._prefix_tree, self._one_a_row = bool(prefix_tree), self._one_a_row or prefix_tree is None
         if self._one_a_row and self.config.microbatches:
             raise UserError(

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from areal import plugins
-from areal.config import UserError
+from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row, extended, seed_of
 
 MESSAGE_BYTES = 64 << 20
@@ -107,11 +107,10 @@ class OpenEnvEnvironment:
 
     @contextlib.asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        try:
+        slow = f"{self._url} took longer than timeout_seconds ({self._timeout:g} s)"
+        with explain(TimeoutError, slow, TimeoutError):
             async with asyncio.timeout(self._timeout):
                 yield
-        except TimeoutError:
-            raise TimeoutError(f"{self._url} took longer than timeout_seconds ({self._timeout:g} s)") from None
 
     def _shown(self, result: dict[str, Any]) -> str:
         observation = result["observation"]
