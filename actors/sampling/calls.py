@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -112,6 +112,7 @@ class Call(Job):
 
     def __init__(self, sample: SampleState, prompt: np.ndarray, limit: int, keep: Keep | None) -> None:
         self.sample = sample
+        self.pictures = sample.pictures
         self.target: Member | None = None
         self.generator: str | None = None
         self.since = 0.0
@@ -122,12 +123,12 @@ class Call(Job):
         self._table = TokenTable()
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[Call], lacking: Collection[str] = ()) -> Generate:
+    def request(flow: int, jobs: Sequence[Call]) -> Generate:
         prompts: dict[tuple[bytes, tuple[bytes, ...]], tuple[int, np.ndarray]] = {}  # the number and the tokens of each
         new = []
         for call in jobs:
             tokens, sampling = call.tokens, call.sampling
-            key = tokens.tobytes(), tuple(call.sample.pictures)
+            key = tokens.tobytes(), tuple(call.pictures)
             prompt, _ = prompts.setdefault(key, (len(prompts), tokens))
             new.append(
                 NewSequence(
@@ -144,11 +145,8 @@ class Call(Job):
         names = {content: digest_of(content) for _, pictures in prompts for content in pictures}
         if not names:
             return Generate(**everything)
-        return GeneratePictured(
-            **everything,
-            pictures=tuple(tuple(names[content] for content in pictures) for _, pictures in prompts),
-            files=tuple(np.frombuffer(content, np.uint8) for content, name in names.items() if name in lacking),
-        )
+        digests = tuple(tuple(names[content] for content in pictures) for _, pictures in prompts)
+        return GeneratePictured(**everything, pictures=digests)
 
     @staticmethod
     def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:

@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from actors.runtime.actor import CONTROL_SECONDS, Notifier
+from areal.pictures import digest_of
 from protocols.errors import (
     BusError,
     BusyError,
@@ -50,8 +51,10 @@ JobFunction = Callable[[Callable[[R], None]], Awaitable[None]]
 
 class Job:
     """A job of an asker. One that has ended may be begun again, on any flow. From its beginning on it has `number`, its
-    name there, which the asker never uses again, and `_done`, which is set or failed when it ends."""
+    name there, which the asker never uses again, and `_done`, which is set or failed when it ends. `pictures`: their
+    files, which are sent to servers that lack them."""
 
+    pictures: Sequence[bytes] = ()
     number = -1
     _flow: Flow[Any] | None = None
     _done: asyncio.Future[Any] | None = None
@@ -83,8 +86,8 @@ class Job:
 class Kind(Protocol[J]):
     """A class of jobs, as the asker sees it."""
 
-    def request(self, flow: int, jobs: Sequence[J], lacking: Collection[str] = ()) -> Message:
-        """The request to begin these jobs on a flow. lacking: the pictures that the server does not have."""
+    def request(self, flow: int, jobs: Sequence[J]) -> Message:
+        """The request to begin these jobs on a flow."""
 
     def deliver(self, part: Message, jobs: dict[int, J]) -> Sequence[JobFailed]:
         """Give the results in a part of the stream to their jobs, and remove the jobs that have ended. Jobs that are
@@ -172,11 +175,9 @@ class Flow(Generic[J]):
         if not jobs:
             return
         try:
-            lacking: set[str] = set()
             request = self._kind.request(self._number, jobs)
             while isinstance(answer := await self._ask(request), LackingPictures):
-                lacking |= {*answer.names}  # it grows: a server lacks nothing that a request has
-                request = self._kind.request(self._number, jobs, lacking)
+                request = with_files(request, jobs, answer.names)
         except (DeadlineError, StreamBrokenError):  # the server may or may not have begun them: the flow breaks
             raise
         except (MalformedError, ValueError) as error:  # the latter: of values that no message may have
@@ -294,6 +295,14 @@ class _Served(Generic[R]):
     def add(self, result: R | JobFailed) -> None:
         self.results.append(result)
         self.filled.set()
+
+
+def with_files(request: Any, jobs: Sequence[Job], names: Sequence[str]) -> Any:
+    """A request with more pictures, those that its server lacks. Raises BusError if the jobs do not have them."""
+    files = {digest_of(content): np.frombuffer(content, np.uint8) for job in jobs for content in job.pictures}
+    if not files.keys() >= {*names}:
+        raise BusError("a server lacks pictures that no job has")
+    return request.model_copy(update={"files": (*request.files, *(files[name] for name in names))})
 
 
 async def _run_job(served: _Served[R], job: int, work: JobFunction[R]) -> None:

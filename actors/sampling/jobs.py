@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Literal
 
@@ -131,7 +131,7 @@ class ScoreJob(Job):
         self.tokens = tokens
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[ScoreJob], lacking: Collection[str] = ()) -> Score:
+    def request(flow: int, jobs: Sequence[ScoreJob]) -> Score:
         rows = {id(job.row): job.row for job in jobs}
         numbers = {row: number for number, row in enumerate(rows)}
         completions = (
@@ -168,7 +168,7 @@ class TokensJob(Job):
         self.tokens = tokens
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[TokensJob], lacking: Collection[str] = ()) -> ScoreTokens:
+    def request(flow: int, jobs: Sequence[TokensJob]) -> ScoreTokens:
         return ScoreTokens(
             flow=flow,
             scorer=jobs[0].scorer,

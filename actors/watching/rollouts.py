@@ -35,7 +35,7 @@ class RolloutPages:
     """The page at /rollouts, and what it asks for, of a run."""
 
     def __init__(self, record: Record) -> None:
-        self._rollouts, self._folder = Rollouts(record), record.folder
+        self._rollouts, self._record = Rollouts(record), record
         self._threads = ThreadPoolExecutor(QUERIES, "rollouts")
         self._tokenizer = functools.cache(record.tokenizer)
         self._loading = threading.Lock()  # two threads cannot import transformers at the same time
@@ -79,7 +79,7 @@ class RolloutPages:
             if name in ("logprobs", "proximal_logprobs", "advantages", "returns")
         }
         texts = tokenizer and token_texts(tokenizer, row["tokens"])
-        pictures = [picture_shown(file) for file in pictures_of(row, self._folder)]
+        pictures = [picture_shown(self._record, name) for name in pictures_of(row)]
         return {**row, **of_tokens, "texts": texts, "pieces": pieces(row["versions"]), "pictures": pictures}
 
     async def _answer(self, query: Callable[[], Any]) -> web.Response:

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 import duckdb
 
 from areal.config import UserError
-from areal.pictures import DIGESTS, MAX_BYTES, digest_of, thumbnail
+from areal.pictures import DIGESTS, thumbnail
 from areal.record import ROLLOUT_COLUMNS, Record
-from areal.run_files import PICTURES
 
 T = TypeVar("T")
 
@@ -300,27 +299,17 @@ def _mistake(error: duckdb.Error) -> UserError:
     return UserError(f"The rollouts cannot be queried ({message}): their columns are {', '.join(COLUMNS)}.")
 
 
-def pictures_of(row: dict[str, Any], folder: Path) -> list[Path]:
-    """The files of the first pictures of a prompt, in the run folder `folder`."""
+def pictures_of(row: dict[str, Any]) -> list[str]:
+    """The names of the first pictures of a prompt."""
     names: Any = None
     with suppress(ValueError, AttributeError):
         names = json.loads(row["row"]).get(DIGESTS)
-    digests = [name for name in names if _PICTURE.fullmatch(str(name))] if isinstance(names, list) else []
-    return [folder / PICTURES / digest for digest in digests[:_PICTURES]]
+    return [name for name in names if _PICTURE.fullmatch(str(name))][:_PICTURES] if isinstance(names, list) else []
 
 
-def picture_shown(file: Path) -> str:
+def picture_shown(record: Record, name: str) -> str:
     """The picture as the page shows it, a data URL, or why it cannot."""
     try:
-        return _small(file)
-    except (OSError, ValueError) as error:
-        return f"The picture {file.name} cannot be shown: {error}."
-
-
-def _small(file: Path) -> str:
-    if not file.is_file() or file.stat().st_size > MAX_BYTES:
-        raise ValueError("its file is missing or too large")
-    content = file.read_bytes()
-    if digest_of(content) != file.name:
-        raise ValueError("its file is damaged")
-    return thumbnail(content, THUMBNAIL)
+        return thumbnail(record.pictures.get(name), THUMBNAIL)
+    except (UserError, ValueError) as error:
+        return f"The picture {name} cannot be shown: {error}"
