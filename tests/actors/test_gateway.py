@@ -756,7 +756,11 @@ async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_
     city.says = ["hello", "fine"]
     async with city.gateway() as user:
         await user.say("hi")
+        asked = []
+        ask, user.gateway._ask_session = user.gateway._ask_session, lambda *about: asked.append(about) or ask(*about)
         first = await user.reward(1, id="a")
+        assert asked == [("anna:s", False, "a")], "one question to the master for a reward with an id"
+        user.gateway._ask_session = ask
         await user.say("hi", "hello", "how?")
         assert await user.reward(1, id="a") == first
         assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
