@@ -330,7 +330,7 @@ class Generator(Actor):
         self, name: str, sender: str, new: NewSequence, prompt: _Prompt, add: Callable[[_New], None]
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
-        sampling = SamplingConfig(**{name: getattr(new, name) for name in SAMPLING})
+        sampling = SamplingConfig.model_construct(**{name: getattr(new, name) for name in SAMPLING})
         self._sequences[name] = sender
         try:
             await self._loaded.until(

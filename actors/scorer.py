@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
-from areal.config import SCORER, SamplingConfig, UserError, explain
+from areal.config import SCORER, SamplingConfig, explain
 from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
@@ -66,9 +66,7 @@ class Scorer(Serving):
         load_tokenizer: Callable[[str], Any] = load_tokenizer,
     ) -> Self:
         """name: what it serves, one of the run's `scorers`."""
-        scorer = member.config.scorers.get(name)
-        if scorer is None:
-            raise UserError(f"The run has no scorer {name!r} (--scorer): its configuration names others.")
+        scorer = member.config.scorers[name]
         member.activity = "starting the engine"
         tokenizer = None if scorer.kind == "logprobs" else await asyncio.to_thread(load_tokenizer, scorer.model)
         engine = await start_engine(Path(scorer.model), scorer.engine, version=0, seed=member.engine_seed)

@@ -88,6 +88,14 @@ class Section(BaseModel):
 T = TypeVar("T", bound=Section)
 
 
+def template_conflicts(key: str, template: str) -> Iterator[str]:
+    """Whether the template of a key is none."""
+    try:
+        jinja2.Environment().parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        yield f"{key} is not a Jinja template ({error}): correct it"
+
+
 def _expanded(path: Path) -> Path:
     with suppress(RuntimeError):
         return path.expanduser()
@@ -164,10 +172,7 @@ class SourceConfig(Section):
             return None if value is None else reward_weights(value)
 
     def conflicts(self) -> Iterator[str]:
-        try:
-            jinja2.Environment().parse(self.prompt_template or "")
-        except jinja2.TemplateSyntaxError as error:
-            yield f"data.prompt_template is not a Jinja template ({error}): correct it"
+        yield from template_conflicts("data.prompt_template", self.prompt_template or "")
 
 
 class PartConfig(SourceConfig):

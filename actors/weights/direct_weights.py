@@ -27,8 +27,8 @@ import structlog
 
 from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
-from areal.config import Config, UserError, explain
-from areal.devices import visible_devices
+from areal.config import Config, explain
+from areal.devices import check_transport
 from areal.generation.engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.errors import BusError, RefusedError, StreamBrokenError
@@ -46,15 +46,9 @@ log = structlog.get_logger()
 
 async def load_transport(config: Config) -> None:
     """Load vLLM's part of the trainer's end, which takes seconds. Raises UserError, as `check_transport` does."""
-    check_transport(config)
+    check_transport(config.weights.transport)
     if config.weights.backend:
         await asyncio.to_thread(importlib.import_module, "areal.weights.transfer")
-
-
-def check_transport(config: Config) -> None:
-    """Raises UserError if the trainer, on this machine, cannot send by `weights.transport`."""
-    if config.weights.transport == "nccl" and not visible_devices():
-        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
 
 
 class DirectSender(HandlesRequests):

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError, explain
 from areal.cpu import generation as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
-from areal.devices import SHARES, visible_devices
+from areal.devices import SHARES, check_transport, visible_devices
 from areal.models import check_mixture, shapes_in
 from areal.processes import importing
 from areal.sampled import Finish, Generation, TokenTable
@@ -763,7 +763,8 @@ def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncM
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         cpu.set_environment(config)
-        cpu.check_settings(config, use.transfer)
+        cpu.check_settings(config)
+    check_transport(use.transfer)
     check_mixture(model, use.lora, cuda=not on_cpu)
     vllm_config = _checked_config(model, config, lambda: _engine_args(model, config, use, on_cpu), on_cpu)
     failure = f"vLLM did not start on {model}; its own log, above, says why: {{why}}"
@@ -866,8 +867,6 @@ def _max_lora_rank(rank: int) -> int:
 def _read_model_folder(model: Path) -> tuple[Shapes, bool]:
     """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder, and
     whether the head is tied. Raises UserError if the folder does not hold a readable model."""
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
     if not any(model.glob("*.safetensors")):
         raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
     with explain((OSError, ValueError), f"The model in {model} cannot be read: {{why}}."):

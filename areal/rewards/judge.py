@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jinja2
 from pydantic import Field
 
-from areal.config import SamplingConfig, Section, UserError, explain, is_in_run, validated
+from areal.config import SamplingConfig, Section, UserError, explain, is_in_run, template_conflicts, validated
 from areal.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ class JudgeOptions(Section):
             yield f"its url, {self.url!r}, is neither http://ADDRESS nor policy nor scorer:NAME: correct it"
         if not (self.model or is_in_run(self.url)):
             yield "it names no model: add model=NAME"
-        try:
-            jinja2.Environment().parse(self.template)
-        except jinja2.TemplateSyntaxError as error:
-            yield f"its template is not a Jinja template ({error}): correct it"
+        yield from template_conflicts("its template", self.template)
 
 
 class VerdictOptions(JudgeOptions):

@@ -174,8 +174,6 @@ class TrainingEngine:
         longest: int | None = None,
         pictures: Path = Path("pictures"),
     ) -> None:
-        if not (model / "config.json").is_file():
-            raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_trainable(model, config.sequence_parallel, longest)
         cuda = torch.cuda.is_available()
         self.config = config = config.for_device(cuda=cuda)
