@@ -33,9 +33,17 @@ SORTED_BY = tuple(
 )
 """Columns that the page shows in its table, each of which can sort it."""
 RANGES = (
-    "step", "prompt_index", "reward", "advantage", "prompt_tokens", "completion_tokens", "turns", "staleness",
-    "start_version", "seconds",
-)  # fmt: skip
+    "step",
+    "prompt_index",
+    "reward",
+    "advantage",
+    "prompt_tokens",
+    "completion_tokens",
+    "turns",
+    "staleness",
+    "start_version",
+    "seconds",
+)
 CHOICES = ("fate", "finish", "reason", "group")
 THREADS = 2
 MEMORY = "1GB"

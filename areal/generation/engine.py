@@ -161,9 +161,17 @@ class GenerationEngine:
 
     @classmethod
     async def start(
-        cls, model: Path, config: GeneratorConfig, *, version: int, seed: int = 0, lora: LoraConfig | None = None,
-        sleeps: bool = False, transfer: str | None = None, routes: bool = False,
-    ) -> GenerationEngine:  # fmt: skip
+        cls,
+        model: Path,
+        config: GeneratorConfig,
+        *,
+        version: int,
+        seed: int = 0,
+        lora: LoraConfig | None = None,
+        sleeps: bool = False,
+        transfer: str | None = None,
+        routes: bool = False,
+    ) -> GenerationEngine:
         """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`. lora: if given, later
         versions are adapters of this model. sleeps: `sleep` will be called. transfer: the backend of vLLM's weight
         transfer for `receive`; an engine with it does not sleep. routes: whether tokens have the column of this name.
