@@ -78,7 +78,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     def work() -> None:
         try:
             outcome, value = done.set_result, context.run(_value, call)
-        except BaseException as error:
+        except BaseException as error:  # the caller gets it
             outcome, value = done.set_exception, _raisable(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a late call
             loop.call_soon_threadsafe(settle, outcome, value)

@@ -259,7 +259,7 @@ class Supervisor:
             watch = print_progress(bus, address, self.console)
         try:
             await watch
-        except Exception as error:
+        except Exception as error:  # whatever it is, the run needs no display
             self._say(f"the display of the run has failed; the run continues: {error!r}")
 
     async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:

@@ -374,7 +374,7 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
             keep_report(config.folder)
     except UserError:
         raise
-    except Exception:
+    except Exception:  # the last resort: it is logged, and the exit status says so
         structlog.get_logger().exception("failed")
         return 4
     finally:
@@ -514,7 +514,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
     except UserError as error:
         print(shown(str(error)), file=sys.stderr)
         leave(2)
-    except Exception:
+    except Exception:  # as in `run_master`
         structlog.get_logger().exception("failed")
         leave(4)
     print(shown(ending.reason), file=sys.stderr)

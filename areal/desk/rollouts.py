@@ -267,7 +267,7 @@ class Rollouts:
         def work() -> None:
             try:
                 answer.set_result(self._read(read, ask))
-            except BaseException as error:
+            except BaseException as error:  # whoever waits for the answer gets it
                 answer.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()

@@ -44,7 +44,7 @@ def agree(task: Callable[[], str | None], group: dist.ProcessGroup | None) -> li
     except (OSError, SafetensorError, UserError) as error:
         why = shortage(error)
         answer, cause = f"~{why}" if why else f"-{error}", error
-    except Exception as error:
+    except Exception as error:  # the other ranks have to hear of it
         log.exception("failed", rank=dist.get_rank())
         answer, cause = f"!{type(error).__name__}: {error}", error
     answers = [answer] if group is None else _exchange(answer, group)
