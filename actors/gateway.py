@@ -243,8 +243,8 @@ class Gateway(Sampler):
         stored with its session. mark: the client's id for it, or empty: a repeat has the same answer."""
         session = await self._find(name, mark)
         if isinstance(session, SessionAnswer):
-            known = _known_reward(session, name, call, mark)
-            return known or {"id": name, "state": session.state or GONE, "changed": False}
+            earlier = _known_reward(session, name, call, mark)
+            return earlier or {"id": name, "state": session.state or GONE, "changed": False}
         return await self._see_through(self._reward(session, value, parts, call, mark))
 
     async def _reward(
@@ -252,11 +252,11 @@ class Gateway(Sampler):
     ) -> dict[str, Any]:
         name = session.name
         async with session.rewarding:
-            known = None
+            earlier = None
             if mark and (session.rewarded or mark not in session.marks):
-                known = _known_reward(await self._ask_session(name, False, mark), name, call, mark)
-            if known or session.group is None or session.rewarded:  # its lease may have ended meanwhile
-                return known or await self.state(name) | {"changed": False}
+                earlier = _known_reward(await self._ask_session(name, False, mark), name, call, mark)
+            if earlier or session.group is None or session.rewarded:  # its lease may have ended meanwhile
+                return earlier or await self.state(name) | {"changed": False}
             if call is not None:
                 session.give_reward(value, call, mark)
                 await session.save()
