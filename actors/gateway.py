@@ -12,8 +12,6 @@ one that was lost.
 | watch | 1 s | ends what is idle, expires what has no reward in time |
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections import Counter, deque
@@ -177,15 +175,12 @@ class Gateway(Sampler):
                 why = "the session has all its tokens (gateway.max_session_tokens): end it, and begin another one"
                 raise ApiError(why, "session_full", 409)
             if session is None:
-                self._check_room(key)
+                limit = self._keys.configured[key].sessions
+                if limit is not None and sum(s.key == key and not s.ended for s in self._sessions.values()) >= limit:
+                    raise ApiError(f"this key may have {limit} sessions at a time: end one", "too_many_sessions", 429)
                 session = await self._begin(name, train)
             session.ended = False  # who comes back goes on
             return session
-
-    def _check_room(self, key: str) -> None:
-        limit = self._keys.configured[key].sessions
-        if limit is not None and sum(s.key == key and not s.ended for s in self._sessions.values()) >= limit:
-            raise ApiError(f"this key may have {limit} sessions at a time: end one", "too_many_sessions", 429)
 
     async def _begin(self, name: str, train: bool) -> UserSession:
         group = None

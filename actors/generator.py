@@ -18,8 +18,6 @@ A generator that shares its devices with the trainer starts its engine while the
 `colocate` the engine sleeps while the trainer computes; its sequences continue afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -327,7 +325,7 @@ class Generator(Actor):
         return picture.name, picture
 
     async def _sample(
-        self, name: str, sender: str, new: NewSequence, prompt: _Prompt, add: Callable[[_New], None]
+        self, name: str, sender: str, new: NewSequence, prompt: "_Prompt", add: "Callable[[_New], None]"
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
         sampling = SamplingConfig.model_construct(**{name: getattr(new, name) for name in SAMPLING})

@@ -98,9 +98,7 @@ class RolloutManager(Sampler):
         while self.member.state == "healthy":
             self.member.activity = "waiting for a healthy generator"
             await self.directory.until(lambda: self.directory.with_role("generator"))
-            self.member.activity = (
-                f"the generators are full, so no new group starts: {self._running} samples are running"
-            )
+            self.member.activity = f"the generators are full: no new group starts, {self._running} samples run"
             await self._router.room.until(lambda: self._free_groups() > 0)
             self.member.activity = "waiting for permits from the master"
             permits = await self.member.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
@@ -111,9 +109,7 @@ class RolloutManager(Sampler):
     async def hand_over(self) -> None:
         """Leave the groups in progress to another manager, which goes on with what is saved of them. If there is none,
         finish them."""
-        if any(
-            manager.identity != self.member.bus.identity.name for manager in self.directory.with_role("rollout_manager")
-        ):
+        if any(m.identity != self.member.bus.identity.name for m in self.directory.with_role("rollout_manager")):
             sessions = [session for sessions in self._sessions.values() for session in sessions]
             unsaved = [session for session in sessions if session.unsaved and session.save_every < math.inf]
             saves: list[asyncio.Task[Any]] = [session.save() for session in unsaved]

@@ -11,8 +11,6 @@ one.
 | one for each flow | results of its rows | the samples of a manager |
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
@@ -83,15 +81,13 @@ class Scorer(Serving):
         self._requests = itertools.count()
         self._moves = member.works.unless_other("score", self._steps)  # one for all rows
         rewards = [reward for reward, url in self.config.judges.items() if url == f"{SCORER}{name}"]
-        self._judges = {
-            reward: judge_by(self._answer, reward, self.config.reward.options[reward]) for reward in rewards
-        }
+        self._judges = {name: judge_by(self._answer, name, self.config.reward.options[name]) for name in rewards}
 
     async def main(self) -> None:
         await self.member.become_healthy()
         self.member.activity = f"scoring as {self._name}"
 
-    def size(self, result: _ScoredRow | Scored) -> int:
+    def size(self, result: "_ScoredRow | Scored") -> int:
         if isinstance(result, Scored):
             return 64
         scores = result.scores
@@ -120,7 +116,7 @@ class Scorer(Serving):
         }
         return self.begin(request, message.flow, rows)
 
-    async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_ScoredRow], None]) -> None:
+    async def _score(self, key: str, job: int, tokens: list[int], add: "Callable[[_ScoredRow], None]") -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
         top_k = self.config.top_k_of(self._name)
         add(_ScoredRow(job, await self._wait_for_engine(self._engine.score(key, tokens, top_k))))

@@ -26,8 +26,6 @@ batches that the master has logged since, with the damaged checkpoint, and publi
 new lineage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import shutil
@@ -176,7 +174,7 @@ class Trainer(Actor):
         recovery = await _recovery(member, spool, rollouts)
         return cls(member, _Parts(learner, spool, rollouts, turns, phases), recovery)
 
-    def __init__(self, member: Membership, parts: _Parts, recovery: Recovery) -> None:
+    def __init__(self, member: Membership, parts: "_Parts", recovery: Recovery) -> None:
         self.member = member
         self.config, self.directory = member.config, member.directory
         self._learner, self._spool, self._rollouts, self._turns, self._phases = parts
@@ -315,8 +313,7 @@ class Trainer(Actor):
         self._phases.take_seconds()
 
     async def _load_checkpoint(self, recovery: Recovery) -> int:
-        """Load the last checkpoint, or the one before if it is damaged. Returns its version. Raises UserError if
-        neither can be loaded."""
+        """Load the last checkpoint, or if damaged the one before. Returns its version. Raises UserError if both are."""
         newest, damage = recovery.checkpoint_version, ""
         for version in dict.fromkeys((newest, recovery.covered)):
             try:

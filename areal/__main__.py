@@ -1,7 +1,5 @@
 """`areal TOOL`: run.py, and the command-line tools besides it. Each room declares its own in its `commands.py`."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys

@@ -4,8 +4,6 @@ Every value is set in exactly one place. Unknown keys and wrong types are errors
 This module imports neither torch nor vLLM, so a configuration can be checked before anything is started.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import inspect
@@ -71,11 +69,12 @@ BENCHMARKS = CONFIGS / "benchmarks"
 
 
 class Section(BaseModel):
+    """A section of keys. The meaning of each is its description, or the text below it (areal.desk.settings_list)."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     def conflicts(self) -> Iterator[str]:
-        """What is wrong with the keys of this section, or with some of them together: sentences for the user, who gets
-        the first one."""
+        """What is wrong with the keys of this section: sentences for the user, who gets the first one."""
         yield from ()
 
     @model_validator(mode="after")
@@ -146,24 +145,17 @@ class SourceConfig(Section):
     eval_source: str | None = Field(None, description="source of the held-out rows; null: other rows of `source`")
     split: str = Field("train", description="split of a Hugging Face dataset")
     prompt_key: str = Field("prompt", description="field with the prompt")
-    prompt_template: str | None = Field(
-        None, description="the prompt as a Jinja template with the fields of the row, such as `{{ problem }}`"
-    )
-    answer_key: str | None = Field(
-        "answer", description="field with the answer, such as reward_model.ground_truth; null: rows have none"
-    )
-    reward: dict[str, float] | None = Field(
-        None, description="rewards of rows that name none, written as reward.functions; null: reward.functions"
-    )
+    prompt_template: str | None = None
+    """the prompt as a Jinja template with the fields of the row, such as `{{ problem }}`"""
+    answer_key: str | None = "answer"
+    """field with the answer, such as reward_model.ground_truth; null: rows have none"""
+    reward: dict[str, float] | None = None
+    """rewards of rows that name none, written as reward.functions; null: reward.functions"""
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task or dataset")
-    system_prompt: str | None = Field(
-        None,
-        description="first message of a chat; empty: a chat without it; null: a prompt that is text is no chat. Chats "
-        "need a tokenizer with a chat template",
-    )
-    size: int | None = Field(
-        None, gt=0, description="rows of a generated task (addition, reasoning_gym); null: no limit"
-    )
+    system_prompt: str | None = None
+    """first message of a chat; empty: a chat without it; null: a prompt that is text is no chat. Chats need a tokenizer
+    with a chat template"""
+    size: int | None = Field(None, gt=0, description="rows of a generated task (addition, reasoning_gym); null: any")
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -191,17 +183,14 @@ class BenchmarkConfig(SourceConfig):
     eval_source: str | None = Field(None, description="must be null: `source` names the rows")
     size: int | None = Field(None, gt=0, description="number of rows, the first ones; a generated task needs it")
     date_key: str = Field("contest_date", description="field with the date of a row")
-    dates: tuple[date, date] | None = Field(
-        None, description="only rows from the first to the last of these days, such as [2024-08-01, 2025-02-01]"
-    )
+    dates: tuple[date, date] | None = None
+    """only rows from the first to the last of these days, such as [2024-08-01, 2025-02-01]"""
     samples: int = Field(1, ge=1, description="completions per row")
     max_new_tokens: int | None = Field(None, gt=0, description="most tokens of a sample; null: sampling.max_new_tokens")
     temperature: float = Field(1.0, ge=0, description="0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     pass_score: float = Field(1.0, description="least score of a solved completion (pass@k)")
-    every: int = Field(
-        1, ge=1, description="k: of the evaluated versions, the first, the last, and those that k divides"
-    )
+    every: int = Field(1, ge=1, description="k: of evaluated versions, the first, the last, and those that k divides")
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -228,14 +217,12 @@ ONE_OR_SEVERAL = "data needs either a source or sources: set data.source, or dat
 
 
 class RowsConfig(SourceConfig):
-    sources: tuple[PartConfig, ...] = Field(
-        (), description="several sources, in place of `source`: the same keys for each, and a `weight`"
-    )
+    sources: tuple[PartConfig, ...] = ()
+    """several sources, in place of `source`: the same keys for each, and a `weight`"""
     eval_size: int = Field(256, ge=0, description="held-out rows; 0: no evaluation")
     chat_template: UserPath | None = Field(None, description="file with a Jinja chat template; null: the tokenizer's")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
-    )
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """variables of the chat template, such as {enable_thinking: false}"""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -274,49 +261,28 @@ class RowsConfig(SourceConfig):
 class DataConfig(RowsConfig):
     __doc__ = SourceConfig.__doc__
 
-    sampler: str = Field(
-        "shuffle",
-        description="chooses the row of each prompt: shuffle, difficulty, or package.module:function "
-        "(docs/curriculum.md)",
-    )
+    sampler: str = "shuffle"
+    """chooses the row of each prompt: shuffle, difficulty, or package.module:function (docs/curriculum.md)"""
     sampler_options: dict[str, Any] = Field(default_factory=dict, description="options of the sampler")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are discarded, for the cause `long`")
-    weak_tests: Literal["drop", "refuse"] = Field(
-        "drop",
-        description="rows of the reward `code` whose tests pass a program that computes nothing. drop: they are not "
-        "trained on. refuse: the run does not start if it finds one among the rows that it checks",
-    )
+    weak_tests: Literal["drop", "refuse"] = "drop"
+    """rows of the reward `code` whose tests pass a program that computes nothing. drop: they are not trained on.
+    refuse: the run does not start if it finds one among the rows that it checks"""
 
 
 class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0: greedy; training needs a value above 0")
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)",
-    )
-    top_k: int = Field(
-        0, ge=0, description="draw from that many likeliest tokens; 0: from all; above 0 only as for `top_p`"
-    )
-    min_p: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="draw from the tokens that are at least this times as likely as the likeliest; above 0 only as for "
-        "`top_p`",
-    )
+    top_p: float = Field(1.0, gt=0, le=1)
+    """nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)"""
+    top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: all; above 0 only as for `top_p`")
+    min_p: float = Field(0.0, ge=0, le=1)
+    """draw from the tokens that are at least this times as likely as the likeliest; above 0 only as for `top_p`"""
     max_new_tokens: int = Field(gt=0, description="most tokens of a sample, over all its turns")
-    min_new_tokens: int = Field(
-        0,
-        ge=0,
-        description="no stop token is drawn before a sample has this many tokens, over all its turns; above 0 only "
-        "under the condition of `top_p`",
-    )
-    stop: list[str] = Field(
-        default_factory=list,
-        description="texts that end a turn, besides the model's stop tokens; they remain in the turn",
-    )
+    min_new_tokens: int = Field(0, ge=0)
+    """no stop token is drawn before a sample has this many tokens, over all its turns; above 0 only under the condition
+    of `top_p`"""
+    stop: list[str] = Field(default_factory=list)
+    """texts that end a turn, besides the model's stop tokens; they remain in the turn"""
 
     def conflicts(self) -> Iterator[str]:
         if "" in self.stop:
@@ -344,41 +310,27 @@ class RewardConfig(Section):
     like: the score is the weighted sum. A row of the data may name its own rewards in the same way."""
 
     count: int = Field(1, ge=1, description="reward actors of a run on one machine")
-    functions: dict[str, float] = Field(
-        default_factory=dict, description="a name, a list of names, or a mapping of names to weights"
-    )
-    options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="keyword arguments of rewards that are classes, by name of the reward"
-    )
-    external: list[str] = Field(
-        default_factory=list,
-        description="rewards that processes serve which join the run (areal.train, run.py --role reward); they are "
-        "neither checked nor started here",
-    )
-    groups: list[str] = Field(
-        default_factory=list,
-        description="rewards that score all completions of a group at once; a start adds those that it serves itself",
-    )
+    functions: dict[str, float] = Field(default_factory=dict)
+    """a name, a list of names, or a mapping of names to weights"""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """keyword arguments of rewards that are classes, by name of the reward"""
+    external: list[str] = Field(default_factory=list)
+    """rewards that processes serve which join the run (areal.train, run.py --role reward); they are neither checked nor
+    started here"""
+    groups: list[str] = Field(default_factory=list)
+    """rewards that score all completions of a group at once; a start adds those that it serves itself"""
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
-    concurrent_calls: int = Field(
-        64, ge=1, description="most calls of async rewards that run at once in a reward actor, in one process"
-    )
+    concurrent_calls: int = Field(64, ge=1)
+    """most calls of async rewards that run at once in a reward actor, in one process"""
     timeout_seconds: float = Field(10.0, gt=0, description="time limit of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor if there is one")
-    quarantine_after: int = Field(
-        3, ge=1, description="after this many deaths or timeouts of workers a completion is refused"
-    )
+    quarantine_after: int = Field(3, ge=1, description="a completion is refused after so many dead or late workers")
     memory_gib: float | None = Field(None, gt=0, description="memory limit of a worker, GiB")
     cache_size: int = Field(4096, ge=0, description="scores that each reward actor caches; 0: off")
     credit: Credit = Field("sample", description="which rewards a sampled token is credited with (docs/agents.md)")
-    turn_discount: float = Field(
-        1.0, ge=0, le=1, description="with return_to_go: factor on a reward for each call between"
-    )
-    overlong_tokens: int = Field(
-        0,
-        ge=0,
-        description="a completion loses up to 1 of its reward over this many tokens before max_new_tokens; 0: off",
-    )
+    turn_discount: float = Field(1.0, ge=0, le=1, description="return_to_go: factor on a reward for each call between")
+    overlong_tokens: int = Field(0, ge=0)
+    """a completion loses up to 1 of its reward over this many tokens before max_new_tokens; 0: off"""
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -395,29 +347,19 @@ def half_on_gpus(cuda: bool) -> str:
 class EngineConfig(Section):
     """A vLLM engine."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="type of the weights in the engine; auto: bfloat16 on GPUs, else float32"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """type of the weights in the engine; auto: bfloat16 on GPUs, else float32"""
     threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
-    max_model_len: int | None = Field(
-        None, gt=0, description="most tokens of prompt and completion; null: the model's limit"
-    )
-    memory_share: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="share of a GPU's memory for the engine (vLLM's gpu_memory_utilization); null: 0.9, or 0.3 if the "
-        "trainer has the same GPU",
-    )
-    kv_cache_gib: float | None = Field(
-        None, gt=0, description="KV cache on each device, GiB; null: what memory_share leaves on a GPU, 1 on a CPU"
-    )
+    max_model_len: int | None = Field(None, gt=0, description="most tokens of a sequence; null: the model's limit")
+    memory_share: float | None = Field(None, gt=0, lt=1)
+    """share of a GPU's memory for the engine (vLLM's gpu_memory_utilization); null: 0.9, or 0.3 if the trainer has the
+    same GPU"""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """KV cache on each device, GiB; null: what memory_share leaves on a GPU, 1 on a CPU"""
     tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
     enforce_eager: bool = Field(False, description="use no CUDA graphs and no compilation")
-    engine_options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="further arguments of vLLM's engine, such as {kv_cache_dtype: fp8} (docs/running.md)",
-    )
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """further arguments of vLLM's engine, such as {kv_cache_dtype: fp8} (docs/running.md)"""
 
     def conflicts(self) -> Iterator[str]:
         yield from vllm_conflicts(self.engine_options)
@@ -434,18 +376,14 @@ class EngineConfig(Section):
 
 class GeneratorConfig(EngineConfig):
     count: int = Field(1, ge=1, description="generators of a run on one machine")
-    max_concurrent_rollouts: int = Field(
-        64, ge=1, description="most sequences that a generator runs at once; fewer if its KV cache is too small"
-    )
+    max_concurrent_rollouts: int = Field(64, ge=1)
+    """most sequences that a generator runs at once; fewer if its KV cache is too small"""
     stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk; a user's first comes at once")
-    interrupt: bool = Field(
-        True, description="new weights interrupt the running sequences; false: these finish first, and no others begin"
-    )
-    kv_on_update: Literal["recompute", "keep"] = Field(
-        "recompute",
-        description="KV cache of interrupted samples: recomputed under the new weights (the paper), or kept as the "
-        "old weights computed it (PipelineRL, arXiv 2509.19128), also for later turns",
-    )
+    interrupt: bool = True
+    """new weights interrupt the running sequences; false: these finish first, and no others begin"""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """KV cache of interrupted samples: recomputed under the new weights (the paper), or kept as the old weights
+    computed it (PipelineRL, arXiv 2509.19128), also for later turns"""
 
 
 class ScorerConfig(EngineConfig):
@@ -453,25 +391,18 @@ class ScorerConfig(EngineConfig):
     references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, reward models
     (`reward.functions`) and judges (`reward.options`)."""
 
-    model: str = Field(
-        description="folder of a Hugging Face model, hub id, or `quickstart`; for log-probs with the run's tokenizer"
-    )
-    kind: Literal["logprobs", "reward_model", "judge"] = Field(
-        "logprobs",
-        description="logprobs: of the sampled tokens; reward_model: a sequence classifier, a reward by its name; "
-        "judge: writes the verdicts of rewards with `url: scorer:NAME`",
-    )
-    count: int = Field(
-        1, ge=0, description="scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"
-    )
-    repeatable: bool = Field(
-        False,
-        description="score one row at a time, without a prefix cache: its result is then the same to the last bit, "
-        "whatever else is scored",
-    )
-    chat: bool = Field(
-        True, description="a reward model reads prompt and completion as a chat in its own template; false: as one text"
-    )
+    model: str
+    """folder of a Hugging Face model, hub id, or `quickstart`; for log-probs with the run's tokenizer"""
+    kind: Literal["logprobs", "reward_model", "judge"] = "logprobs"
+    """logprobs: of the sampled tokens; reward_model: a sequence classifier, a reward by its name; judge: writes the
+    verdicts of rewards with `url: scorer:NAME`"""
+    count: int = Field(1, ge=0)
+    """scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"""
+    repeatable: bool = False
+    """score one row at a time, without a prefix cache: its result is then the same to the last bit, whatever else is
+    scored"""
+    chat: bool = True
+    """a reward model reads prompt and completion as a chat in its own template; false: as one text"""
     output: int = Field(0, ge=0, description="number of a reward model's output that is the score")
     activation: bool = Field(False, description="a reward model's outputs are those after its sigmoid or softmax")
 
@@ -499,32 +430,22 @@ EXTERNAL = "external"
 
 class RolloutManagerConfig(Section):
     count: int = Field(1, ge=1, description="rollout managers of a run on one machine")
-    workflow: str = Field(
-        "single_turn",
-        description="a built-in workflow, or package.module:function (docs/workflows.md); external: that of a process "
-        "that joins the run (areal.train)",
-    )
+    workflow: str = "single_turn"
+    """a built-in workflow, or package.module:function (docs/workflows.md); external: that of a process that joins the
+    run (areal.train)"""
     workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
     endpoint_host: str = Field("127.0.0.1", description="interface at which agents reach the policy (docs/agents.md)")
-    tool_call_parser: str = Field(
-        TOOL_CALL_PARSER, description="vLLM's parser of tool calls for agents, such as qwen3_xml"
-    )
-    reasoning_parser: str | None = Field(
-        None, description="vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"
-    )
+    tool_call_parser: str = TOOL_CALL_PARSER
+    """vLLM's parser of tool calls for agents, such as qwen3_xml"""
+    reasoning_parser: str | None = None
+    """vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"""
     max_concurrent_groups: int = Field(64, ge=1, description="most groups that a manager runs at once")
-    save_every_tokens: int = Field(
-        2048,
-        ge=0,
-        description="the trainer's disk gets what is sampled of an unfinished sample after every so many tokens of it, "
-        "so that a killed rollout manager costs no more of it; 0: only finished samples are stored",
-    )
-    sample_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="a sample fails whose workflow waits for so long for something else than the run's own actors; "
-        "null: ten times as long as any before it, and at least 5 times master.hang_seconds (30 times until one ends)",
-    )
+    save_every_tokens: int = Field(2048, ge=0)
+    """the trainer's disk gets what is sampled of an unfinished sample after every so many tokens of it, so that a
+    killed rollout manager costs no more of it; 0: only finished samples are stored"""
+    sample_seconds: float | None = Field(None, gt=0)
+    """a sample fails whose workflow waits for so long for something else than the run's own actors; null: ten times as
+    long as any before it, and at least 5 times master.hang_seconds (30 times until one ends)"""
 
     def conflicts(self) -> Iterator[str]:
         for key, name in ("tool_call_parser", self.tool_call_parser), ("reasoning_parser", self.reasoning_parser):
@@ -603,9 +524,8 @@ class LoraConfig(Section):
 
     rank: int = Field(16, ge=1, description="rank of A and B")
     alpha: int = Field(32, ge=1, description="the update is scaled by alpha / rank")
-    target_modules: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="linear layers that get an adapter, such as q_proj"
-    )
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """linear layers that get an adapter, such as q_proj"""
 
 
 class CriticConfig(Section):
@@ -613,22 +533,15 @@ class CriticConfig(Section):
 
     There is a critic only if a key of this section is given."""
 
-    coef: float = Field(
-        1.0, ge=0, description="weight of the value loss in the gradient of the body; 0: only the head learns from it"
-    )
+    coef: float = Field(1.0, ge=0)
+    """weight of the value loss in the gradient of the body; 0: only the head learns from it"""
     lr: float = Field(0.2, gt=0, description="learning rate of the head: about how far a value moves in a step")
     gamma: float = Field(1.0, gt=0, le=1, description="discount for each sampled token")
-    lam: float = Field(
-        1.0, ge=0, le=1, description="lambda of the estimates; 1: returns minus values, 0: one-step differences"
-    )
-    value_clip: float | None = Field(
-        0.2, gt=0, description="a value is held within so much of that before the training step; null: it is not"
-    )
-    warmup_steps: int = Field(
-        0,
-        ge=0,
-        description="first optimizer steps of the run, which train the head alone; the others of the schedule follow",
-    )
+    lam: float = Field(1.0, ge=0, le=1, description="lambda; 1: returns minus values, 0: one-step differences")
+    value_clip: float | None = Field(0.2, gt=0)
+    """a value is held within so much of that before the training step; null: it is not"""
+    warmup_steps: int = Field(0, ge=0)
+    """first optimizer steps of the run, which train the head alone; the others of the schedule follow"""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -640,153 +553,99 @@ class TrainerConfig(Section):
     Values that you give here take precedence."""
 
     ranks: int = Field(1, ge=1, description="DeepSpeed ranks on this machine")
-    zero_stage: Literal[0, 1, 2, 3] = Field(
-        0, description="what the ranks partition: nothing (0), Adam's moments (1), also gradients (2), also weights (3)"
-    )
-    offload: Literal["none", "optimizer", "all"] = Field(
-        "none",
-        description="what host memory holds in place of the devices: nothing; gradients, master weights and Adam's "
-        "moments, with Adam on the CPU (at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)",
-    )
-    sequence_parallel: int = Field(
-        1,
-        ge=1,
-        description="ranks that compute each row together (Ulysses), for sequences too long for one device; "
-        "max_tokens_per_microbatch counts the whole row (docs/packing.md)",
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32",
-    )
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """what the ranks partition: nothing (0), Adam's moments (1), also gradients (2), also weights (3)"""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """what host memory holds in place of the devices: nothing; gradients, master weights and Adam's moments, with Adam
+    on the CPU (at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)"""
+    sequence_parallel: int = Field(1, ge=1)
+    """ranks that compute each row together (Ulysses), for sequences too long for one device; max_tokens_per_microbatch
+    counts the whole row (docs/packing.md)"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32"""
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
     lr: float = Field(2e-5, gt=0, description="learning rate of Adam")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant",
-        description="after the warm-up: constant, or a decay from lr to lr_final * lr at the last optimizer step",
-    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: constant, or a decay from lr to lr_final * lr at the last optimizer step"""
     lr_final: float = Field(0.1, ge=0, le=1, description="share of lr after a decay")
-    lr_schedule_steps: int | None = Field(
-        None, gt=0, description="training steps of the schedule, with which a decay ends; null: `steps`"
-    )
+    lr_schedule_steps: int | None = Field(None, gt=0)
+    """training steps of the schedule, with which a decay ends; null: `steps`"""
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="of Adam")
     adam_eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
     weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay (AdamW), not of norms and biases")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient; larger ones are scaled down")
     minibatches: int = Field(4, ge=1, description="optimizer steps per training step, each on its share of the batch")
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="most tokens of a micro-batch (C in Algorithm 1)")
-    microbatches: int | None = Field(
-        None,
-        ge=1,
-        description="micro-batches per minibatch and rank, with equally many sequences and any number of "
-        "tokens (baseline of the paper's figure 6a); null: by Algorithm 1",
-    )
-    gradient_checkpointing: Literal["auto"] | bool = Field(
-        "auto", description="recompute activations in the backward pass, which saves memory; auto: on GPUs"
-    )
+    microbatches: int | None = Field(None, ge=1)
+    """micro-batches per minibatch and rank, with equally many sequences and any number of tokens (baseline of the
+    paper's figure 6a); null: by Algorithm 1"""
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """recompute activations in the backward pass, which saves memory; auto: on GPUs"""
     lora: LoraConfig | None = Field(None, description="train adapters instead of all weights")
-    peak_tflops: float | None = Field(
-        None, gt=0, description="dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"
-    )
-    deepspeed_options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="further keys of DeepSpeed's configuration, such as {zero_optimization: {overlap_comm: false}} "
-        "(docs/running.md)",
-    )
+    peak_tflops: float | None = Field(None, gt=0)
+    """dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"""
+    deepspeed_options: dict[str, Any] = Field(default_factory=dict)
+    """further keys of DeepSpeed's configuration, such as {zero_optimization: {overlap_comm: false}}
+    (docs/running.md)"""
     prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
-    fused_head: bool = Field(
-        False,
-        description="on GPUs: take the log-probs of logits, and their gradients, in one pass each, by Triton kernels "
-        "(not tried on a GPU; the self-test with it compares both with float64)",
-    )
+    fused_head: bool = False
+    """on GPUs: take the log-probs of logits, and their gradients, in one pass each, by Triton kernels (not tried on a
+    GPU; the self-test with it compares both with float64)"""
     objective: str = Field("decoupled_ppo", description="the policy loss (docs/objectives.md)")
     eps_clip: float = Field(0.2, gt=0, description="pi_theta / pi_prox is clipped at 1 - eps_clip and 1 + eps_clip")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip at 1 + eps_clip_higher; null: eps_clip")
-    eps_clip_dual: float | None = Field(
-        None, gt=1, description="dual clip: largest ratio of a token with a negative advantage; null: none"
-    )
-    behaviour_weight: Literal["full", "truncated", "masked", "masked_kl", "none"] = Field(
-        "full",
-        description="w = pi_prox / pi_behav: as it is, cut at the upper bound, 0 outside the bounds, 0 where the "
-        "binary KL of the two is above the upper bound, or always 1",
-    )
-    behaviour_weight_level: Literal["token", "sequence", "geometric"] = Field(
-        "token", description="w is that of each token, or of its sequence: the product, or the geometric mean"
-    )
-    behaviour_weight_bounds: tuple[float, float] = Field(
-        (0.5, 2.0), description="lower and upper bound of w; truncated and masked_kl use only the upper one"
-    )
-    sequence_mask: Literal["none", "product", "geometric"] = Field(
-        "none",
-        description="leave a sequence out of the loss if the product, or the geometric mean, of its w is outside "
-        "sequence_mask_bounds",
-    )
+    eps_clip_dual: float | None = Field(None, gt=1)
+    """dual clip: largest ratio of a token with a negative advantage; null: none"""
+    behaviour_weight: Literal["full", "truncated", "masked", "masked_kl", "none"] = "full"
+    """w = pi_prox / pi_behav: as it is, cut at the upper bound, 0 outside the bounds, 0 where the binary KL of the two
+    is above the upper bound, or always 1"""
+    behaviour_weight_level: Literal["token", "sequence", "geometric"] = "token"
+    """w is that of each token, or of its sequence: the product, or the geometric mean"""
+    behaviour_weight_bounds: tuple[float, float] = (0.5, 2.0)
+    """lower and upper bound of w; truncated and masked_kl use only the upper one"""
+    sequence_mask: Literal["none", "product", "geometric"] = "none"
+    """leave a sequence out of the loss if the product, or the geometric mean, of its w is outside
+    sequence_mask_bounds"""
     sequence_mask_bounds: tuple[float, float] = Field((0.5, 2.0), description="lower and upper bound of sequence_mask")
-    mask_cut: bool = Field(
-        False,
-        description="leave samples that were cut at sampling.max_new_tokens out of the loss; their rewards still "
-        "count in the advantages of the others",
-    )
+    mask_cut: bool = False
+    """leave samples that were cut at sampling.max_new_tokens out of the loss; their rewards still count in the
+    advantages of the others"""
     m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_prox / pi_behav)^2")
-    sapo_temperatures: tuple[PositiveFloat, PositiveFloat] = Field(
-        (1.0, 1.05), description="sapo: how fast a token's gradient falls as u leaves 1, with A > 0 and with A <= 0"
-    )
-    vespo_positive: tuple[float, PositiveFloat] = Field(
-        (2.0, 3.0), description="vespo: k and lambda of tokens with A >= 0"
-    )
-    vespo_negative: tuple[float, PositiveFloat] = Field(
-        (3.0, 2.0), description="vespo: k and lambda of tokens with A < 0"
-    )
-    routing: Literal["own", "replay"] = Field(
-        "own",
-        description="experts of a mixture in training: those that its router chooses, or, for sampled tokens, those of "
-        "sampling (docs/objectives.md)",
-    )
-    proximal: Literal["recompute", "interpolate"] = Field(
-        "recompute",
-        description="pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)",
-    )
-    advantage_mean: Literal["batch", "group", "leave_one_out", "none"] = Field(
-        "batch",
-        description="mean that a reward is compared with: of the global batch (the paper), of the group, or of the "
-        "group's other samples",
-    )
-    advantage_std: Literal["batch", "group", "none"] = Field(
-        "batch",
-        description="standard deviation that divides the difference: of the global batch, if there is a mean, "
-        "or of the group, if the mean is of the group, too",
-    )
+    sapo_temperatures: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
+    """sapo: how fast a token's gradient falls as u leaves 1, with A > 0 and with A <= 0"""
+    vespo_positive: tuple[float, PositiveFloat] = Field((2.0, 3.0), description="vespo: k and lambda where A >= 0")
+    vespo_negative: tuple[float, PositiveFloat] = Field((3.0, 2.0), description="vespo: k and lambda where A < 0")
+    routing: Literal["own", "replay"] = "own"
+    """experts of a mixture in training: those that its router chooses, or, for sampled tokens, those of sampling
+    (docs/objectives.md)"""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)"""
+    advantage_mean: Literal["batch", "group", "leave_one_out", "none"] = "batch"
+    """mean that a reward is compared with: of the global batch (the paper), of the group, or of the group's other
+    samples"""
+    advantage_std: Literal["batch", "group", "none"] = "batch"
+    """standard deviation that divides the difference: of the global batch, if there is a mean, or of the group, if the
+    mean is of the group, too"""
     critic: CriticConfig | None = Field(None, description="estimate advantages with a value head")
-    loss_mean: Literal["token", "sequence", "constant"] = Field(
-        "token",
-        description="mean over tokens; over sequences of their token means; or over sequences of their token sums / "
-        "loss_tokens",
-    )
+    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    """mean over tokens; over sequences of their token means; or over sequences of their token sums / loss_tokens"""
     loss_tokens: int = Field(1, ge=1, description="divisor of loss_mean=constant; of a run: sampling.max_new_tokens")
-    entropy_coef: float = Field(
-        0.0, ge=0, description="weight of the entropy bonus: this times a token's entropy (nats) is taken from its loss"
-    )
-    kl_coef: float = Field(
-        0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: no reference model"
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="k1 for kl_in=reward; k2 and k3 for either (docs/objectives.md)"
-    )
+    entropy_coef: float = Field(0.0, ge=0)
+    """weight of the entropy bonus: this times a token's entropy (nats) is taken from its loss"""
+    kl_coef: float = Field(0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: none")
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 for kl_in=reward; k2 and k3 for either (docs/objectives.md)"""
     kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
-    reference: str | None = Field(
-        None,
-        description="the reference model: its folder, or `scorer:NAME`, one of `scorers`, off the trainer; null: the "
-        "run's model (with adapters, without a second copy)",
-    )
-    teacher: str | None = Field(
-        None, description="the name in `scorers` of the teacher, whose log-probs each sampled token is compared with"
-    )
-    teacher_key: str | None = Field(
-        None, description="field of a row with the name of its teacher, in place of `teacher`, for rows that have it"
-    )
-    teacher_coef: float = Field(
-        0.0, ge=0, description="weight of log teacher - log pi_prox in the advantage of a token; 0: it is only measured"
-    )
+    reference: str | None = None
+    """the reference model: its folder, or `scorer:NAME`, one of `scorers`, off the trainer; null: the run's model (with
+    adapters, without a second copy)"""
+    teacher: str | None = None
+    """the name in `scorers` of the teacher, whose log-probs each sampled token is compared with"""
+    teacher_key: str | None = None
+    """field of a row with the name of its teacher, in place of `teacher`, for rows that have it"""
+    teacher_coef: float = Field(0.0, ge=0)
+    """weight of log teacher - log pi_prox in the advantage of a token; 0: it is only measured"""
     teacher_top_k: int = Field(
         0,
         ge=0,
@@ -794,12 +653,11 @@ class TrainerConfig(Section):
         description="k: teacher_coef is the weight of KL(teacher || pi) in the loss, over the teacher's k likeliest "
         "tokens and all others as one, and not of a gain in the advantage",
     )
-    checkpoint_every: int = Field(
-        20, ge=1, description="steps between checkpoints; a restarted trainer redoes the steps since the last one"
-    )
+    checkpoint_every: int = Field(20, ge=1)
+    """steps between checkpoints; a restarted trainer redoes the steps since the last one"""
     checkpoints_kept: int = Field(3, ge=1, description="how many of the newest checkpoints are kept")
 
-    def for_device(self, *, cuda: bool) -> TrainerConfig:
+    def for_device(self, *, cuda: bool) -> "TrainerConfig":
         """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
         values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
         values = {key: value for key, value in values.items() if getattr(self, key) == "auto"}
@@ -838,8 +696,7 @@ class TrainerConfig(Section):
 
     @property
     def uses_behaviour(self) -> bool:
-        """Whether the loss compares pi_behav with a policy of the trainer. An objective of the user's own is taken at
-        its settings."""
+        """Whether the loss compares pi_behav with a policy of the trainer. A user's own: by its settings."""
         return (
             self.objective in ("ppo", "m2po", "dppo", "dppo_kl")
             or self.behaviour_weight != "none"
@@ -911,12 +768,9 @@ class GuardConfig(Section):
 
     effective_sample_size: float = Field(0.1, ge=0, le=1, description="minimum, share of the tokens; 0: off")
     entropy: float = Field(0.0, ge=0, description="minimum, nats; 0: off")
-    logprob_gap: float | None = Field(
-        None,
-        gt=0,
-        description="maximum, nats: how far generators and trainer differ on the same weights; null: as far as their "
-        "dtypes and settings explain (docs/observe.md)",
-    )
+    logprob_gap: float | None = Field(None, gt=0)
+    """maximum, nats: how far generators and trainer differ on the same weights; null: as far as their dtypes and
+    settings explain (docs/observe.md)"""
     advantage_max: float = Field(1000.0, gt=0, description="maximum of abs(A) of a token")
     patience: int = Field(3, ge=1, description="steps in a row beyond a limit that stop the run")
 
@@ -924,14 +778,11 @@ class GuardConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the generators; docs/generation.md says when to use which setting."""
 
-    transport: Literal["folder", "stream", "nccl", "gloo"] = Field(
-        "folder",
-        description="folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, "
-        "gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
-    )
-    folder: UserPath | None = Field(
-        None, description="holds a folder of weights per run, for example /dev/shm; null: the run folder"
-    )
+    transport: Literal["folder", "stream", "nccl", "gloo"] = "folder"
+    """folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, gloo: from the
+    trainer straight into each engine's weights, by vLLM's weight transfer"""
+    folder: UserPath | None = None
+    """holds a folder of weights per run, for example /dev/shm; null: the run folder"""
     delta: bool = Field(True, description="stream only what has changed, bit-exactly, if that is smaller")
 
     @property
@@ -945,33 +796,24 @@ class SandboxConfig(Section):
 
     Programs run on this machine, or on the SandboxFusion server at `url` if that is given."""
 
-    mode: Literal["namespaces", "none"] = Field(
-        "namespaces", description="none: no protection at all, only for programs that you trust"
-    )
-    tests: Literal["outside", "inside_where_needed"] = Field(
-        "outside",
-        description="outside: tests in Python run in another process than the program; rows that need more are "
-        "refused. inside_where_needed: such rows' tests run beside the program, which can forge their verdict",
-    )
-    url: str | None = Field(
-        None, pattern=r"^https?://.+", description="address of a SandboxFusion server, without /run_code"
-    )
+    mode: Literal["namespaces", "none"] = "namespaces"
+    """none: no protection at all, only for programs that you trust"""
+    tests: Literal["outside", "inside_where_needed"] = "outside"
+    """outside: tests in Python run in another process than the program; rows that need more are refused.
+    inside_where_needed: such rows' tests run beside the program, which can forge their verdict"""
+    url: str | None = Field(None, pattern=r"^https?://.+", description="a SandboxFusion server, without /run_code")
     cpu_seconds: float = Field(4.0, gt=0, description="CPU time of a program's processes together")
-    wall_seconds: float = Field(
-        8.0, gt=0, description="elapsed time of a program's tests together; above cpu_seconds, since machines are busy"
-    )
+    wall_seconds: float = Field(8.0, gt=0)
+    """elapsed time of a program's tests together; above cpu_seconds, since machines are busy"""
     memory_mib: int = Field(1024, ge=16, description="memory of a program's processes together, MiB")
     processes: int = Field(64, ge=1, description="processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="size of all files together, which are kept in memory, MiB")
     output_kib: int = Field(1024, ge=1, description="size of stdout, and of stderr, KiB")
-    cgroup: UserPath | None = Field(
-        None,
-        description="folder of a control group (version 2) delegated to the sandbox; the kernel then counts memory "
-        "and CPU time exactly",
-    )
-    folders: list[UserPath] = Field(
-        default_factory=list, description="folders that programs may read besides those of the system and of Python"
-    )
+    cgroup: UserPath | None = None
+    """folder of a control group (version 2) delegated to the sandbox; the kernel then counts memory and CPU time
+    exactly"""
+    folders: list[UserPath] = Field(default_factory=list)
+    """folders that programs may read besides those of the system and of Python"""
 
 
 class ScoringConfig(Section):
@@ -1033,9 +875,8 @@ class EvaluatorConfig(Section):
     pass_score: float = Field(1.0, description="least score of a solved completion (pass@k)")
     temperature: float = Field(1.0, ge=0, description="0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
-    timeout_seconds: float | None = Field(
-        None, gt=0, description="time limit of one evaluation, which then reports what is scored"
-    )
+    timeout_seconds: float | None = Field(None, gt=0)
+    """time limit of one evaluation, which then reports what is scored"""
     benchmarks: dict[str, BenchmarkConfig] = Field(default_factory=dict)
 
     @field_validator("benchmarks", mode="before")
@@ -1057,9 +898,7 @@ def benchmarks_in(value: Any) -> dict[str, Any]:
     say. Raises UserError, and ValueError for a value of another kind."""
     named = {Path(name).stem: {"base": name} for name in value} if _is_list_of_names(value) else value
     if not isinstance(named, dict) or not all(isinstance(keys, dict | None) for keys in named.values()):
-        raise ValueError(
-            "evaluator.benchmarks is neither a list of names nor a mapping of names to their keys: correct it"
-        )
+        raise ValueError("evaluator.benchmarks is neither a list of names nor a mapping of names to keys: correct it")
     return {name: _benchmark(name, dict(keys or {})) for name, keys in named.items()}
 
 
@@ -1088,16 +927,12 @@ class KeyConfig(Section):
     """A key with which users reach the policy. The key itself is stored nowhere."""
 
     sha256: str = Field(pattern="^[0-9a-f]{64}$", description="of the key: printf %s KEY | sha256sum")
-    rights: list[Literal["serve", "reward", "reward_all"]] = Field(
-        ["serve"], description="serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"
-    )
+    rights: list[Literal["serve", "reward", "reward_all"]] = ["serve"]
+    """serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"""
     train: bool = Field(True, description="whether its sessions may be trained")
-    calls_per_minute: int | None = Field(
-        None, ge=1, description="most calls a minute at each gateway; null: any number"
-    )
-    tokens_per_minute: int | None = Field(
-        None, ge=1, description="most sampled tokens a minute at each gateway; null: any number"
-    )
+    calls_per_minute: int | None = Field(None, ge=1, description="most calls a minute at a gateway; null: any number")
+    tokens_per_minute: int | None = Field(None, ge=1)
+    """most sampled tokens a minute at each gateway; null: any number"""
     sessions: int | None = Field(None, ge=1, description="most sessions at a time at each gateway; null: any number")
 
 
@@ -1105,41 +940,29 @@ class GatewayConfig(Section):
     """Gateways serve the policy to users while it learns, and train on their sessions (docs/gateway.md)."""
 
     count: int = Field(0, ge=0, description="gateways of a run on one machine; others may join (--role gateway)")
-    share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of all groups alive that sessions of users may be; 0: sessions are served, and none is "
-        "trained; 1: sessions alone are trained, and no rows",
-    )
+    share: float = Field(0.0, ge=0, le=1)
+    """share of all groups alive that sessions of users may be; 0: sessions are served, and none is trained; 1: sessions
+    alone are trained, and no rows"""
     host: str = Field("127.0.0.1", description="interface at which users reach the gateways")
     port: int = Field(0, ge=0, le=65535, description="port of gateway 0, those of others follow; 0: any free port")
     certificate: UserPath | None = Field(None, description="file of the certificate for TLS, PEM; null: no TLS")
     private_key: UserPath | None = Field(None, description="file of its private key, PEM")
     keys: dict[str, KeyConfig] = Field(default_factory=dict, description="who may do what, by name")
-    serve: Literal["newest", "evaluated"] = Field(
-        "newest",
-        description="newest: the version in training; evaluated: one generator keeps the last version whose held-out "
-        "accuracy is at most accuracy_drop below that of the one served before, and takes the calls of users alone",
-    )
+    serve: Literal["newest", "evaluated"] = "newest"
+    """newest: the version in training; evaluated: one generator keeps the last version whose held-out accuracy is at
+    most accuracy_drop below that of the one served before, and takes the calls of users alone"""
     accuracy_drop: float = Field(0.02, ge=0, description="see gateway.serve")
-    without_permit: Literal["serve", "wait"] = Field(
-        "serve",
-        description="what a new session gets if as many are open as may be: it is served and not trained, or has to "
-        "wait (HTTP status 429)",
-    )
+    without_permit: Literal["serve", "wait"] = "serve"
+    """what a new session gets if as many are open as may be: it is served and not trained, or has to wait (HTTP status
+    429)"""
     idle_seconds: float = Field(600.0, gt=0, description="a session ends so long after its last call")
-    session_seconds: float = Field(
-        3600.0, gt=0, description="a session whose reward has not come so long after its first call expires"
-    )
-    max_session_tokens: int = Field(
-        4096, ge=1, description="most tokens sampled in a session; the next call begins another one"
-    )
+    session_seconds: float = Field(3600.0, gt=0)
+    """a session whose reward has not come so long after its first call expires"""
+    max_session_tokens: int = Field(4096, ge=1, description="most tokens of a session; the next call begins another")
     max_messages: int = Field(1024, ge=1, description="most messages of a call")
     reward_range: tuple[float, float] = Field((-1.0, 1.0), description="lowest and highest reward that a key may give")
-    score: bool = Field(
-        False, description="whether reward.functions score a session that ends without a reward; else it waits for one"
-    )
+    score: bool = False
+    """whether reward.functions score a session that ends without a reward; else it waits for one"""
 
     def conflicts(self) -> Iterator[str]:
         if self.count and not self.keys:
@@ -1156,39 +979,25 @@ class GatewayConfig(Section):
 class ObserveConfig(Section):
     """How a run is watched while it goes on; docs/observe.md lists the tools. Their failure cannot fail the run."""
 
-    prometheus_port: int | None = Field(
-        None,
-        ge=1,
-        le=65535,
-        description="each actor serves its metrics at the first free port from this one on; null: off",
-    )
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """each actor serves its metrics at the first free port from this one on; null: off"""
     prometheus_host: str = Field("127.0.0.1", description="interface for the metrics")
-    prometheus_token: str | None = Field(
-        None,
-        min_length=1,
-        description="readers send it as `Authorization: Bearer`; required if the interface is not loopback",
-    )
+    prometheus_token: str | None = Field(None, min_length=1)
+    """readers send it as `Authorization: Bearer`; required if the interface is not loopback"""
     tensorboard: bool = Field(True, description="write TensorBoard event files to the run folder")
-    rollouts: Literal["all", "sample", "none"] = Field(
-        "all", description="rollouts kept in the run folder, as Parquet; sample: those of one group in 16"
-    )
+    rollouts: Literal["all", "sample", "none"] = "all"
+    """rollouts kept in the run folder, as Parquet; sample: those of one group in 16"""
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
-    metrics_mib: float | None = Field(
-        None,
-        gt=0,
-        description="at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file its "
-        "older ones; null: all steps are kept",
-    )
+    metrics_mib: float | None = Field(None, gt=0)
+    """at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file its older ones; null: all
+    steps are kept"""
     events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")
-    mlflow: str | None = Field(
-        None,
-        description="MLflow experiment to log to, at MLFLOW_TRACKING_URI or else in mlflow.db beside the run folder",
-    )
-    profile: bool = Field(
-        False, description="each actor, engine and rank 0 writes its CPU time by function into the folder profile"
-    )
+    mlflow: str | None = None
+    """MLflow experiment to log to, at MLFLOW_TRACKING_URI or else in mlflow.db beside the run folder"""
+    profile: bool = False
+    """each actor, engine and rank 0 writes its CPU time by function into the folder profile"""
 
     def conflicts(self) -> Iterator[str]:
         beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")
@@ -1200,33 +1009,19 @@ class ObserveConfig(Section):
 
 
 class MasterConfig(Section):
-    address: str = Field(
-        "tcp://127.0.0.1:5555",
-        pattern=r"^tcp://.+:\d+$",
-        description="address at which the master listens; host *: all interfaces. If it is not set and the "
-        "port is in use, a run on one machine takes another one",
-    )
+    address: str = Field("tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$")
+    """address at which the master listens; host *: all interfaces. If it is not set and the port is in use, a run on
+    one machine takes another one"""
     lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
-    lost_seconds: float = Field(
-        60.0, gt=0, description="time without an answer from the master after which an actor exits"
-    )
-    stall_seconds: float = Field(
-        300.0,
-        gt=0,
-        description="time without progress after which the run ends; the master tries to recover before that",
-    )
-    hang_seconds: float = Field(
-        120.0,
-        ge=0,
-        description="an actor whose work stands still for so long, and for ten times as long as such work ever did, is "
-        "fenced and its engine killed; 30 times as long if such work has never ended; 0: never",
-    )
-    drain_seconds: float = Field(
-        60.0,
-        gt=0,
-        description="time that an actor has to hand over its work, and the trainer to save a checkpoint, when it is "
-        "told to leave; less than the grace that your scheduler gives",
-    )
+    lost_seconds: float = Field(60.0, gt=0, description="time without the master's answer after which an actor exits")
+    stall_seconds: float = Field(300.0, gt=0)
+    """time without progress after which the run ends; the master tries to recover before that"""
+    hang_seconds: float = Field(120.0, ge=0)
+    """an actor whose work stands still for so long, and for ten times as long as such work ever did, is fenced and its
+    engine killed; 30 times as long if such work has never ended; 0: never"""
+    drain_seconds: float = Field(60.0, gt=0)
+    """time that an actor has to hand over its work, and the trainer to save a checkpoint, when it is told to leave;
+    less than the grace that your scheduler gives"""
 
     def conflicts(self) -> Iterator[str]:
         if int(self.address.rpartition(":")[2]) > 65535:
@@ -1236,11 +1031,9 @@ class MasterConfig(Section):
 class NetworkConfig(Section):
     """How actors reach each other (docs/security.md). Roles started by hand have command-line options for the same."""
 
-    keys: UserPath | None = Field(
-        None,
-        description="folder made by `python -m areal keys`, required if the master listens beyond this machine; null: "
-        "AREAL_KEYS, or on one machine keys of the run's own",
-    )
+    keys: UserPath | None = None
+    """folder made by `python -m areal keys`, required if the master listens beyond this machine; null: AREAL_KEYS, or
+    on one machine keys of the run's own"""
     ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; null: any free port")
 
     def conflicts(self) -> Iterator[str]:
@@ -1270,45 +1063,27 @@ class Config(ScoringConfig, metaclass=_Checked):
     steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (docs/evaluation.md)")
     batch_size: int = Field(ge=1, description="B: groups per training step")
     group_size: int = Field(ge=1, description="G: samples per prompt")
-    oversample: int = Field(
-        0,
-        ge=0,
-        description="samples started beyond group_size. A group is complete with the first group_size scored samples; "
-        "the others are stopped. Training is then biased against long answers",
-    )
+    oversample: int = Field(0, ge=0)
+    """samples started beyond group_size. A group is complete with the first group_size scored samples; the others are
+    stopped. Training is then biased against long answers"""
     max_staleness: int = Field(8, ge=0, description="eta: most versions between a group's first token and its training")
-    run_ahead: Literal["auto", "max"] = Field(
-        "auto", description="auto: as few alive groups as keep the trainer busy; max: as many as max_staleness allows"
-    )
-    colocate: bool = Field(
-        False,
-        description="trainer and generators use the same devices in turns: engines sleep while the trainer computes",
-    )
-    on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = Field(
-        "wait",
-        description="what happens if a step would leave an unfinished group past its deadline (docs/staleness.md)",
-    )
-    on_failed_sample: Literal["requeue", "discard"] = Field(
-        "requeue", description="what happens to a group with a completion that could not be scored"
-    )
-    max_attempts: int = Field(
-        3,
-        ge=1,
-        description="a prompt is discarded after this many failures; of failures in a row only the first counts",
-    )
-    max_failed_share: float = Field(
-        0.1, ge=0, le=1, description="largest share of prompts discarded for failures; beyond, the run ends"
-    )
-    outage_seconds: float = Field(
-        3600.0,
-        gt=0,
-        description="time for which every group may fail before the run ends; meanwhile one group at a time is tried",
-    )
-    filter_zero_signal: bool = Field(
-        False,
-        description="replace groups whose samples all have the same reward (dynamic sampling, arXiv 2503.14476); with "
-        "trainer.advantage_mean=group their advantage is 0. On by default with trainer.objective=dapo",
-    )
+    run_ahead: Literal["auto", "max"] = "auto"
+    """auto: as few alive groups as keep the trainer busy; max: as many as max_staleness allows"""
+    colocate: bool = False
+    """trainer and generators use the same devices in turns: engines sleep while the trainer computes"""
+    on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = "wait"
+    """what happens if a step would leave an unfinished group past its deadline (docs/staleness.md)"""
+    on_failed_sample: Literal["requeue", "discard"] = "requeue"
+    """what happens to a group with a completion that could not be scored"""
+    max_attempts: int = Field(3, ge=1)
+    """a prompt is discarded after this many failures; of failures in a row only the first counts"""
+    max_failed_share: float = Field(0.1, ge=0, le=1)
+    """largest share of prompts discarded for failures; beyond, the run ends"""
+    outage_seconds: float = Field(3600.0, gt=0)
+    """time for which every group may fail before the run ends; meanwhile one group at a time is tried"""
+    filter_zero_signal: bool = False
+    """replace groups whose samples all have the same reward (dynamic sampling, arXiv 2503.14476); with
+    trainer.advantage_mean=group their advantage is 0. On by default with trainer.objective=dapo"""
 
     data: DataConfig
     sampling: SamplingConfig
@@ -1541,16 +1316,14 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def used_scorers(self) -> list[str]:
-        """The names of the scorers of the run. All that give log-probs, if rows may name their own, or a workflow of
-        the user's may ask them."""
+        """The names of the scorers of the run. All that give log-probs, if rows or a workflow may ask."""
         anyone = self.trainer.teacher_key or self.rollout_manager.is_own
         teachers = self.logprob_scorers if anyone else [self.trainer.teacher]
         return [name for name in self.scorers if name in {*teachers, self.trainer.reference_scorer, *self._asked}]
 
     @property
     def needed_scorers(self) -> list[str]:
-        """Those of `used_scorers` without which the run cannot go on; an evaluation alone needs only rewards, and what
-        the workflow may ask."""
+        """The `used_scorers` that the run cannot lack; an evaluation needs rewards and what the workflow asks."""
         anyone = self.steps or self.rollout_manager.is_own
         return [name for name in self.used_scorers if anyone or name in self._asked]
 
@@ -1559,7 +1332,7 @@ class Config(ScoringConfig, metaclass=_Checked):
         """The scorers that give the rewards of the run."""
         return {scorer for name, scorer in self.reward_scorers.items() if name in self.rewards or name != scorer}
 
-    def for_device(self, *, cuda: bool) -> Config:
+    def for_device(self, *, cuda: bool) -> "Config":
         """This configuration with what `auto` stands for on GPUs (cuda) or CPUs."""
         scorers = {name: scorer.for_device(cuda=cuda) for name, scorer in self.scorers.items()}
         parts = {
@@ -1602,8 +1375,7 @@ class Config(ScoringConfig, metaclass=_Checked):
 
     @property
     def weights_folder(self) -> Path:
-        """Holds one folder per published version. If weights are streamed, it also holds one folder per generator with
-        the versions of that generator."""
+        """Holds one folder per published version and, if weights are streamed, per generator with its versions."""
         return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
 
     @property
@@ -1662,8 +1434,7 @@ def validated(
     kind: type[T] = Config,  # type: ignore[assignment]
     overrides: Sequence[tuple[str, str]] = (),
 ) -> T:
-    """The configuration with these values. file: where they come from, for messages, but for those of the overrides, by
-    key and text. Raises UserError."""
+    """The configuration with these values. file: their source, for messages. overrides: key, text. Raises UserError."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -1681,8 +1452,7 @@ class _RepeatedKeyError(yaml.YAMLError):
     """A mapping has a key twice."""
 
 
-# YAML 1.2's numbers, in its core schema, with `_` between digits. By YAML 1.1, which `safe_load` reads, 1e-3 is text,
-# 010 is 8 and 1:30 is 90.
+# YAML 1.2's numbers, with `_` between digits. By YAML 1.1, as in `safe_load`, 1e-3 is text, 010 is 8, 1:30 is 90.
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
@@ -1691,8 +1461,7 @@ _NUMBERS = {"tag:yaml.org,2002:int": _INTEGER, "tag:yaml.org,2002:float": _FLOAT
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML as `safe_load` does, but numbers as YAML 1.2 has them, and refuses a key that a mapping has twice: by
-    itself the last one would hold."""
+    """Reads YAML as `safe_load` does, but numbers as YAML 1.2 has them, and refuses a key that a mapping has twice."""
 
     yaml_implicit_resolvers = {
         first: [(tag, form) for tag, form in resolvers if tag not in _NUMBERS]
@@ -1803,8 +1572,7 @@ _OF_SOURCE = ("options", "split", "eval_source")
 
 
 def merged(below: Any, above: Any) -> Any:
-    """`above`, and the keys of `below` that it lacks; but if it names another `source`, not those that belong to the
-    old one."""
+    """`above`, and the keys of `below` that it lacks; if it names another `source`, without those of the old one."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     if _is_replaced(below, above.get("source")):
@@ -1895,9 +1663,7 @@ def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            raise UserError(
-                f"The override {override!r} sets a key inside {section!r}, which is a value and not a section."
-            )
+            raise UserError(f"The override {override!r} sets a key inside {section!r}, which is no section.")
     values[last] = value
 
 
@@ -1953,9 +1719,7 @@ def _sentence_of(error: ValidationError, file: Path | str | None, kind: type[Sec
             value = without_secrets(first["input"], key.rpartition(".")[2])
             rule = first["msg"].removeprefix("Input ").partition(", unable to parse")[0]
             if callable(value):  # a loss, in a notebook
-                return (
-                    f"{key} is a function of this process, but another one calls it: write it to a file, FILE.py:NAME."
-                )
+                return f"{key} is a function of this process, but another calls it: write it to a file, FILE.py:NAME."
             return f"{key} is {value!r:.80} in {place}, but {rule[0].lower() + rule[1:]}."
 
 

@@ -1,7 +1,5 @@
 """A grid of settings: keys, each with several values. Each combination of them is a run of a sweep, or a replay."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -17,8 +15,7 @@ def read_grid(texts: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def points(grid: Mapping[str, Sequence[Any]], what: str) -> list[dict[str, Any]]:
-    """The combinations of the values in a grid; the last key changes fastest. Raises UserError, about `what`, if two of
-    them would have the same name."""
+    """The combinations of the values in a grid; the last key changes fastest. Raises UserError if two have one name."""
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     names = list(map(name_of, combinations))
     for number, name in enumerate(names):

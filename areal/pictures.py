@@ -31,7 +31,8 @@ def size_of(content: bytes) -> tuple[int, int]:
     """Width and height in pixels as `decode` gives them; nothing is decoded. Raises ValueError."""
     opened = _open(content)
     width, height = opened.size
-    return (height, width) if _orientation(opened) in _SIDEWAYS else (width, height)
+    turned = opened.format != "TIFF" and _orientation(opened) in _SIDEWAYS  # Pillow gives that of TIFF upright
+    return (height, width) if turned else (width, height)
 
 
 def decode(content: bytes) -> Image:

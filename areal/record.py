@@ -1,7 +1,5 @@
 """The record of a run, read-only: what its folder says. Tools and pages that show runs open them by `Record` alone."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter

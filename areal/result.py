@@ -1,7 +1,5 @@
 """Checks what a reward returns, and combines the results of several rewards."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -34,8 +32,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 def as_result(value: Any) -> Result:
-    """Checks the value that a reward returned: a score, or a pair of a score and its parts. Raises RewardError if a
-    number in it is not finite."""
+    """Checks what a reward returned: a score, perhaps with its parts. Raises RewardError if one is not finite."""
     score, parts = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(parts, Mapping):
         raise RewardError(f"the reward returned parts of type {type(parts).__name__} beside the score, not a dict")

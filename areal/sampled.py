@@ -4,8 +4,6 @@
 messages and the spool carry their columns as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple, Self
@@ -39,8 +37,7 @@ COLUMNS = {
     "teacher_top_logprobs": Column(np.float32, wide=True),
     "routes": Column(np.uint8, unsampled=None, wide=True),
 }
-"""The columns of a sample. They are fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run
-keeps."""
+"""The columns of a sample: fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run keeps."""
 
 ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine)
 SCORED = ("teacher_logprobs", "reference_logprobs")
@@ -66,8 +63,7 @@ class TokenTable:
     __slots__ = ("_columns", "_length")
 
     def __init__(self, columns: Mapping[str, np.ndarray] | None = None) -> None:
-        """columns: arrays of one length and of the declared types, those of the engine among them. They are not
-        copied."""
+        """columns: arrays of one length and the declared types, the engine's among them. They are not copied."""
         self._columns = dict(columns or _EMPTY)
         self._length = len(self._columns["tokens"])
 
@@ -99,12 +95,12 @@ class TokenTable:
         """All columns, by name."""
         return {name: array[: self._length] for name, array in self._columns.items()}
 
-    def view(self, begin: int = 0, end: int | None = None) -> TokenTable:
+    def view(self, begin: int = 0, end: int | None = None) -> "TokenTable":
         """The rows from `begin` to `end` - 1, which are not copied."""
         stop = self._length if end is None else min(end, self._length)
         return TokenTable({name: array[begin:stop] for name, array in self._columns.items()})
 
-    def append(self, rows: TokenTable) -> None:
+    def append(self, rows: "TokenTable") -> None:
         """Add copies of the rows of another table."""
         self.extend(len(rows), rows.columns)
 
@@ -131,8 +127,7 @@ _EMPTY = {name: np.empty(0, COLUMNS[name].dtype) for name in ENGINE_COLUMNS}
 class Generation(TokenTable):
     """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n].
 
-    finish: "stop" (the policy ended the turn; the stop token is included), "length" (there was no room left), or None
-    where more follows.
+    finish: "stop" (the policy ended the turn; with its stop token), "length" (no room was left), None: more follows.
     """
 
     __slots__ = ("finish",)

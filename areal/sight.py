@@ -4,8 +4,6 @@ A model that sees has a *placeholder*, a token that stands for a part of a pictu
 each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL, Qwen3-VL and SmolVLM.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import OrderedDict
@@ -185,11 +183,10 @@ def check_pictures(config: Config) -> None:
 
 
 class Views:
-    """The latest pictures that one model's processor has looked at, up to `limit` bytes of patches but at least one.
-    Several threads may use it."""
+    """The latest pictures that a model's processor has looked at, up to `limit` bytes, at least one. Threadsafe."""
 
     def __init__(self, limit: int = VIEWED_BYTES) -> None:
-        self._limit = limit
+        self._limit, self._size = limit, 0
         self._pictures: OrderedDict[str, Picture] = OrderedDict()
         self._lock = Lock()
 
@@ -201,9 +198,11 @@ class Views:
 
     def add(self, picture: Picture) -> Picture:
         with self._lock:
+            if picture.name not in self._pictures:
+                self._size += picture.patches.nbytes
             self._pictures[picture.name] = picture
-            while len(self._pictures) > 1 and sum(p.patches.nbytes for p in self._pictures.values()) > self._limit:
-                self._pictures.popitem(last=False)
+            while len(self._pictures) > 1 and self._size > self._limit:
+                self._size -= self._pictures.popitem(last=False)[1].patches.nbytes
         return picture
 
 
@@ -212,9 +211,7 @@ def sight_of(folder: str) -> Sight:
     """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
     config = _read(Path(folder) / "config.json")
     if not sees(folder):
-        raise UserError(
-            f"the model {folder} does not see pictures here, which {', '.join(SEEING)} alone do: leave them out"
-        )
+        raise UserError(f"the model {folder} sees no pictures here, which {', '.join(SEEING)} alone do: leave them out")
     settings = _read(Path(folder) / "preprocessor_config.json")
     settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
     if SEEING[config["model_type"]] is SquareSight:

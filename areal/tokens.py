@@ -1,7 +1,5 @@
 """Loads a model's tokenizer, with the chat template that the configuration asks for."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -21,8 +19,7 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
 
     data: its `chat_template` and `chat_template_kwargs` apply to all that the tokenizer renders.
 
-    A tokenizer.json is read directly, because `AutoTokenizer` imports torch. That costs every process that only handles
-    text four seconds and 300 MB.
+    A tokenizer.json is read directly: `AutoTokenizer` imports torch, which costs four seconds and 300 MB.
     """
     if (Path(folder) / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast as Tokenizer
@@ -86,8 +83,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=64)
 def stop_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a sequence of the model with this tokenizer: its end of sequence, and those that the model's
-    folder lists."""
+    """The tokens that end a sequence: the tokenizer's end of sequence, and those that the model's folder lists."""
     files = (Path(tokenizer.name_or_path) / name for name in ("generation_config.json", "config.json"))
     file = next((file for file in files if file.is_file()), None)
     listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None

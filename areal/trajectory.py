@@ -60,8 +60,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sample of a group. All arrays have the same length T, and the types that `areal.sampled.COLUMNS` declares; a
-    list becomes one.
+    """One sample of a group. All arrays have one length T and the types of `areal.sampled.COLUMNS`; a list becomes one.
 
     tokens: int32, prompt and completion as the engine saw them (never re-tokenised).
     logprobs: float32, log pi_behav of each sampled token after temperature; 0 where not sampled.
@@ -167,14 +166,12 @@ class Trajectory:
         return self.versions != NOT_SAMPLED
 
     def filled(self, name: str, width: tuple[int, ...] = ()) -> np.ndarray:
-        """An array of it. If it does not have this one: its reward at each token for the returns, else 0. width: of a
-        wide column."""
+        """An array of it; of missing ones the reward at each token for the returns, else 0. width: of a wide column."""
         array: np.ndarray | None = getattr(self, name)
         return np.full((len(self), *width), self.reward if name == "returns" else 0) if array is None else array
 
     def sequences(self) -> Iterator[Trajectory]:
-        """Each branch as a trajectory without branches, from its first token on. Only the branch that owns a sampled
-        token has it as sampled."""
+        """Each branch as a trajectory, from its first token on. Only the owner of a sampled token has it as sampled."""
         if not self.branches:
             yield self
             return
@@ -209,8 +206,7 @@ class Trajectory:
 
 
 def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """The places of all tokens of each branch, int64 [shared + new], in arrays that hold their own tokens one branch
-    after another."""
+    """The places of all tokens of each branch, int64 [shared + new], in arrays of the branches' own tokens in turn."""
     path, end = np.zeros(0, np.int64), 0
     for shared, new in branches:
         path = np.concatenate([path[:shared], np.arange(end, end + new)])
@@ -280,8 +276,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """True if the rewards differ, or the returns of tokens. If they are all the same, nothing distinguishes good
-        samples from bad ones."""
+        """True if the rewards differ, or the returns of tokens: else nothing distinguishes good samples from bad."""
         credits = np.concatenate([[t.reward] if t.returns is None else t.returns[t.sampled] for t in self.trajectories])
         return bool(differ(credits.max(), credits.min()))
 

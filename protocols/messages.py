@@ -54,8 +54,6 @@ The transport itself uses Failure, Credit, Cancel, KeepAlive and StreamEnd.
 Arrays are numpy arrays and are sent as raw frames. Times are in seconds unless a name says otherwise.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -83,7 +81,7 @@ Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
 MAX_STATS = 256
 # An actor's entry in the directory goes to all others, and thousands of entries have to fit into one message.
 MAX_SERVED = 32
-KINDS: dict[str, type[Message]] = {}
+KINDS: "dict[str, type[Message]]" = {}
 Vector = np.ndarray[Any, Any]
 
 
@@ -301,8 +299,7 @@ class Heartbeat(Message):
 
 
 class Shutdown(Message):
-    """The run is over. `ok`: it reached its end. `stopped`: the master was told to stop, and lets the trainer hand over
-    first."""
+    """The run is over. `ok`: at its end. `stopped`: the master was told to stop, and the trainer hands over first."""
 
     ok: bool
     reason: Annotated[str, Field(max_length=4096)]
@@ -428,8 +425,7 @@ class Sessions(Message):
 
 
 class DiscardSession(Message):
-    """A session, or all groups of its name that are alive, are not trained, for this reason. Refused once a batch with
-    one is fixed."""
+    """A session, or all its alive groups, are not trained, for this reason. Refused once a batch with one is fixed."""
 
     session: Name
     group: Name = ""
@@ -552,8 +548,7 @@ FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length"
 
 
 class AskLogprobs(Message):
-    """Asks a generator for the log-probs of given tokens (int32 [T]), once it has the policy of `lineage` and `version`
-    or a newer one."""
+    """Asks a generator for the log-probs of given tokens (int32 [T]), once it has this policy or a newer one."""
 
     lineage: int
     version: int
@@ -740,8 +735,7 @@ class AskSamples(Message):
 
 
 class StoredSamples(Message):
-    """The places of the samples that are stored, and of those of which calls are. The oldest version among all their
-    tokens; None: there are none."""
+    """The places of the samples that are stored, and of those of which calls are. Their oldest version; None: none."""
 
     places: Several[int]
     unfinished: Several[int] = ()
@@ -950,8 +944,7 @@ class TrainingFailed(Message):
 
 
 class StepFailed(Message):
-    """A rank of the trainer, which dies, has raised an error in the step after `version`. Any rank sends it, also one
-    that is no member."""
+    """A rank of the trainer dies of an error in the step after `version`. Any rank sends it, member or not."""
 
     version: Count
     reason: Annotated[str, Field(max_length=4096)]
@@ -1009,8 +1002,7 @@ class EvaluationAnswer(Message):
 
 
 class RowsScored(Message):
-    """These rows are scored at the version under evaluation. If the evaluator is restarted, it scores the others
-    only."""
+    """These rows are scored at the version under evaluation: a restarted evaluator scores the others only."""
 
     version: int
     scored: RowScores

@@ -70,8 +70,7 @@ class Link(Protocol):
         """True once the link is closed; it cannot be opened again."""
 
     def send(self, frames: list[Frame]) -> None:
-        """Send without waiting. The memory of `frames` must not change later. Raises Full, Unreachable; on a closed
-        link Unreachable."""
+        """Send without waiting. `frames` must not change later. Raises Full, Unreachable (also if closed)."""
 
     async def send_when_possible(self, frames: list[Frame]) -> None:
         """Wait for a connection and for room, then send. Returns without sending if the link is closed meanwhile."""
@@ -292,8 +291,7 @@ class Approach(Handshakes):
 
 
 class ZmqLink:
-    """A socket and the one task that reads it and passes every message to `receive`. `on_crash` gets its exceptions.
-    Closes `watch` with itself."""
+    """A socket and the one task that reads it and passes every message to `receive`. `on_crash` gets its exceptions."""
 
     def __init__(self, socket: zmq.Socket[bytes], watch: Watch, receive: Receive, on_crash: OnCrash) -> None:
         self._socket = socket

@@ -6,8 +6,6 @@ generation after another. The pairs of all generations are admitted. So old and 
 until the older generation is retired. The file is read again when it changes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -57,7 +55,7 @@ class KeyGeneration(BaseModel):
         return value
 
     @classmethod
-    def make(cls) -> KeyGeneration:
+    def make(cls) -> "KeyGeneration":
         return cls(server=zmq.curve_keypair()[1].decode(), client=zmq.curve_keypair()[1].decode())
 
 

@@ -247,8 +247,7 @@ class RequestServer:
         return self._send_frames(route, self._encode(message, reply_to, part))
 
     def _send_frames(self, route: Frame, frames: list[Frame]) -> Full | Unreachable | None:
-        """Send the frames. Returns the error if the asker is gone or its queue is full; it repeats its request if it
-        still needs the answer."""
+        """Send the frames. Returns the error if the asker is gone or its queue is full; it asks again if it must."""
         try:
             self._link.send([route, *frames])
         except (Full, Unreachable) as error:
@@ -382,8 +381,7 @@ class Peer:
         )
 
     async def _send(self, frames: list[Frame], until: float, inbox: _Inbox) -> bool:
-        """Send the frames. False if that was not possible in time. True on a closed link too: the inbox gets the
-        error."""
+        """Send the frames. False if that took too long. True on a closed link too: the inbox gets the error."""
         try:
             self._link.send(frames)
         except Unreachable:
@@ -504,8 +502,7 @@ class Publisher(_EventLink):
 
 
 class Subscriber(_EventLink):
-    """Receives the events of one publisher. `on_event(sequence, event)` is called for each, in order, possibly with
-    gaps."""
+    """Receives the events of one publisher. `on_event(sequence, event)` is called for each, in order, with gaps."""
 
     def __init__(
         self, network: Network, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash

@@ -1,7 +1,5 @@
 """Scores with functions of this very process, as a reward actor does with worker processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

@@ -1,7 +1,5 @@
 """The actors of a process that does something else beside: they run in a thread with an event loop of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

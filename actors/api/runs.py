@@ -127,8 +127,7 @@ def _start(settings: Settings, show: bool) -> LiveRun:
 
 @_named
 def join(folder: str | Path, patience: float = 10.0) -> LiveRun:
-    """The run in a folder of this machine, which is in progress or over. patience: seconds to wait for it to begin.
-    Raises UserError."""
+    """The run in a folder of this machine, in progress or over. patience: seconds until it begins. Raises UserError."""
     folder = Path(folder)
     config = config_of_run(folder)
     run = LiveRun(folder, config.model_copy(update={"run_dir": folder.parent, "name": folder.name}))
@@ -308,8 +307,7 @@ class LiveRun:
     # --- what this process does for it
 
     def serve_reward(self, reward: RewardLike, weight: float | None = None, name: str | None = None) -> None:
-        """Have this process score for the run, until it leaves. A reward that this process serves by the same name is
-        replaced.
+        """Have this process score for the run, until it leaves. Its earlier reward of the same name is replaced.
 
         name: that of the function by default. weight: what the reward counts from the next prompt on; a reward that the
         run does not know needs one. Raises UserError.

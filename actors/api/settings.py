@@ -1,7 +1,5 @@
 """What a call of `train` or `start` asks for: the configuration of the run, and the functions that stay here."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -39,8 +37,7 @@ OF_SOURCE = ("options", "split", "eval_source", "eval_size", "size", "sources")
 
 Workflow = Callable[..., Awaitable[Any]]
 RewardLike = Any
-"""A function, an object with a method `score`, a class of such objects, a name; or several of these: a list, or a dict
-with their weights."""
+"""A function, an object with a method `score`, a class of those, a name; or a list, or a dict with weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """What a node's links can do: weights over the bus, keys and ports, and the way to a master. For `areal selftest`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -178,9 +176,7 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
 
 def _shared_folder(config: Config, master: str) -> Finding:
     if (transport := config.weights.transport) != "folder":
-        return Finding(
-            "shared folder", "skipped", f"weights.transport is {transport}: only master and trainer share one"
-        )
+        return Finding("shared folder", "skipped", f"weights.transport is {transport}: only master and trainer do")
     folder = config.folder.absolute()
     try:
         there = (folder / ADDRESS).read_text().strip().rpartition(":")[2]

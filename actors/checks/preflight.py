@@ -1,7 +1,5 @@
 """Checks of the configuration before any process is started. Each mistake raises a UserError of one sentence."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket
@@ -172,8 +170,7 @@ def _room(scorer: ScorerConfig, model: Path) -> int | None:
 
 
 def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
-    """Check whether a scorer's model can read the samples. folder: the run's model, if it is there. Raises
-    UserError."""
+    """Check whether a scorer's model can read the samples. folder: the run's model, if here. Raises UserError."""
     scorer = config.scorers[name]
     room = _room(scorer, model)
     if room and room <= config.sampling.max_new_tokens:
@@ -245,8 +242,7 @@ def check_options(config: Config) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Compare the names of the weights that the trainer would publish with those of the model's files, if these are
-    here. Raises UserError."""
+    """Compare the names of the weights to be published with those of the model's files, if here. Raises UserError."""
     if config.model == "quickstart" or not config.steps or config.trainer.lora:
         return
     folder = resolve_model(config, weights=False)

@@ -1,7 +1,5 @@
 """What a start of a run on this machine checks, before a process is started or a file written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -75,9 +73,7 @@ def first_waits(config: Config) -> list[str]:
     if lacks_quickstart(config):
         waits.append("The quickstart's model is made first, once, for one to two minutes.")
     if cuda and not config.generator.enforce_eager:
-        waits.append(
-            "vLLM compiles for the GPU, for minutes at the first start (not with generator.enforce_eager=true)."
-        )
+        waits.append("vLLM compiles for the GPU, minutes at the first start (not with generator.enforce_eager=true).")
     more = ", and the first time twice as long" if waits else ""
     logs = config.folder / "logs"
     return [*waits, f"The engines are loaded, which takes half a minute or more{more}. Logs: {logs}."]

@@ -1,10 +1,7 @@
 """`python -m areal agent try`: one episode of a workflow on one row, with a real engine and without a run.
 
-The workflow gets the session that it has in a run. Its services are one engine and one reward worker, instead of the
-run's actors.
+The workflow gets the session that it has in a run. Its services are one engine and one reward worker.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -29,7 +26,7 @@ from actors.runtime.logs import configure_logging
 from actors.sampling.calls import Call, SampleFailed, score_with_retries
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.services import Endpoint, Services, load_parsers
-from actors.sampling.sessions import LIBRARIES, SampleSession, place_of
+from actors.sampling.sessions import SampleSession, place_of
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
 from areal.config import Config, UserError, merged, overridden, read_values, validated
@@ -44,7 +41,7 @@ from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
 from areal.sampled import Generation
 from areal.sight import sight_of
-from areal.text import shown
+from areal.text import LIBRARIES, shown
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.agents import AgentFailed
@@ -264,7 +261,10 @@ class Trial:
         sample, failure = None, None
         with self._clock.timed("episode"):
             try:
-                sample = self._lowered(await self._workflow(session, self._row))
+                sample = await self._workflow(session, self._row)
+                if penalty := self._services.overlong(sample):
+                    self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
+                sample = sample.lowered(penalty)
             except UserError:
                 raise
             except (SampleFailed, AgentFailed) as error:
@@ -274,12 +274,6 @@ class Trial:
             finally:
                 session.close()
         return self._episode(title, session, sample), failure
-
-    def _lowered(self, sample: Trajectory) -> Trajectory:
-        """As a rollout manager does it."""
-        if penalty := self._services.overlong(sample):
-            self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
-        return sample.lowered(penalty)
 
     def _episode(self, title: str, session: SampleSession, trajectory: Trajectory | None) -> Episode:
         forest, turns = session.forest, []

@@ -1,7 +1,5 @@
 """What the parts of a master share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -129,13 +127,11 @@ class RunControl:
         return None
 
     def now(self) -> float:
-        """The master's clock. Time in which this process was suspended does not count: no member loses its place for
-        it."""
+        """The master's clock. Time in which this process was suspended does not count for leases."""
         return asyncio.get_running_loop().time() - self.suspended
 
     def member(self, request: Request[Message], *roles: str) -> Member:
-        """The sender of `request`. Raises FencedError if it is not a member, RefusedError if it has another role than
-        one of `roles`."""
+        """The sender of `request`. Raises FencedError if it is no member, RefusedError if of none of `roles`."""
         member = self.state.members.get(request.sender)
         if member is None:
             why = self.members.removed.get(request.sender, "")
@@ -149,9 +145,7 @@ class RunControl:
         """Raises FencedError if the sender is not the trainer of the run, or if `lineage` is not the current one."""
         self.member(request, "trainer")
         if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
-            raise FencedError(
-                f"{request.sender} does not hold lineage {self.state.lineage}, the current one of this run"
-            )
+            raise FencedError(f"{request.sender} does not hold lineage {self.state.lineage}, the current one")
 
     def free_groups(self) -> int:
         """Number of groups of rows that may start now. It is 0 after the end of the run, while the disk is full, and

@@ -6,8 +6,6 @@ checkpoints, journal and spool, made in this order, fit together whatever is wri
 reported in between. Then all is copied anew.
 """
 
-from __future__ import annotations
-
 import shutil
 from argparse import Namespace
 from pathlib import Path

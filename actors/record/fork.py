@@ -5,8 +5,6 @@ that the journal keeps of it, and the metrics up to it. What the trainer writes 
 the folder of the other run changes, which may go on meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -115,9 +113,7 @@ def _take_checkpoint(source: Path, target: Path, run: str) -> None:
     """Link a checkpoint into the folder of the run with the identity `run`, as one of its own."""
     shutil.rmtree(target.parent, ignore_errors=True)
     # The other run goes on.
-    with explain(
-        (FileNotFoundError, shutil.Error), f"{source} was removed meanwhile ({{why}}): choose a newer checkpoint."
-    ):
+    with explain((FileNotFoundError, shutil.Error), f"{source} was removed meanwhile ({{why}}): choose a newer one."):
         shutil.copytree(source, target, copy_function=link)
     if (facts := facts_of(target)) is None:
         raise UserError(f"The checkpoint {source} is damaged: choose another one.")

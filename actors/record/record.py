@@ -1,7 +1,5 @@
 """The record of a run as one thing: whether a run folder has all of it."""
 
-from __future__ import annotations
-
 import structlog
 
 from actors.mastering.run_state import RunState

@@ -8,8 +8,6 @@ The journal is written first, in one transaction, which also says that files hav
 that was killed in between moves the rest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shutil
@@ -92,8 +90,7 @@ def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path) -> set[str]:
-    """Those of the groups, of `size` samples, that are in the spool as they were stored. A spool that cannot be read is
-    moved away."""
+    """Those of the groups, of `size` samples, that are whole in the spool. An unreadable spool is moved away."""
     if not spool.exists():
         return set()
     try:

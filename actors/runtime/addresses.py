@@ -1,7 +1,5 @@
 """The addresses that actors bind and announce, and the network with its keys."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -48,7 +46,9 @@ class ListenAddress:
     ports: str = "*"
 
     @classmethod
-    def towards(cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*") -> ListenAddress:
+    def towards(
+        cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*"
+    ) -> "ListenAddress":
         """That of an actor of this master's run. By default, `host` and `bind` are the address of the interface
         that leads to the master. Raises UserError for an invalid address."""
         nearest = host_towards(master)
@@ -97,8 +97,7 @@ def new_bus(name: str, network: Network) -> Bus:
 
 
 def check_keys(config: Config) -> bool:
-    """Whether a run that this process starts makes keys of its own. Raises UserError if it needs others, which are not
-    there."""
+    """Whether a run that this process starts makes keys of its own. Raises UserError if it lacks those it needs."""
     host = host_of(config.master.address)
     if is_loopback(host) and not os.environ.get(KEYS):
         return True

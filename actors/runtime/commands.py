@@ -1,7 +1,5 @@
 """The tools around a run: `areal eval`, which starts one, `areal health` and `areal keys`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -77,9 +75,7 @@ def evaluate(options: Namespace) -> None:
         "reward.workers": os.cpu_count(),
         "evaluator.benchmarks": benchmarks_in(chosen),
     }
-    texts = {
-        key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in settings.items()
-    }
+    texts = {key: text if isinstance(text, str) else json.dumps(text, default=str) for key, text in settings.items()}
     overrides = [f"{key}={text}" for key, text in texts.items()] + options.overrides
     file = options.config or CONFIGS / "evaluation.yaml"
     config: Config = load_config(file, overrides)

@@ -19,8 +19,6 @@ No task outlives `Membership.run`. While an actor is in the run it has these loo
 | drain | SIGTERM | the successor of its work; then the actor leaves |
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque
@@ -183,8 +181,7 @@ class Membership:
         return result
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` concurrently with `main`. If it raises, the actor fails. Raises BusyError if the actor is ending:
-        its handlers still answer then."""
+        """Run `work` concurrently with `main`. If it raises, the actor fails. Raises BusyError in an ending actor."""
         if self._tasks is not None:
             with contextlib.suppress(RuntimeError):  # its tasks are being cancelled
                 return self._tasks.create_task(work, name=name)
@@ -246,8 +243,7 @@ class Membership:
     # --- life
 
     async def run(self) -> Ending:
-        """Join, work and leave. Returns why the actor stopped. Raises what the role's own code raised, and UserError if
-        no master answers."""
+        """Join, work and leave. Returns why. Raises what the role's code raised, and UserError if no master answers."""
         loop = asyncio.get_running_loop()
         for sign in stop_signals() if self._own_process else ():
             loop.add_signal_handler(sign, self.leave, sign.name)
@@ -487,7 +483,6 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
 
 
 async def ask_once(network: Network, master: str, message: Message, patience: float, role: str = "monitor") -> Any:
-    """The master's answer to a request of a process that is no actor of a `role` yet. Raises UserError, as
-    `first_answer` does."""
+    """The master's answer to a process that is no actor of a `role` yet. Raises UserError as `first_answer`."""
     async with new_bus(f"{role}/?", network) as bus:
         return await first_answer(bus, master, message, patience)

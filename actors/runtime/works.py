@@ -4,8 +4,6 @@ Evidence of life comes from the engine that does the work: a number that moves w
 stands still for its whole duration.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

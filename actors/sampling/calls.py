@@ -1,7 +1,5 @@
 """The calls of a sample to the policy: each is a sequence of tokens, which one generator after another may sample."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -123,7 +121,7 @@ class Call(Job):
         self._table = TokenTable()
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[Call]) -> Generate:
+    def request(flow: int, jobs: "Sequence[Call]") -> Generate:
         prompts: dict[tuple[bytes, tuple[bytes, ...]], tuple[int, np.ndarray]] = {}  # the number and the tokens of each
         new = []
         for call in jobs:
@@ -149,7 +147,7 @@ class Call(Job):
         return GeneratePictured(**everything, pictures=digests)
 
     @staticmethod
-    def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:
+    def deliver(part: Message, jobs: "dict[int, Call]") -> Sequence[JobFailed]:
         if not isinstance(part, TokenColumns):
             raise BusError(f"a generator sent {part.kind!r} instead of tokens")
         with explain(ValueError, "a generator sent wrong columns: {why}", BusError):

@@ -39,6 +39,8 @@ FLOW_SECONDS = 30 * 24 * 3600.0
 GATHER_SECONDS = 0.02
 # Most jobs in a request, and bytes of results in a part.
 JOBS, PART_BYTES = 256, 512 << 10
+# Most pictures that a request of several jobs brings along: a large one may take a server a second.
+PICTURES = 4
 # What a server takes from one sender: flows, and jobs on each.
 MAX_FLOWS, MAX_JOBS = 64, 16_384
 
@@ -168,35 +170,43 @@ class Flow(Generic[J]):
             for first in range(0, len(new), JOBS):
                 await self._begin(new[first : first + JOBS])
             if stopped:
-                await self._ask(EndJobs(flow=self._number, jobs=np.array(stopped, np.int64)))
+                await self._peer.ask(EndJobs(flow=self._number, jobs=np.array(stopped, np.int64)), CONTROL_SECONDS)
 
     async def _begin(self, numbers: Sequence[int]) -> None:
         jobs = [job for number in numbers if (job := self._jobs.get(number))]
         if not jobs:
             return
         try:
-            request = self._kind.request(self._number, jobs)
-            while isinstance(answer := await self._ask(request), LackingPictures):
-                request = with_files(request, jobs, answer.names)
+            begun = await self._request(jobs)
         except (DeadlineError, StreamBrokenError):  # the server may or may not have begun them: the flow breaks
             raise
         except (MalformedError, ValueError) as error:  # the latter: of values that no message may have
-            if len(numbers) == 1:
+            begun = len(numbers) == 1
+            if begun:
                 self._fail(numbers, MalformedError(str(error)))
-                return
+        except BusError as error:
+            self._fail(numbers, error)
+            return
+        if not begun:
             middle = len(numbers) // 2  # one of them cannot travel, or all together are too large
             await self._begin(numbers[:middle])
             await self._begin(numbers[middle:])
-        except BusError as error:
-            self._fail(numbers, error)
+
+    async def _request(self, jobs: Sequence[J]) -> bool:
+        """Have the server begin the jobs. False: several of them need more pictures than it looks at for one request.
+        A job that needs so many by itself has as much more time."""
+        request, lacking = self._kind.request(self._number, jobs), 0
+        while isinstance(answer := await self._peer.ask(request, CONTROL_SECONDS * (1 + lacking)), LackingPictures):
+            lacking += len(answer.names)
+            if lacking > PICTURES and len(jobs) > 1:
+                return False
+            request = with_files(request, jobs, answer.names)
+        return True
 
     def _fail(self, numbers: Sequence[int], error: BusError) -> None:
         for number in numbers:
             if job := self._jobs.pop(number, None):
                 job.fail(error)
-
-    async def _ask(self, message: Message) -> Message:
-        return await self._peer.ask(message, CONTROL_SECONDS)
 
 
 class Flows(Generic[R]):
@@ -234,8 +244,7 @@ class Flows(Generic[R]):
             self._emptied.notify()
 
     def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, JobFunction[R]]) -> None:
-        """Begin jobs on a flow, by their numbers, each of them new. Raises StreamBrokenError if the flow is not open,
-        BusyError if it has too many jobs."""
+        """Begin jobs on a flow, by their numbers, each of them new. Raises StreamBrokenError, BusyError (too many)."""
         served = self._open.get((request.owner, flow))
         if served is None:
             raise StreamBrokenError(f"flow {flow} of {request.sender} is not open")

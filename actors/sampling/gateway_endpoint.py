@@ -10,8 +10,6 @@
 | DELETE /v1/sessions/ID | {}, once none of it will be trained |
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Who may do what at a gateway: keys, of which only digests are stored, and their quotas."""
 
-from __future__ import annotations
-
 import hmac
 import secrets
 from collections import deque

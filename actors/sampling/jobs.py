@@ -1,5 +1,4 @@
-"""The jobs that samples give to actors of the run on flows: calls to generators, completions to reward actors, rows of
-tokens to scorers.
+"""The jobs of samples for other actors, on flows: calls to generators, completions to rewards, rows to scorers.
 
 If an actor dies, the job goes on at another one: a call from its last token, the others from the beginning.
 """
@@ -104,8 +103,7 @@ class RoutedGenerators:
             call.generator = None
 
     async def _leave(self, call: Call, generator: Member, error: BusError) -> Member | None:
-        """Leave a generator whose stream broke, or which handed the sequence over. Returns where to continue; None:
-        anywhere."""
+        """Leave a generator that broke, or handed the sequence over. Returns where to continue; None: anywhere."""
         call.generator = None
         target, call.target = call.target, None
         if target is None:
@@ -118,8 +116,7 @@ class RoutedGenerators:
 
 
 class ScoreJob(Job):
-    """A completion to score, or those of a group; the result is a list of a Result for each. Jobs of the same row send
-    it once."""
+    """A completion to score, or those of a group; the result is a list of Results. Jobs of one row send it once."""
 
     def __init__(
         self, function: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None

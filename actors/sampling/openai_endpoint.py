@@ -5,8 +5,6 @@ Each sample has its own API key, which is valid until the sample ends. The key a
 sample. It does not authorise rewards, since a policy with a shell may find it in the agent's environment variables.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 Whoever samples asks the run's generators, at the version that they have. What they answer is not trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

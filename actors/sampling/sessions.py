@@ -1,12 +1,9 @@
 """The session of a sample: what its workflow calls, and what it has sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 import math
-import sysconfig
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -24,7 +21,7 @@ from areal.programs.slots import waiting
 from areal.result import all_scored, combined
 from areal.sampled import Generation, Tokens
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
-from areal.text import error_text
+from areal.text import LIBRARIES, error_text, place_in
 from areal.trajectory import Trajectory
 from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
@@ -33,7 +30,6 @@ from areal.workflows.sandbox_owner import Sandboxes
 from protocols.messages import Member
 
 NO_CHANGES: Mapping[str, float] = {}
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class SampleSession(SampleState):
@@ -108,7 +104,7 @@ class SampleSession(SampleState):
             self._finished.append(key)
         return sampled
 
-    def _begin(self, call: Call, key: _CallKey) -> Generation | None:
+    def _begin(self, call: Call, key: "_CallKey") -> Generation | None:
         """Have the call begin with what an earlier attempt has sampled of it. Returns the completion if that is all."""
         for number, saved in enumerate(self.saved_calls):
             tokens, finish = len(saved.sampled), saved.sampled.finish
@@ -249,9 +245,7 @@ class SampleSession(SampleState):
         services, row = self._services, self._row
         weights = {reward: 1.0} if reward else services.weights(row, self._changed_weights)
         if reward and services.of_groups(weights):
-            raise SampleFailed(
-                "workflow", f"the reward {reward!r} scores all samples of a group: it cannot be asked alone"
-            )
+            raise SampleFailed("workflow", f"the reward {reward!r} scores whole groups: it cannot be asked alone")
         if not weights and services.config.rollout_manager.gives_rewards:
             raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
         if not isinstance(completion, str):
@@ -306,6 +300,4 @@ class _CallKey(NamedTuple):
 
 def place_of(error: BaseException | None, libraries: tuple[str, ...] = LIBRARIES) -> str:
     """The line of the user's code at which `error` was raised, in words. libraries: folders of other code."""
-    frames = traceback.extract_tb(error.__traceback__) if error else []
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    return f", in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    return place_in(traceback.extract_tb(error.__traceback__) if error else [], libraries)

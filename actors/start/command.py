@@ -151,9 +151,7 @@ def start(arguments: argparse.Namespace) -> int:
     if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
         return run_master(config_of_run(arguments.resume, secrets=True))
     if arguments.dry_run and roles not in ([], ["master"]):
-        raise UserError(
-            "--dry-run checks a run, or its master: leave out the other roles, which have no configuration."
-        )
+        raise UserError("--dry-run checks a run, or its master: leave out the other roles, they have no configuration.")
     if roles in ([], ["master"]):
         from areal.rewards.functions import with_groups
 
@@ -233,8 +231,7 @@ def resolved(arguments: argparse.Namespace) -> Config:
 
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> int:
-    """Print the configuration, and check all that a start checks. What the checks say, and their verdict, is the last
-    block."""
+    """Print the configuration, and check all that a start checks. Their verdict is the last block."""
     from actors.checks.preflight import check_names
     from actors.checks.start_checks import own_port, rehearse_start
 
@@ -289,8 +286,7 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
 
 
 def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
-    """Claim the folder of the run, with its record if it goes on or begins with that of another one. Returns the
-    network of the run."""
+    """Claim the folder of the run, with its record if it goes on, or is a fork. Returns its network."""
     from actors.record.fork import fork
     from actors.record.record import check_record
     from actors.runtime.addresses import take_folder
@@ -386,8 +382,7 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
 
 
 def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolder]:
-    """The journal of a run and its other records, once its disk takes them. Raises UserError if the rows are not those
-    with which it began."""
+    """The journal of a run and its other records, once its disk takes them. Raises UserError if the rows changed."""
     from actors.record.record import check_rows_kept
     from actors.runtime.logs import write_log_file
     from areal.observe import cpu_profile

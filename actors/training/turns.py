@@ -1,7 +1,5 @@
 """The trainer's end of devices that it shares with generators: it has them in *turns*."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 

@@ -1,7 +1,4 @@
-"""The display of a run, where it was started or anywhere else: a live view on a terminal, plain lines otherwise, and a
-summary at the end."""
-
-from __future__ import annotations
+"""The display of a run, where it was started or elsewhere: a live view on a terminal, else lines, and a summary."""
 
 import asyncio
 import contextlib
@@ -42,7 +39,7 @@ END = """  its report        {folder}/report.html
 STYLES = {"healthy": "green", "starting": "dim"}
 
 
-async def watch_live(feed: Feed, console: Console) -> None:
+async def watch_live(feed: "Feed", console: Console) -> None:
     """Show a live view of a run until it has ended. A failure of the view does not affect the run."""
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while feed.ended is None:

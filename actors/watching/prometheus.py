@@ -1,7 +1,4 @@
-"""An actor's metrics for Prometheus, at http://HOST:PORT/metrics. Each has the name areal_NAME, with the labels role
-and index."""
-
-from __future__ import annotations
+"""An actor's metrics for Prometheus, http://HOST:PORT/metrics: areal_NAME, with the labels role and index."""
 
 import hmac
 import re

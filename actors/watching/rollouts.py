@@ -3,8 +3,6 @@
 The browser sends names of columns and values, never SQL. Queries run in a few threads, with a time limit each.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import threading

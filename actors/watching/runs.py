@@ -1,7 +1,5 @@
 """`areal ps` and `areal stop`: the runs of this machine. The process that holds a run's claim is found in /proc."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -26,8 +24,7 @@ STOP_SECONDS = 60.0
 
 
 class RunHere(NamedTuple):
-    """process: the one that the run ends with. starter: the user and the program that started it. began: seconds since
-    1970."""
+    """process: that the run ends with. starter: the user and program that started it. began: seconds since 1970."""
 
     folder: Path
     process: int

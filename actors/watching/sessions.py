@@ -1,7 +1,5 @@
 """The dashboard's page of sessions: those of users that are alive, and how many have ended, and how."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -33,8 +31,7 @@ class SessionPages:
 
 
 def sessions_of(record: Record) -> dict[str, Any]:
-    """What the journal says. `expires`: the last version that may train it. Raises UserError and LedgerError, as
-    `read_journal` does."""
+    """What the journal says. `expires`: the last version that may train it. Raises as `read_journal`."""
     journal = read_journal(record)
     ledger = journal.ledger.dump()
     rows = []

@@ -11,8 +11,6 @@ others, but one that does not answer keeps its turn until it has given the trans
 has written: the files stay the truth, and a generator whose transfer fails loads them in place of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -105,7 +103,7 @@ class DirectSender(HandlesRequests):
             if link.busy or sending.cancelled() or sending.exception():
                 self._drop(request.owner, link)
 
-    def _link(self, request: Request[SendWeights]) -> _Link:
+    def _link(self, request: Request[SendWeights]) -> "_Link":
         """The link to this generator: that of its last transfer, or a new one. Raises RefusedError."""
         if self._backend is None:
             raise RefusedError("weights.transport of this run sends nothing directly")
@@ -132,7 +130,7 @@ class DirectSender(HandlesRequests):
         for owner, link in [*self._links.items()]:
             self._drop(owner, link)
 
-    def _drop(self, owner: str, link: _Link) -> None:
+    def _drop(self, owner: str, link: "_Link") -> None:
         link.close()
         if self._links.get(owner) is link:
             del self._links[owner]
@@ -157,8 +155,7 @@ class _Link:
         return self._sending is not None and not self._sending.done()
 
     def send(self, folder: Path) -> asyncio.Future[int]:
-        """Begin to send the version in `folder`: `calls` then has the calls to make, and None at the end. Returns the
-        bytes sent, once they are."""
+        """Begin to send the version in `folder`: `calls` gets the calls to make, then None. Returns the bytes sent."""
         self._sending = self._loop.run_in_executor(self._thread, self._send, folder)
         self._sending.add_done_callback(lambda _: self.calls.put_nowait(None))
         return self._sending
@@ -201,8 +198,7 @@ class _Link:
 
 
 class DirectReceiver:
-    """The generator's end. `lost` is set if the trainer goes, or gives up the transfer, while the engine does a
-    call."""
+    """The generator's end. `lost` is set if the trainer goes, or gives up, while the engine does a call."""
 
     def __init__(self, bus: Bus, directory: Directory, workers: int) -> None:
         """workers: number of the engine's devices."""

@@ -6,8 +6,6 @@ was published, no matter which actor sent it. If a source fails, the generator c
 last good chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil
@@ -50,8 +48,7 @@ log = structlog.get_logger()
 
 
 class WeightServer(HandlesRequests):
-    """Sends weights to other actors. It keeps `limit` versions (at least two): the one offered last, and the newest of
-    the others."""
+    """Sends weights to other actors. It keeps `limit` (at least two): the last offered and the newest."""
 
     def __init__(self, limit: int) -> None:
         self.bytes_sent = 0
@@ -204,16 +201,13 @@ class WeightFetcher(WeightServer):
                 if not (overtaken and isinstance(error, RefusedError)):  # otherwise the sender just has a newer version
                     self._sources.failed(source, now)
                 if overtaken:
-                    raise TornWeights(
-                        f"version {policy.version} did not arrive, and there is a newer one now"
-                    ) from None
+                    raise TornWeights(f"version {policy.version} did not arrive, and there is a newer one") from None
                 if source is None:
                     await asyncio.sleep(RETRY_SECONDS)
         log.info("weights arrived", version=policy.version, sender=sender, bytes_received=self.bytes_received)
 
     async def _receive(self, address: str, partial: Path, policy: Policy, base: Version | None) -> None:
-        """Receive the chunks that are still missing. Raises BusError, TornWeights, and TimeoutError if the sender sends
-        nothing for STALL_SECONDS."""
+        """Receive the chunks that are still missing. Raises BusError, TornWeights, TimeoutError after STALL_SECONDS."""
         version = policy.identity
         held_version = self._held_versions.get(version)
         ask = FetchWeights(
@@ -268,9 +262,7 @@ async def _next(parts: AsyncIterator[Message], kind: type[M]) -> M:
     async with asyncio.timeout(STALL_SECONDS):
         part = await anext(parts, None)
     if not isinstance(part, kind):
-        raise StreamBrokenError(
-            f"expected {kind.kind!r}, got {'the end of the stream' if part is None else part.kind!r}"
-        )
+        raise StreamBrokenError(f"expected {kind.kind!r}, got {'the end' if part is None else part.kind!r}")
     return part
 
 

@@ -5,8 +5,6 @@ the configuration: 8 s of CPU one after the other. The fork server itself is for
 vLLM, if that has a single thread. Otherwise it is a new process that imports vLLM beside this one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

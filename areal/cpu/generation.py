@@ -1,7 +1,5 @@
 """vLLM's engine on the CPU: the environment that it needs, its arguments, and what it cannot do there."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Any

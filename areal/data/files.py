@@ -3,8 +3,6 @@
 The order of the rows is that of the file. Values of CSV are texts.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -46,7 +44,10 @@ def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
         case ".json" if (text := read_text(path, what)).lstrip().startswith("["):
             yield from _read_list(text, path)
         case _:  # also where lines are in a file that ends in .json
-            yield from _read_lines(read_text(path, what), path)
+            # Not splitlines(): JSON text may contain U+2028 and similar characters.
+            for number, line in enumerate(read_text(path, what).split("\n"), 1):
+                if line.strip():
+                    yield number, read_object(line, f"{path}, line {number},", ONE_A_LINE)
 
 
 def open_parquet(path: Path, what: str) -> Any:
@@ -80,13 +81,6 @@ def read_text(path: Path, what: str) -> str:
 def read_object(text: str, where: str, advice: str) -> dict[str, Any]:
     """The object of JSON in `text`, which is at `where`. Raises UserError."""
     return _object(_parsed(text, where, advice), where, advice)
-
-
-def _read_lines(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    # Not splitlines(): JSON text may contain U+2028 and similar characters.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, read_object(line, f"{path}, line {number},", ONE_A_LINE)
 
 
 def _read_list(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

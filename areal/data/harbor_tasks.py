@@ -4,8 +4,6 @@ A task is a folder with `instruction.md`, `task.toml`, `environment/Dockerfile` 
 reward into /logs/verifier/reward.txt. Its `solution` is not read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shlex
@@ -26,9 +24,7 @@ def rows(folder: Path, what: str) -> list[dict[str, Any]]:
         [folder] if (folder / "task.toml").is_file() else sorted(file.parent for file in folder.glob("*/task.toml"))
     )
     if not folders:
-        raise UserError(
-            f"{what} names {folder.absolute()}, which has no tasks: name a folder of folders with task.toml"
-        )
+        raise UserError(f"{what} names {folder.absolute()}, without tasks: name a folder of folders with task.toml")
     return [_row(task) for task in folders]
 
 

@@ -6,8 +6,6 @@ themselves. They stand where the prompt has a part of this kind or the text `<im
 the user.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

@@ -1,7 +1,5 @@
 """Where the quickstart's model is: made once for a user, and copied for each folder of runs."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -7,8 +7,6 @@ knight_swap). Two processes make the same entries for these tasks only with the 
 depend on this, because the row contains the entry.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib
@@ -22,8 +20,7 @@ from typing import Any
 
 from areal.config import UserError
 
-# The library makes data sets of a fixed size, some of them all at once. This is its default size, which every task
-# supports.
+# The library makes data sets of a fixed size. This is its default, which every task supports.
 CHUNK = 500
 
 # Tasks whose scorers call eval() on the model's output. They only expect a literal.

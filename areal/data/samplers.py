@@ -10,8 +10,6 @@ with the permit, and what a group has shown when it is ready. So a restarted mas
 that was made is never made again. docs/curriculum.md says which bias each sampler has.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ A model of few layers, in its real width, makes one forward and backward pass wi
 The rest follows: memory is linear in the number of tokens, and from one layer to the next.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from dataclasses import dataclass

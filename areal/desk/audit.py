@@ -4,8 +4,6 @@ Each check holds, fails, or is not shown, where the record does not have what it
 record can write one that fits together: an audit shows that the parts agree and that the training gives these weights.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -233,9 +231,7 @@ class Audit:
         if strange := sorted(set(trained) - admitted):
             once.faults.append(f"the prompts {_some(strange)} were trained and never admitted")
         if repeated := sorted(trained.keys() & (waiting | before)):
-            once.faults.append(
-                f"the prompts {_some(repeated)} were trained and are still open, or were before the fork"
-            )
+            once.faults.append(f"the prompts {_some(repeated)} were trained and are open, or were before the fork")
 
     def _check_bound(self, step: int, batch: Sequence[Group], bound: AuditFinding) -> None:
         first = self.changes[0]["before"] if self.changes else self.config.max_staleness
@@ -340,7 +336,7 @@ class _TokenVersions:
         self._window: list[tuple[int, list[Group]]] = []
         self.tokens = 0
 
-    def check(self, engine: TrainingEngine, config: Config, step: int) -> None:
+    def check(self, engine: "TrainingEngine", config: Config, step: int) -> None:
         """engine: before `step`, with the weights of the version `step` - 1."""
         version, oldest = step - 1, config.max_staleness
         self._window = [(at, batch) for at, batch in self._window if at >= step]

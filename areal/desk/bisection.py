@@ -4,8 +4,6 @@ From a version before that step, replays train the same batches without some gro
 which the condition does not hold; it has to hold with them alone, too.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from argparse import Namespace
@@ -121,7 +119,7 @@ class Trials:
             self._values[left_out] = self._replay([(step, batch) for step, batch in batches if batch])
         return self._values[left_out]
 
-    def _replay(self, batches: Sequence[tuple[int, list[Group]]]) -> float | None:
+    def _replay(self, batches: "Sequence[tuple[int, list[Group]]]") -> float | None:
         self.replays += 1
         self._training.prepare(self.start + 1)
         self._training.engine.load(self._place)
@@ -166,9 +164,7 @@ def _search(trials: Trials, result: BisectionResult) -> None:
         half = next((half for half in halves if half and trials.goes(always | frozenset(half))), [])
         groups = smallest(half, lambda left_out: trials.goes(always | left_out))
     if not groups:
-        result.reason = (
-            f"the weights after step {trials.start} give it with each half of the groups of step {trials.step}"
-        )
+        result.reason = f"the weights after step {trials.start} give it with both halves of step {trials.step}"
     elif len(groups) > MOST:
         result.reason = f"it takes more than {MOST} groups together, as a slow change does"
     else:

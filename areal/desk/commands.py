@@ -1,7 +1,5 @@
 """The tools that read runs: report, compare, rollouts, replay, audit; and those that plan and prepare runs."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Conditions on the metrics of a step, such as `entropy<0.2`."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -25,13 +23,11 @@ class Condition(NamedTuple):
     limit: float
 
     @classmethod
-    def parsed(cls, text: str) -> Condition:
+    def parsed(cls, text: str) -> "Condition":
         """The condition in a text, METRIC<NUMBER; also with <=, > or >=. Raises UserError."""
         match = re.fullmatch(r"\s*([\w.]+)\s*([<>]=?)\s*([-+]?\d*\.?\d+(?:e[-+]?\d+)?)\s*", text)
         if not match:
-            raise UserError(
-                f"{text!r} is no condition on a metric: write METRIC<NUMBER (or <=, >, >=), as 'entropy<0.2'."
-            )
+            raise UserError(f"{text!r} is no condition: write METRIC<NUMBER (or <=, >, >=), as 'entropy<0.2'.")
         return cls(match[1], match[2], float(match[3]))
 
     def __str__(self) -> str:

@@ -4,8 +4,6 @@ Its numbers are in configs/paper/published.yaml, and its settings in the files b
 whose keys it has, and whose model. What else differs is printed below the table.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The folder has the newest checkpoint as transformers and vLLM load it, without t
 the run and a model card. Nothing else of the run folder is in it: no secrets, keys, logs or rollouts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

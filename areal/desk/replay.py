@@ -5,8 +5,6 @@ off-policy what they would have done with the same data: a *variant* did not sam
 every rank reads the same files, and only rank 0 prints and writes.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -122,8 +120,7 @@ class Replay:
                 yield step, remaining
 
     def config_at(self, step: int) -> Config:
-        """The settings for a step: those of the run at that step, if they were changed since, with the changes of the
-        replay."""
+        """The settings for a step: those of the run at that step, with the changes of the replay."""
         settings = {key: value for key, value in self.run.changed_after(step).items() if key not in self.changes}
         if not settings:
             return self.config
@@ -210,9 +207,7 @@ def _range(run: Record, steps: str) -> tuple[int, int]:
         )
     if (first or begin) and not run.checkpoint(first).is_dir():
         there = [f"{version}" for version in run.versions if version or begin] + ["0, the run's model"] * (not begin)
-        raise UserError(
-            f"There is no checkpoint of step {first} in {run.folder}: begin --steps at {' or '.join(there)}."
-        )
+        raise UserError(f"No checkpoint of step {first} is in {run.folder}: begin --steps at {' or '.join(there)}.")
     return first, last
 
 
@@ -227,9 +222,7 @@ def _check_rollouts(run: Record, config: Config, first: int, last: int) -> None:
             why = f"the oldest files were removed (observe.rollouts_gib): begin later, --steps A:{last}"
         else:
             why = "they were not written, or are gone: choose other steps, --steps A:B"
-        raise UserError(
-            f"{run.folder} has {counts[step]} of the {config.batch_size} groups of step {step}, because {why}."
-        )
+        raise UserError(f"{run.folder} has {counts[step]} of {config.batch_size} groups of step {step}, since {why}.")
 
 
 def _left_out(run: Record, config: Config, sql: str, first: int, last: int) -> frozenset[tuple[int, str]]:
@@ -335,7 +328,7 @@ def _run_in_process(variant: Replay, parent: int) -> None:
 def run_variant(
     variant: Replay,
     console: Console,
-    check: Callable[[TrainingEngine, Config, int], None] | None = None,
+    check: "Callable[[TrainingEngine, Config, int], None] | None" = None,
     run: str = "",
 ) -> dict[str, Any]:
     """Do one replay (all ranks). Returns what its summary.json has. check: called before each step, with its number.
@@ -398,7 +391,7 @@ class Training:
         return config
 
     def step(
-        self, step: int, batch: list[Group], check: Callable[[TrainingEngine, Config, int], None] | None = None
+        self, step: int, batch: list[Group], check: "Callable[[TrainingEngine, Config, int], None] | None" = None
     ) -> dict[str, Any]:
         """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the
         batch's samples, pi / pi_behav with pi the policy before this step, say about pi.

@@ -3,8 +3,6 @@
 All its data comes from the run folder. Data that a run did not write because it ended early is left out.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

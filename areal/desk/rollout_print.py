@@ -1,7 +1,5 @@
 """`python -m areal rollouts`: prints rollouts in a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -217,8 +217,7 @@ class Rollouts:
         """What became of the prompt of a group through the run. For each group of it, by start_version: the number of
         samples, and the mean, the lowest and the highest of their rewards.
 
-        These are the groups with the same row of the data and the same prompt text: an index comes once in a run, the
-        row comes again in each epoch.
+        These are the groups with the same row and prompt text: the row comes again, with another index, in each epoch.
         """
         rows = self._select(
             'SELECT "row", prompt', '"group" = $group AND sample = 0 AND branch = 0 LIMIT 1', {"group": group}

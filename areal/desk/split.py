@@ -4,8 +4,6 @@ Rates are completion tokens per second of one device; the work on prompts and on
 is in bytes per device. Time is in seconds, lengths in tokens, `B` and `G` as in areal.config.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -385,8 +383,7 @@ def _split(
 def _fitting_splits(
     config: Config, model: ModelSizes, lengths: TokenLengths, devices: int, device_bytes: float, alone: bool
 ) -> dict[int, Fit]:
-    """By the number of generators: the cheapest training that fits beside them. alone: one device has both. Raises
-    UserError if there is none."""
+    """By the number of generators: the cheapest training that fits. alone: one device has both. Raises UserError."""
     n = config.generator.tensor_parallel
     together = config.trainer.sequence_parallel
     room = (TRAINER_SHARE - (SHARED if alone else 0)) * device_bytes

@@ -4,8 +4,6 @@ Its file is a configuration with one more key, `grid`: some keys, each with seve
 a run. The run's configuration is written to RUN_DIR/SWEEP/RUN.yaml, and its folder is RUN_DIR/SWEEP/RUN.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

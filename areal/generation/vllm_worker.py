@@ -1,11 +1,8 @@
-"""Code that runs inside vLLM's own processes: loading weights in place, separating old from new KV cache, and exit with
-the generator.
+"""Inside vLLM's own processes: loading weights in place, separating old from new KV cache, exit with the generator.
 
 vLLM imports this module by name (`worker_extension_cls`, `scheduler_cls`, `distributed_executor_backend`). Nothing else
 should import it, since that imports vLLM.
 """
-
-from __future__ import annotations
 
 import logging
 import multiprocessing
@@ -95,8 +92,7 @@ class PolicyWorker:
         return None
 
     def load_policy(self) -> None:
-        """Overwrite the weights in place with those in the folder that was opened (Hugging Face names and shapes), or
-        the adapter with the one there."""
+        """Overwrite the weights (or the adapter) in place with those in the opened folder, in Hugging Face's form."""
         tensors = self._opened
         if isinstance(tensors, LoRAModel):
             self._put_adapter(tensors)
@@ -251,7 +247,7 @@ class _Gathers:
         of_user = begins and user_of(self.requests[request].cache_salt)  # type: ignore[attr-defined]
         return 1 if of_user else self.scheduler_config.stream_interval  # type: ignore[attr-defined]
 
-    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> Iterator[_Part]:
+    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> "Iterator[_Part]":
         """What to send of this output's sequence now."""
         begins = output.request_id not in self._seen
         if self._seen.get(output.request_id) != self._pauses:

@@ -1,7 +1,5 @@
 """Reads kept rollouts (areal.storage.rollouts) for the alerts: each file once, few columns, of many tokens a part."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

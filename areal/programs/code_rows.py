@@ -27,8 +27,6 @@ defines it, as in HumanEval, or `code_prompt`, as in BigCodeBench, the program b
 code, which may end with `check(Solution().f)`. `language` is the language of the programs; default: python.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import contextlib
@@ -168,8 +166,7 @@ def _trivial_programs(functions: Iterable[str]) -> dict[str, str]:
 
 
 def read_tests(row: Row) -> Tests:
-    """The tests of the row. Raises RewardError if it has none, if they are not understood, or if they evidently cannot
-    fail."""
+    """The tests of the row. Raises RewardError if they are missing, not understood, or evidently cannot fail."""
     _, is_method, entry = str(row.get("entry_point") or "").rpartition("Solution().")
     if entry and not entry.isidentifier():
         raise RewardError(f"the row's entry_point {entry!r} is not the name of a function, so its tests are not judged")
@@ -370,8 +367,7 @@ def _calls(
 
 
 def _call(arguments: Any, result: Any, a_line_each: bool) -> tuple[list[Any], Any]:
-    """The arguments and the result of a call. They are values, or both are the text of JSON: of the list of arguments,
-    or of one argument a line."""
+    """The arguments and the result of a call. Values, or texts of JSON: of the list of arguments, or of one a line."""
     if isinstance(arguments, str):
         lines = [line for line in arguments.split("\n") if line.strip()]
         arguments = [_parsed(line) for line in lines] if a_line_each else _parsed(arguments)

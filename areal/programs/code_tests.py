@@ -7,8 +7,6 @@
 * Asserts: `areal.programs.tests_runner` runs them: outside, in a process that the program cannot reach, or inside.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json
@@ -30,8 +28,7 @@ Way = Literal["outside", "inside"]
 
 _FENCE = re.compile(r"`{3,}|^~{3,}", re.MULTILINE)
 _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
-# To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
-# parsed for it in all.
+# To find where Python ends: how many ends of a block are tried, and how many characters are parsed in all.
 _MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 # How many facts about rows are remembered.
@@ -169,8 +166,7 @@ class CodeTests:
                 break
 
     async def _run_calls(self, code: str, tests: Calls, results: list[bool]) -> None:
-        """All calls in one run. If a limit ends it after some answers, the other calls get another run: so each call
-        may take as much as a program."""
+        """All calls in one run. If a limit ends it after some answers, the others get another run."""
         files = {"program.py": code.encode(errors="replace"), **self._runner}
         main = "import call_runner\ncall_runner.main()\n"
         job = json.dumps({"function": tests.function, "int_keys": tests.int_keys})
@@ -223,8 +219,7 @@ def _whole(code: str, tests: Asserts) -> str:
 
 
 def program_in(completion: str, language: str = "python") -> str:
-    """The last fenced block of `language`; without one, the last block that names no language; without that, the whole
-    completion."""
+    """The last fenced block of `language`, else the last block that names no language, else the whole completion."""
     blocks = list(_blocks(completion))
     named = [code for label, code in blocks if label in LANGUAGES.get(language, {language})]
     unnamed = [code for label, code in blocks if not label]

@@ -5,8 +5,6 @@ operation that nothing in Python interrupts. So the question is asked in a child
 ends at its limits.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

@@ -1,7 +1,5 @@
 """The programs and commands of this machine that samples run: so many at once, in one sandbox."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The tool that scores without a run."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace

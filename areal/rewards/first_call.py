@@ -1,7 +1,5 @@
 """The first call of rewards of the user's own, before a run: a wrong column, or a score that is none, shows at once."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence

@@ -26,8 +26,6 @@ The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `p
 an entry point in the group `areal.rewards` of an installed package. `judge/strict` is `judge` with options of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -131,8 +129,7 @@ def judge_by(
 
 
 def with_groups(config: C) -> C:
-    """`config` whose `reward.groups` has those of the rewards that it serves which score all completions of a group at
-    once. Raises UserError."""
+    """`config` whose `reward.groups` has the served rewards that score a group at once. Raises UserError."""
     kinds = {name: find(name) for name in [*config.own_rewards, *config.judges]}
     groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
     groups += [name for name in config.reward.groups if name not in {*kinds, *groups}]
@@ -263,8 +260,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the completion or its last line equals the row's answer, or one of a list, else 0.0. Surrounding white
-    space is ignored."""
+    """1.0 if the completion or its last line equals the row's answer, or one of a list, else 0.0. Stripped."""
     if row.get("answer") in (None, []):
         raise RewardError("the row has no answer to compare with")
     answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]

@@ -6,8 +6,6 @@ Its address (`url`) is that of any server that speaks OpenAI's protocol, which a
 cannot read, and an address that does not answer, is a failed sample, never a score.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -99,7 +97,7 @@ class VerdictOptions(JudgeOptions):
             yield "choices belong to verdict=choice, and low is below high: correct them"
 
 
-def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
+def client_of(url: str, api_key: str | None, retries: int) -> "AsyncOpenAI":
     """A client of the model at an address. api_key: by default that in OPENAI_API_KEY."""
     from openai import AsyncOpenAI  # takes a second to import
 
@@ -107,7 +105,7 @@ def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
 
 
-async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
+async def _ask_server(client: "AsyncOpenAI", request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
     """As an Answer. request: the arguments of the request besides the text."""
     from openai import OpenAIError
 
@@ -205,8 +203,7 @@ class GroupJudge(Judge):
     async def group_score(
         self, prompt: str, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> list[Result]:
-        """The mean of each completion's scores, and as the part `tokens` its share of what was read and written. Raises
-        RewardError."""
+        """The mean of each completion's scores, with the part `tokens`, its share of them. Raises RewardError."""
         count, samples = len(completions), self.options.samples
         if count == 1:
             return [Result(0.5, {})]

@@ -13,8 +13,6 @@ running job, so its answer cannot be taken for the answer to another job. If the
 callers with the same request share one job, and its result is cached for later callers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -156,8 +154,7 @@ class RewardPool:
     async def score_all(
         self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Tokens | None = None
     ) -> list[Result]:
-        """The results of reward `name`: of one completion, or if it is one of groups of all those of a group. Raises
-        RewardFailed."""
+        """The results of reward `name`: of one completion, or of all those of a group. Raises RewardFailed."""
         if name not in self._options:
             raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:

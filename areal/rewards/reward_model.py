@@ -3,8 +3,6 @@
 Start it with `vllm serve MODEL --runner pooling`. An address that does not answer is a failed sample, never a score.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ output is the result of one line of the input, in the same order:
 `status` is `ok`, or the kind of failure (areal.rewards.pool.RewardFailed); then there is also a `reason`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """What a training step computes with, each by itself, against float64 references in the shapes of the run's model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +30,7 @@ BEYOND = 1.2
 
 def share_of_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The norm of all errors together, as a share of the norm of what is exact."""
-    pairs = [
-        (tensor.detach().double(), reference.detach().double())
-        for tensor, reference in zip(tensors, exact, strict=True)
-    ]
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(tensors, exact, strict=True)]
     error = sum(float((tensor - reference).square().sum()) for tensor, reference in pairs)
     return (error / sum(float(reference.square().sum()) for _, reference in pairs)) ** 0.5
 
@@ -168,8 +163,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
 
 
 def _backward_alone(model: Any, flat: FlatBatch, weights: Tensor) -> Tensor:
-    """The log-probs of all tokens, each sequence by itself in float64. Leaves the gradient of their weighted sum in the
-    parameters."""
+    """The log-probs of all tokens, each sequence alone in float64. Parameters get their weighted sum's gradient."""
     exact = torch.zeros(len(flat.tokens), device=weights.device, dtype=torch.float64)
     start = 0
     for length in flat.lengths.tolist():

@@ -1,7 +1,5 @@
 """The reference for sampled sequences: transformers in fp32, with attention written out, one sequence at a time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

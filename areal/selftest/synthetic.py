@@ -1,7 +1,5 @@
 """What a self-test runs on: a tiny model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 All ranks call the methods of `TrainingChecks` together; the findings of rank 0 count.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -4,8 +4,6 @@ A hang cannot be told from slow work, except by time: work that nothing has move
 is taken for a hang. No I/O and no clock.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable

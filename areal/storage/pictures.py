@@ -1,10 +1,9 @@
 """The pictures of a run, each once: a file named by its digest, which is its checksum."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from threading import Lock
 
 from areal.config import UserError, explain
 from areal.pictures import DIGESTS, MAX_BYTES, digest_of
@@ -17,18 +16,21 @@ class PictureStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._lock = Lock()
 
     def lacking(self, digests: Iterable[str]) -> list[str]:
         """Those of which there is no file."""
         return [digest for digest in digests if not (self.folder / digest).exists()]
 
     def put_all(self, contents: Iterable[bytes]) -> None:
-        """Write the files of pictures that are not there yet. They are on disk when this returns. Raises OSError."""
-        for content in contents:
-            file = self.folder / digest_of(content)
-            if not file.exists():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                replace(file, content)
+        """Write the files of pictures that are not there yet. They are on disk when this returns. Several threads may
+        put the same ones. Raises OSError."""
+        with self._lock:
+            for content in contents:
+                file = self.folder / digest_of(content)
+                if not file.exists():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    replace(file, content)
 
     def get(self, digest: str) -> bytes:
         """Raises UserError if the file is missing or damaged."""

@@ -5,8 +5,6 @@ written whole, or not at all. The trained groups of a step are all in one file, 
 files says where to go on. The oldest files are removed once all together are larger than a limit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

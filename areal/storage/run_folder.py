@@ -5,8 +5,6 @@ tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/, and, whil
 (areal.storage.claim) and reserve (areal.storage.disk).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -59,8 +57,7 @@ class RunFolder:
     removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are moved to
     metrics.damaged.jsonl and evaluations.damaged.jsonl.
 
-    run: the identity of the run, which each record has. `filling`: what is to be said of the disk while it will soon be
-    full; otherwise empty."""
+    run: the identity of the run, which each record has. `filling`: what is to be said of a disk that fills."""
 
     def __init__(self, config: Config, run: str = "") -> None:
         self.path = config.folder
@@ -88,8 +85,7 @@ class RunFolder:
         self._flush_events = events.flush
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append one step's record and the time as a line of JSON. It is on disk on return. A record is skipped if its
-        step is there already."""
+        """Append one step's record, with the time. It is on disk on return. One that is there already is skipped."""
         if metrics["step"] <= self._step:
             return
         # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
@@ -105,8 +101,7 @@ class RunFolder:
         self.filling = warning and (self.filling or warning)
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
-        """Append one version's result and the time as a line of JSON. It is on disk on return. A result is skipped if
-        its version is there already."""
+        """Append one version's result, with the time. It is on disk on return. One that is there already is skipped."""
         if evaluation["version"] in self._evaluated:
             return
         append(self._evaluations, self._line(evaluation))
@@ -148,7 +143,7 @@ def _object_in(file: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file cannot be read, or is damaged."""
     try:
         value = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -201,8 +196,7 @@ def ways_out(folder: Path) -> str:
 
 
 def ways_on(folder: Path, without: Path | None = None) -> str:
-    """What to do if the spool of the run in `folder`, or the checkpoint `without`, is not whole, for the end of a
-    sentence."""
+    """What to do if the spool of a run, or the checkpoint `without`, is not whole, for the end of a sentence."""
     checkpoints = [path for path in checkpoints_in(folder) if path != without]
     if not checkpoints:
         return ways_out(folder)
@@ -241,8 +235,7 @@ def store_configuration(config: Config) -> None:
 
 
 def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool = False) -> Config:
-    """Return the configuration of the run in `folder`, with `overrides`. secrets: also what config.yaml hides. Raises
-    UserError if there is no run."""
+    """The configuration of the run in `folder`, with `overrides`. secrets: also what it hides. Raises UserError."""
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(f"There is no run in {folder}, it has no config.yaml: give its folder, runs/NAME.")
@@ -346,8 +339,7 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
 
 
 def end_of(folder: Path, step: int) -> list[str]:
-    """The overrides with which the run in `folder` ends at `step`. The schedule of its learning rate stays as it was,
-    since steps may be redone."""
+    """The overrides with which the run in `folder` ends at `step`. Its learning rates stay: steps may be redone."""
     config = config_of_run(folder)
     return [f"steps={step}", f"trainer.lr_schedule_steps={config.trainer.lr_schedule_steps or config.steps or 'null'}"]
 

@@ -4,8 +4,6 @@ Whoever samples it again begins with them: a call with the same prompt goes on f
 is not saved, because the workflow makes it again; its digest is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b

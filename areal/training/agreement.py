@@ -3,8 +3,6 @@
 Several folders may be written at a time, each in a thread and a process group of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -102,8 +100,7 @@ class RankMessages:
 
 
 class Contents(Protocol):
-    """The files of a folder that all ranks write. What was written may have to be written again. `size`: about how many
-    bytes this rank writes."""
+    """The files of a folder that all ranks write. It may have to be written again. `size`: about this rank's bytes."""
 
     @property
     def size(self) -> int: ...

@@ -6,8 +6,6 @@ attend to each other take, for each pair, four times the size of all heads forwa
 computed again to save memory does not count.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from functools import cache
@@ -18,8 +16,7 @@ import torch
 from areal.models import EXPERTS
 from areal.training.packed import PackedRow
 
-# Dense TFLOP/s in bf16 with sums in fp32, by a part of the device's name in CUDA; the first match counts. From the data
-# sheets of NVIDIA and AMD.
+# Dense TFLOP/s in bf16 with sums in fp32, by a part of the device's name; the first match counts (data sheets).
 KNOWN = {
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "H20": 148, "B200": 2250,
     "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,

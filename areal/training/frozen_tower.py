@@ -5,8 +5,6 @@ in place of its placeholders' embeddings, others that are added to what the firs
 arXiv 2406.04334), and rotary angles by time, height and width.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path
@@ -76,8 +74,7 @@ class FrozenTower:
         return self._vectors[number]
 
     def _rotate(self, rotary: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The cosines and sines [1, T, D] of the angles, of which each is by one of the three positions
-        (arXiv 2409.12191, section 2.1)."""
+        """The cosines and sines [1, T, D] of the angles, each by one of the three positions."""
         row = self._row
         if row is None or row.places is None:
             return None

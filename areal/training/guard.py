@@ -7,8 +7,6 @@ that resumes from it starts with a new guard without streaks. This is correct, b
 the same streak, or the same stop, as before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,8 +64,7 @@ def not_finite(metrics: Mapping[str, float | None]) -> str | None:
 
 
 class Guard:
-    """Checks the metrics of every step, including redone steps. config: as `limits_of` gives it. objective:
-    `trainer.objective`."""
+    """Checks the metrics of every step, also redone ones. config: of `limits_of`. objective: `trainer.objective`."""
 
     def __init__(self, config: GuardConfig, objective: str = "") -> None:
         self._config = config
@@ -82,8 +79,7 @@ class Guard:
     def check(self, metrics: Mapping[str, float | None]) -> str | None:
         """Check a step's metrics (areal.training.step_metrics.StepResult); a metric that is missing or None is skipped.
 
-        Returns None if the run may go on. Otherwise the run has to stop, and the returned sentence says why and what
-        to try.
+        Returns None if the run may go on, else a sentence: why it has to stop, and what to try.
         """
         if wrong := not_finite(metrics):
             return f"{wrong}: {self._advice(metrics)}."

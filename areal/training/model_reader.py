@@ -1,7 +1,5 @@
 """Reads a model for training: where its weights go, and that it gives the same log-probs in every pass."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +49,7 @@ def _disable_noise(part: torch.nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelReader:
-    """stage: of ZeRO. attention: its name in transformers. longest: the most tokens of a sequence; None: the model's
-    limit."""
+    """stage: of ZeRO. attention: its name in transformers. longest: tokens of a sequence; None: the model's limit."""
 
     config: TrainerConfig
     stage: int

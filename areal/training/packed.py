@@ -6,8 +6,7 @@ tokens that the sequence before it does not have, and its *path* lists the place
 is a prefix tree, written branch by branch. A token's position is its depth in the tree, and it attends to its ancestors
 and itself. Its log-probability and all gradients equal those of the sequence computed by itself.
 
-In layers with a *window* of W tokens, as in transformers and vLLM, it attends only to the last W of these; they are
-counted along the path.
+In layers with a *window* of W tokens, as in transformers and vLLM, it attends only to the last W of these.
 
 `packed_sdpa` makes one kernel call per sequence: queries are the tokens it adds, keys are its path. On trees of the
 quickstart, on one core, a training step is 1.2 times as fast with it as with each of these alternatives: a dense mask
@@ -239,8 +238,7 @@ def _routes(sequences: Sequence[Trajectory]) -> list[np.ndarray]:
 
 
 def _shared_prefixes(members: Sequence[_Member], routes: Sequence[np.ndarray]) -> np.ndarray:
-    """`FlatBatch.shared`. Passes that took other experts are not shared. A token without routes takes those that its
-    neighbour has."""
+    """`FlatBatch.shared`. Not where experts differ. A token without routes takes its neighbour's."""
     counts = [0]
     for number, (previous, member) in enumerate(pairwise(members)):
         count = common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
@@ -298,13 +296,11 @@ class PackedRow:
     places: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:
-        """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch; or several,
-        [T, k], then [S, k]."""
+        """The values of the row's S tokens, float32 [S] or [S, k]. values: of the batch, [T] or [T, k]."""
         return torch.from_numpy(values[self.batch_index]).float().to(self.tokens.device)
 
     def with_top_tokens(self) -> PackedRow:
-        """The row with targets for which log-probabilities are wanted, too: S + S k, the teacher's likeliest tokens
-        after the others."""
+        """The row with further targets for log-probs: S + S k, the teacher's likeliest tokens after the others."""
         if self.top_tokens is None:
             return self
         places = self.distribution.repeat_interleave(self.top_tokens.shape[1])
@@ -498,8 +494,7 @@ def _attend_by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention by its scores, as the models' own functions in transformers have it. query: scaled. attn_mask: bool
-    [n, m]."""
+    """Attention by its scores, as the models' functions in transformers. query: scaled. attn_mask: bool [n, m]."""
     scores = query @ key.transpose(2, 3)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -604,8 +599,7 @@ def packed_flex(
     row: PackedRow, mask_of: Callable[[int | None, int | None], BlockMask], scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Like `packed_sdpa`, but with one kernel call for the whole row. mask_of: `block_mask` of the row, by window and
-    chunk."""
+    """Like `packed_sdpa`, but one kernel call for the whole row. mask_of: its `block_mask`, by window and chunk."""
     _refuse(options)
     longest, chunk = max(row.lengths), chunk_of(module)
     mask = mask_of(

@@ -182,26 +182,19 @@ def _end_where_trained(folder: Path, tokenizer: Any, ends: set[int]) -> None:
 def _read_rows(
     config: SftConfig, model: Path, tokenizer: Any, rollouts: Path | None, pictures: Path
 ) -> tuple[list[Group], list[Group], list[str]]:
-    """Rows to train on, held-out rows, and what to say of the rows. Their pictures are put into `pictures`, unless they
-    are `rollouts`."""
+    """Rows to train on, held-out rows, and what to say of them. `pictures` gets theirs, unless of `rollouts`."""
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"The tokenizer of {model} has no end-of-sequence token: set eos_token in tokenizer_config.json."
-        )
+        raise UserError(f"{model}'s tokenizer has no end-of-sequence token: set eos_token in tokenizer_config.json.")
     data = config.data
     if rollouts:
         parts, notes = sampled(tokenizer, model, rollouts, config), list[str]()
     else:
         parts, notes = _demonstrations(tokenizer, config, pictures)
     if config.trainer.sequence_parallel > 1 and any(row.row for part in parts for row in part):
-        raise UserError(
-            f"Rows of {data.named} have pictures, which trainer.sequence_parallel does not take: set it to 1."
-        )
+        raise UserError(f"Rows of {data.named} have pictures, but trainer.sequence_parallel takes none: set it to 1.")
     rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in parts)
     if not rows or not held_out:
-        raise UserError(
-            f"{data.named} has too few rows of at most max_length={config.max_length} tokens: raise max_length."
-        )
+        raise UserError(f"{data.named} has too few rows of at most max_length={config.max_length} tokens: raise it.")
     if too_long := sum(map(len, parts)) - len(rows) - len(held_out):
         notes.append(f"{too_long} rows are left out: they have more than max_length={config.max_length} tokens")
     return rows, held_out, notes
@@ -273,8 +266,7 @@ def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
 
 
 def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray, row: str) -> Group:
-    """A group of one sequence. is_sampled: bool [T], of the tokens in the loss. row: with the digests of its pictures;
-    empty: it has none."""
+    """A group of one sequence. is_sampled: bool [T], in the loss. row: with its pictures' digests; may be empty."""
     versions = np.where(is_sampled, 0, NOT_SAMPLED).astype(np.int32)
     sequence = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
     return Group(f"{number}", number, (sequence,), row)

@@ -149,8 +149,7 @@ def write_index(folder: Path) -> None:
 def copy_model_files(source: Path, folder: Path, *, dtype: str) -> None:
     """Copy all files of the model in `source` except its weights (configuration, tokenizer) into `folder`.
 
-    dtype: the type in which the weights in `folder` are stored, e.g. "float32". It is written to config.json, because
-    loaders use the type given there.
+    dtype: the type in which the weights in `folder` are stored, e.g. "float32". Loaders take it from config.json.
     """
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):

@@ -5,8 +5,6 @@ Trainers write adapters, and generators apply them. Programs that load checkpoin
 `merged_tensors` gives.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -24,8 +22,7 @@ from areal.models import shapes_in
 from areal.weights.folders import ADAPTER_CONFIG_FILE, ADAPTER_FILE, write_tensors
 
 FOLDER = "adapter"
-"""The adapter's folder in a checkpoint. If its files were beside the merged weights, transformers would add the adapter
-to them again."""
+"""The adapter's folder in a checkpoint. Beside the merged weights, transformers would add the adapter again."""
 
 _ROOT = "base_model.model."  # prefix of all tensor names in peft
 _NAME = ".default"  # name of the only adapter: part of its parameters' names, but not of the names in files

@@ -7,8 +7,6 @@ its keyword arguments. A workflow handles tokens exactly as the engine saw them 
 decoded only for rewards, tools and environments. See docs/workflows.md.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ placeholder for what was sampled, and what follows the last placeholder is what 
 rendered with them: some templates write the results of tools only beside their calls, or name them by their place.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -19,8 +17,7 @@ from areal.tokens import special_tokens
 
 Message = dict[str, Any]
 
-# Placeholders for what was sampled, in the last turn and in earlier ones: text that no template changes and no message
-# contains.
+# Placeholders for what was sampled, in the last turn and in earlier ones: no template changes them.
 _LAST, _EARLIER = "content-sampled-6f1d8a", "content-earlier-6f1d8a"
 EXAMPLE_TOOL = {
     "type": "function",
@@ -208,8 +205,7 @@ def _pictures(message: Message) -> list[dict[str, Any]]:
 
 
 def _stands(text: str, shown: str) -> bool:
-    """Whether the text stands in what is shown, trimmed, as JSON, or at least most of its words in their order, in
-    whatever case."""
+    """Whether the text stands in what is shown, trimmed, as JSON, or most of its words in order, in whatever case."""
     text, shown = text.strip().casefold(), shown.casefold()
     if text in shown or json.dumps(text)[1:-1] in shown:
         return True

@@ -5,8 +5,6 @@ branch: its first tokens are shared with the branch that has most of them, the o
 shortens its history, calls itself or asks the same twice is one sample, and nothing of what it sampled is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +22,9 @@ class _Path:
 
     table: TokenTable
     shared: int
-    parent: _Path | None
+    parent: "_Path | None"
     calls: list[tuple[int, int]] = field(default_factory=list)
-    children: list[_Path] = field(default_factory=list)
+    children: "list[_Path]" = field(default_factory=list)
 
 
 class Forest:
@@ -100,8 +98,7 @@ class Forest:
         return path
 
     def _order(self) -> Iterator[_Path]:
-        """The paths, so that each begins with tokens of the path before it: after a path come the branches that leave
-        it, the last to leave first."""
+        """The paths, each with first tokens of the one before: after a path its branches, the last to leave first."""
         waiting = [path for path in reversed(self._paths) if path.parent is None]
         while waiting:
             path = waiting.pop()

@@ -1,7 +1,5 @@
 """Runs environments of the Gymnasium library as the workflow `environment` wants them: `environment: gymnasium:ID`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

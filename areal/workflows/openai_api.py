@@ -3,8 +3,6 @@
 Other protocols are translations: they make a `ChatRequest` of their request, and a `Reply` of the `Answer`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -162,8 +160,7 @@ class ChatRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion: the message for the agent, the finish reason, what was sampled, and the number of tokens before
-    it."""
+    """A completion: the message for the agent, the finish reason, what was sampled, and the tokens before it."""
 
     message: Json
     finish: str
@@ -238,8 +235,7 @@ class ChatSession:
     def _prompt(
         self, messages: list[Json], tools: list[Json] | None, digests: list[bytes]
     ) -> tuple[Conversation, list[int]]:
-        """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError if the messages
-        cannot be rendered and encoded."""
+        """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError."""
         parent = next((talk for digest in reversed(digests) if (talk := self._conversations.get(digest))), None)
         if parent is not None:
             with contextlib.suppress(Exception):  # of templates that do not show the last answer, for example
@@ -401,8 +397,7 @@ def error_body(message: str, code: str | None) -> Json:
 
 
 def prompt_tokens(request: ChatRequest, tokenizer: Any, pictures: Sequence[Json] = ()) -> int:
-    """How many tokens the chat template makes of the messages and tools. pictures: `ChatSession.pictures`. Raises
-    ApiError."""
+    """How many tokens the template makes of messages and tools. pictures: `ChatSession.pictures`. Raises ApiError."""
     return len(_rendered(Conversation(tokenizer, request.offered), messages_of(request, pictures)))
 
 

@@ -4,8 +4,6 @@ It speaks the server's protocol, JSON over a WebSocket, itself: the `openenv` pa
 of the MCP library, so that both cannot be installed together.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -815,12 +815,17 @@ async def test_a_reward_that_was_taken_and_is_undone_is_not_said_to_count(city):
     assert not city.state.receipts
 
 
-async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
-    city.says = ["hello"]
+@pytest.mark.parametrize("host", ["the same", "another, whose clock is an hour ahead"])
+async def test_a_session_grows_no_younger_at_another_gateway_and_no_hour_older_at_another_host(city, monkeypatch, host):
+    city.says = ["hello", "again"]
+    at, there = time.monotonic(), "a boot"
+    monkeypatch.setattr("actors.sampling.user_sessions._since_boot", lambda: (there, at))
     async with city.gateway(0) as user:
         await user.say("hi")
-    began = time.time()
-    monkeypatch.setattr("actors.sampling.user_sessions.time", SimpleNamespace(time=lambda: began + 1000))
+        user.gateway._sessions["anna:s"].begun -= 200
+        await user.say("and?")
+    at += 1000 if host == "the same" else 3600
+    there = "a boot" if host == "the same" else "another one"
     async with city.gateway(1) as user:
 
         async def waits(message, answer):
@@ -830,7 +835,8 @@ async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
         user.gateway.ask_trainer = waits
         await user.ask("sessions/s", method="GET")
         session = user.gateway._sessions["anna:s"]
-        assert 1000 <= asyncio.get_running_loop().time() - session.begun < 1100
+        age = asyncio.get_running_loop().time() - session.begun
+        assert 0 <= age - (1200 if host == "the same" else 200) < 100
 
 
 async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():

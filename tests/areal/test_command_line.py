@@ -45,6 +45,23 @@ def test_a_clone_that_is_not_installed_has_a_version_too(monkeypatch):
     assert areal.__version__ == "unknown"
 
 
+@pytest.mark.parametrize("kept", ["in its file", "packed", "detached", "none", "no clone"])
+def test_the_version_of_a_clone_names_its_commit_however_git_keeps_it(tmp_path, kept):
+    commit, branch = "0123456789abcdef", "refs/heads/main"
+    head = commit if kept == "detached" else f"ref: {branch}"
+    files = {
+        "in its file": {"HEAD": head, branch: commit, "packed-refs": f"fedcba9876543210 {branch}"},
+        "packed": {"HEAD": head, "packed-refs": f"# pack-refs\nfedcba9876543210 refs/heads/old\n{commit} {branch}"},
+        "detached": {"HEAD": head},
+        "none": {"HEAD": head, "packed-refs": "# pack-refs"},
+        "no clone": {},
+    }
+    for name, text in files[kept].items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert areal._commit(tmp_path) == ("" if kept in ("none", "no clone") else "+g0123456789")
+
+
 def test_every_tool_is_there():
     named = [tool.get_default("tool").split(":") for tool in TOOLS.values()]
     assert all(callable(getattr(import_module(module), name)) for module, name in named)

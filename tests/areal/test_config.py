@@ -259,7 +259,7 @@ def test_another_source_leaves_behind_what_belongs_to_the_old_one(tmp_path):
 
 
 def test_names_of_other_libraries_are_those_of_the_table_and_lead_to_keys():
-    names, keys = other_names(), {key for key, _ in keys_of(Config)}
+    names, keys = other_names(), {key for key, *_ in keys_of(Config)}
     assert {*names.values()} <= keys
     table = (ROOT / "docs" / "examples.md").read_text().split("| here | TRL |")[1].split("\n\n")[0]
     cells = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| ([^|]+) \| (?:[^|]*)", table, re.M)]
@@ -370,7 +370,7 @@ def test_benchmarks_survive_being_written_and_read():
     [
         ("[aime]", "There is no benchmark 'aime' .*: known are aime24, .*write the path of a YAML file"),
         ("[none.yaml]", "There is no benchmark 'none.yaml'"),
-        ("{aime24: 3}", "neither a list of names nor a mapping of names to their keys"),
+        ("{aime24: 3}", "neither a list of names nor a mapping of names to keys"),
         ("3", "neither a list of names nor a mapping"),
         ("{a/b: {source: x.jsonl}}", "The benchmark 'a/b' in evaluator.benchmarks has a name that no file can have"),
         ("{aime24: {sample: 3}}", "Unknown key 'benchmarks.aime24.sample' .*did you mean 'samples'"),

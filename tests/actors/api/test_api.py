@@ -398,7 +398,7 @@ async def test_a_reward_that_cannot_score_an_empty_completion_is_told_in_a_note(
         (lambda: areal.train(model="m", data=[{"prompt": "1"}]), "Rows of your own need a reward"),
         (
             lambda: areal.train(model="quickstart", **{"trainer.objective": lambda tokens, config: 0.0}),
-            "The objective <lambda> is no plain function: define it by def, without decorators, or write it to a file",
+            "The objective <lambda> is no plain function: use def, without decorators, or write it to a file",
         ),
         (
             lambda: areal.train(model="quickstart", trainer={"objective": needs_a_lock}),

@@ -481,7 +481,7 @@ async def test_a_workflow_may_ask_one_reward_whose_score_is_a_part_and_no_more()
     assert await session.score("draft", reward="judge") == 0.5
     assert await session.score("done") == 1.0
     assert session.reward_parts == {"judge": 0.5, "judge/tokens": 9.0}
-    with pytest.raises(SampleFailed, match="'rank' scores all samples of a group: it cannot be asked alone"):
+    with pytest.raises(SampleFailed, match="'rank' scores whole groups: it cannot be asked alone"):
         await session.score("draft", reward="rank")
 
 

@@ -501,6 +501,8 @@ def test_several_pictures_without_marks_come_first_as_in_trl(tmp_path):
         ({"prompt": "<image>?", "images": [URL, URL]}, "more pictures than places"),
         ({"prompt": "<image>?", "images": ["https://a.example/b.png"]}, "is not on this machine"),
         ({"prompt": "<image>?", "images": [URL[:-3]]}, "its data URL is not base64"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}]}], "images": [URL]}, "neither"),
+        ({"prompt": "?", DIGESTS: [digest_of(PNG)]}, "'picture_digests', which name pictures that the row has"),
     ],
 )
 def test_a_picture_that_cannot_be_used_is_told(tmp_path, row, message):

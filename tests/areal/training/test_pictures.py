@@ -1,6 +1,7 @@
 """Pictures in prompts: the trainer computes what the whole model of transformers does, sequence by sequence."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -211,6 +212,14 @@ def test_a_picture_that_changed_on_disk_is_refused(model, batch, tmp_path):
     file.write_bytes(png(30, 30, 4))
     with pytest.raises(UserError, match="is damaged"):
         store.get(file.name)
+
+
+def test_several_threads_may_store_the_same_pictures(tmp_path):
+    store, contents = PictureStore(tmp_path / "pictures"), [bytes([n]) * (1 << 16) for n in range(32)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(store.put_all, [contents] * 4))
+    assert [store.get(digest_of(content)) for content in contents] == contents
+    assert len([*store.folder.iterdir()]) == len(contents)
 
 
 def test_as_many_placeholders_are_written_as_the_processor_makes_parts(model):

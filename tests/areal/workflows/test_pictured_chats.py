@@ -63,7 +63,7 @@ def test_a_model_that_does_not_see_refuses_pictures(tokenizer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     prompt, _ = place("<image> how many", [png(28, 28, 0)], tmp_path, "the row")
     talk, messages = begin(load_tokenizer(str(tmp_path)), prompt)
-    with pytest.raises(UserError, match="does not see pictures here, which qwen2_5_vl, qwen3_vl, smolvlm alone do"):
+    with pytest.raises(UserError, match="sees no pictures here, which qwen2_5_vl, qwen3_vl, smolvlm alone do"):
         talk.prompt(messages)
 
 
