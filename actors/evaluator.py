@@ -25,7 +25,10 @@ from actors.sampling.jobs import RoutedGenerators
 from actors.sampling.router import Router
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
-from areal.config import BenchmarkConfig, Config, EvaluatorConfig, SamplingConfig
+from areal.config import Config
+from areal.config.engines import SamplingConfig
+from areal.config.roles import EvaluatorConfig
+from areal.config.rows import BenchmarkConfig
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark
 from areal.evaluation import scorecard

@@ -29,7 +29,7 @@ from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import load_parsers
 from actors.sampling.user_sessions import UserSession, note_error
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.tokens import load_tokenizer
 from areal.trajectory import row_text
 from areal.workflows.openai_api import ApiError

@@ -38,8 +38,10 @@ from actors.runtime.works import Works
 from actors.sampling.flows import Flows
 from actors.weights.direct_weights import DirectReceiver
 from actors.weights.weight_service import WeightFetcher
-from areal.config import Config, SamplingConfig, UserError, explain
+from areal.config import Config
+from areal.config.engines import SamplingConfig
 from areal.devices import shares_devices
+from areal.errors import UserError, explain
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
 from areal.pictures import digest_of

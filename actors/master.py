@@ -38,9 +38,10 @@ from actors.mastering.training_requests import TrainingRequests
 from actors.runtime import vitals
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
 from actors.watching import prometheus
-from areal.config import Config, UserError, explain
+from areal.config import Config
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
+from areal.errors import UserError, explain
 from areal.hiding import without_secrets
 from areal.models import digests_of
 from areal.observe.tracking import flat

@@ -30,8 +30,8 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
-from areal.config import UserError, explain
 from areal.data.rows import Row
+from areal.errors import UserError, explain
 from areal.generation.routing import groups_that_fit, plan_moves
 from areal.pictures import DIGESTS, digest_of
 from areal.programs.outside import SandboxError

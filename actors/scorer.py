@@ -24,7 +24,9 @@ from jinja2 import TemplateError
 from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
-from areal.config import SCORER, SamplingConfig, explain
+from areal.config.engines import SamplingConfig
+from areal.config.scoring import SCORER
+from areal.errors import explain
 from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by

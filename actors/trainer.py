@@ -47,8 +47,9 @@ from actors.training.sample_store import SampleStore
 from actors.training.turns import Turns
 from actors.weights.direct_weights import DirectSender, load_transport
 from actors.weights.weight_service import WeightServer
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.devices import shares_devices, visible_devices
+from areal.errors import UserError
 from areal.run_files import ROLLOUTS
 from areal.storage.disk import DiskRetry
 from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.roles import ROLES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

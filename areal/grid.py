@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from areal.config import UserError, parsed_values
+from areal.config.overrides import parsed_values
+from areal.errors import UserError
 
 
 def read_grid(texts: Iterable[str]) -> dict[str, list[Any]]:

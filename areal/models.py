@@ -17,7 +17,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from areal.config import Config, LoraConfig, UserError, explain
+from areal.config import Config
+from areal.config.training import LoraConfig
+from areal.errors import UserError, explain
 from areal.processes import ROOT, cache_folder, tied
 
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")

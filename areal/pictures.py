@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areal.config import explain
+from areal.errors import explain
 
 if TYPE_CHECKING:
     from PIL.Image import Image

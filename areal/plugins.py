@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.text import shown
 
 # What a configuration says of code: a file or module with its object, or, under the key `command`, a program. These

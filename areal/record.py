@@ -10,8 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from areal.config import Config, UserError, read_values
+from areal.config import Config
+from areal.config.reading import read_values
 from areal.data.files import read_object
+from areal.errors import UserError
 from areal.models import QUICKSTART_FOLDER
 from areal.run_files import CHANGES, CONFIG, EVALUATIONS, EVENTS, JOURNAL, METRICS, OLDER, PICTURES, ROLLOUTS, SUMMARY
 from areal.storage import rollouts

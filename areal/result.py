@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
-from areal.config import explain
+from areal.errors import explain
 from areal.trajectory import LARGEST_REWARD
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from areal.config import Config, UserError, explain
+from areal.config import Config
+from areal.errors import UserError, explain
 from areal.pictures import decode, digest_of
 
 # The names of a processor's sizes, and their defaults; those of the tower of SmolVLM.

@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from areal.config import RowsConfig, UserError, explain
+from areal.config.rows import RowsConfig
+from areal.errors import UserError, explain
 from areal.text import without_code
 
 

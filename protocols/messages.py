@@ -506,7 +506,7 @@ class NewSequence(Part):
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")
-"""The fields of NewSequence that are those of areal.config.SamplingConfig."""
+"""The fields of NewSequence that are those of areal.config.engines.SamplingConfig."""
 
 
 class Generate(Message):

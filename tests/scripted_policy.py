@@ -6,7 +6,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.config import Credit, SamplingConfig, SandboxConfig
+from areal.config.engines import SamplingConfig
+from areal.config.scoring import Credit, SandboxConfig
 from areal.programs.slots import Programs
 from areal.sampled import Generation
 from areal.trajectory import Trajectory

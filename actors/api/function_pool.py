@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from areal.config import RewardConfig, explain
+from areal.config.scoring import RewardConfig
+from areal.errors import explain
 from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction
 from areal.rewards.processes import RewardFailed

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal.config import Config, UserError, explain
+from areal.config import Config
 from areal.data.sources import open_source
+from areal.errors import UserError, explain
 from areal.storage.disk import replace
 
 FILE = "rows.jsonl"

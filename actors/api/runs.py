@@ -29,7 +29,8 @@ from actors.runtime.actor import Actor
 from actors.runtime.addresses import locate
 from actors.watching.monitor import render
 from actors.watching.runs import STOP_SECONDS, run_in, stop_run
-from areal.config import Config, UserError, explain
+from areal.config import Config
+from areal.errors import UserError, explain
 from areal.processes import START, SUPERVISED
 from areal.record import Record, new_steps
 from areal.rewards.functions import RewardFunction, check_groups, of_object

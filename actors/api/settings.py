@@ -11,8 +11,11 @@ from typing import Any
 
 from actors.api import objective, rows
 from actors.api.function_pool import FunctionPool
-from areal.config import CONFIGS, EXTERNAL, Config, UserError, merged, overridden, read_values, validated, write_yaml
+from areal.config import Config, overridden, validated
+from areal.config.reading import CONFIGS, merged, read_values, write_yaml
+from areal.config.roles import EXTERNAL
 from areal.data.sources import open_source
+from areal.errors import UserError
 from areal.rewards.first_call import check_calls
 from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
 from areal.storage.claim import check_room, claim

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 
 if TYPE_CHECKING:
     from areal.desk.sweep import SweptRun

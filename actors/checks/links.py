@@ -16,7 +16,9 @@ from actors.checks.preflight import check_port
 from actors.runtime.addresses import ListenAddress, find_master, new_bus, open_network
 from actors.watching.health import status_of
 from actors.weights.weight_service import WeightFetcher, WeightServer
-from areal.config import Config, UserError, WeightsConfig, from_message
+from areal.config import Config, from_message
+from areal.config.engines import WeightsConfig
+from areal.errors import UserError
 from areal.network_interfaces import ANYWHERE, GLOO, interface_towards
 from areal.processes import KEYS
 from areal.selftest.disk import check_folder

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from actors.checks.row_checks import check_prompts, check_rows
-from areal.config import Config, EngineConfig, ScorerConfig, UserError, explain
+from areal.config import Config
+from areal.config.engines import EngineConfig, ScorerConfig
 from areal.cpu.processor import lacks_bf16
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
 from areal.devices import host_memory, threads_of_scorers, visible_devices
+from areal.errors import UserError, explain
 from areal.models import (
     architectures_of,
     check_adapters,
@@ -65,14 +67,14 @@ folder, tools, reasoning = sys.argv[1:]
 Parsers(load_tokenizer(folder), tools, reasoning or None).load()
 """
 _CHECK_DEEPSPEED = """
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.training.engine import check_settings
 from areal.training.optimizer import deepspeed_config
 check_settings(deepspeed_config(TrainerConfig.model_validate_json(sys.argv[1])))
 """
 _CHECK_VLLM = """
 from pathlib import Path
-from areal.config import GeneratorConfig
+from areal.config.engines import GeneratorConfig
 from areal.generation.engine import check_options
 check_options(Path(sys.argv[1]), GeneratorConfig.model_validate_json(sys.argv[2]))
 """
@@ -83,7 +85,7 @@ check_names(Path(sys.argv[1]))
 """
 _IN_A_PROCESS = """
 import sys
-from areal.config import UserError
+from areal.errors import UserError
 try:
 {}
 except UserError as error:

@@ -12,9 +12,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import PromptSource, open_benchmark
+from areal.errors import UserError
 from areal.programs.code_rows import read_tests, unnamed
 from areal.programs.code_tests import CodeTests
 from areal.result import RewardError

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 from actors.checks.preflight import check, check_options, free_port
 from actors.runtime.addresses import check_keys
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.devices import check_transport, deal_out, visible_devices
+from areal.errors import UserError
 from areal.models import lacks_quickstart
 from areal.roles import ROLES
 from areal.storage.claim import check_free, check_room

@@ -29,9 +29,11 @@ from actors.sampling.services import Endpoint, Services, load_parsers
 from actors.sampling.sessions import SampleSession, place_of
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
-from areal.config import Config, UserError, merged, overridden, read_values, validated
+from areal.config import Config, overridden, validated
+from areal.config.reading import merged, read_values
 from areal.data.rows import Row
 from areal.data.sources import open_source, read_row
+from areal.errors import UserError
 from areal.generation.engine import EngineError, GenerationEngine
 from areal.models import resolve_model
 from areal.processes import ROOT

@@ -11,7 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from actors.mastering.run_state import RunState
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.run_files import JOURNAL, METRICS, OLDER, SPOOL
 from areal.storage.database import copy_store
 from areal.storage.disk import within

@@ -15,7 +15,9 @@ from typing import Any
 
 from actors.mastering.run_state import RunState
 from actors.record.rollback import versions_kept
-from areal.config import Config, UserError, explain, parsed
+from areal.config import Config
+from areal.config.overrides import parsed
+from areal.errors import UserError, explain
 from areal.hiding import hidden_in
 from areal.run_files import EVALUATIONS, FORK, JOURNAL, METRICS
 from areal.settings import differences, is_under

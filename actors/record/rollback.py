@@ -19,7 +19,8 @@ from typing import Any
 
 from actors.mastering.changes import Abandoned
 from actors.mastering.run_state import RunState
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.run_files import EVALUATIONS, JOURNAL, METRICS, OLDER, REPORT, ROLLOUTS, SPOOL, SUMMARY
 from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import structlog
 
-from areal.config import Config, UserError, explain
+from areal.config import Config
+from areal.errors import UserError, explain
 from areal.network_interfaces import own_address
 from areal.processes import KEYS
 from areal.storage.claim import announce, check_room, claim, claimed_address

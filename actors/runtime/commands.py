@@ -10,7 +10,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from areal.command_line import CONFIG, OVERRIDES, RoomTools
-from areal.config import CONFIGS, Config, UserError, benchmarks_in, explain, load_config
+from areal.config import Config, load_config
+from areal.config.reading import CONFIGS
+from areal.config.roles import benchmarks_in
+from areal.errors import UserError, explain
 from areal.processes import START
 from areal.roles import ROLES
 from areal.text import shown

@@ -38,8 +38,9 @@ from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
-from areal.config import Config, UserError, explain, from_message
+from areal.config import Config, from_message
 from areal.devices import CORES, settle
+from areal.errors import UserError, explain
 from areal.observe import cpu_profile
 from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry

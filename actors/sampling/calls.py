@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from actors.sampling.flows import Job
-from areal.config import SamplingConfig, explain
+from areal.config.engines import SamplingConfig
+from areal.errors import explain
 from areal.pictures import digest_of
 from areal.result import Result, RewardError
 from areal.sampled import Finish, Generation, TokenTable, split

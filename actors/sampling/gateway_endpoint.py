@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
 from actors.sampling.user_sessions import SessionCall, UserSession
-from areal.config import GatewayConfig
+from areal.config.roles import GatewayConfig
 from areal.workflows.anthropic_api import CountRequest
 from areal.workflows.openai_api import ApiError, prompt_tokens
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Literal
 
-from areal.config import KeyConfig
+from areal.config.roles import KeyConfig
 from areal.workflows.openai_api import ApiError
 
 Right = Literal["serve", "reward", "reward_all"]

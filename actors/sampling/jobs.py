@@ -17,7 +17,8 @@ from actors.sampling.calls import Call, SampleFailed, ended, score_with_retries
 from actors.sampling.flows import Flow, Job, Spawn
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
-from areal.config import RewardConfig, explain
+from areal.config.scoring import RewardConfig
+from areal.errors import explain
 from areal.result import Result
 from areal.rewards.pool import Quarantine, digest
 from areal.rewards.processes import RewardFailed

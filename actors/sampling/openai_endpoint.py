@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
-from areal.config import explain
+from areal.errors import explain
 from areal.workflows import anthropic_api, openai_api
 from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest, Threads
 from areal.workflows.openai_api import Access, Answer, ApiError, ChatReply, ChatRequest, ChatSession, Event, Reply

@@ -10,7 +10,8 @@ import numpy as np
 
 from actors.sampling.calls import Call, SampleState
 from actors.sampling.services import Generators
-from areal.config import Config, SamplingConfig
+from areal.config import Config
+from areal.config.engines import SamplingConfig
 from areal.result import Result
 from areal.rewards.functions import judge_by
 from areal.workflows.conversation import Conversation, user

@@ -14,7 +14,7 @@ from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
 from actors.sampling.services import Endpoint, Services, load_parsers
 from actors.sampling.sessions import SampleSession
-from areal.config import DataConfig
+from areal.config.rows import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.generation.routing import GeneratorLoad

@@ -15,7 +15,7 @@ import numpy as np
 from actors.sampling.calls import Call, SampleFailed, SampleState
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.services import Generators, Services
-from areal.config import SamplingConfig
+from areal.config.engines import SamplingConfig
 from areal.data.rows import Row, prompt_text
 from areal.programs.slots import waiting
 from areal.result import all_scored, combined

@@ -17,17 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 import structlog
 import uvloop
 
-from areal.config import (
-    CONFIGS,
-    Config,
-    ScorerConfig,
-    UserError,
-    advice,
-    dump_config,
-    from_message,
-    load_config,
-    overridden,
-)
+from areal.config import Config, advice, dump_config, from_message, load_config, overridden
+from areal.config.engines import ScorerConfig
+from areal.config.reading import CONFIGS
+from areal.errors import NOT_PERMITTED, UserError, explain
 from areal.processes import (
     KEYS,
     ROOT,
@@ -126,7 +119,8 @@ def main() -> int:
     sys.stderr = sentences_on(cast(TextIO, LenientOutput(sys.stderr)))
     raise_open_files()
     try:
-        return start(arguments)
+        with explain(PermissionError, NOT_PERMITTED):
+            return start(arguments)
     except UserError as error:
         print(shown(str(error)), file=sys.stderr)
         return 2

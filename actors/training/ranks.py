@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal.config import UserError
 from areal.devices import CORES, settle
+from areal.errors import UserError
 from areal.processes import importing, outlive_sigterm
 from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest

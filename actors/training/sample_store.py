@@ -10,7 +10,8 @@ import numpy as np
 
 from actors.runtime.actor import HandlesRequests, handles, parked
 from actors.runtime.membership import Ask
-from areal.config import Config, explain
+from areal.config import Config
+from areal.errors import explain
 from areal.models import routing_of
 from areal.result import mean_parts
 from areal.storage.pictures import PictureStore

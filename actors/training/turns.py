@@ -8,7 +8,7 @@ import structlog
 from actors.runtime.actor import HandlesRequests, handles, parked
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Beat
-from areal.config import explain
+from areal.errors import explain
 from protocols.errors import BusError, BusyError
 from protocols.messages import Done, Member, TakeDevices, YieldDevices
 from protocols.transport import Request, ask_until

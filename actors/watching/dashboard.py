@@ -23,10 +23,10 @@ from aiohttp.typedefs import Handler
 from actors.watching.answers import answer, finite, page
 from actors.watching.rollouts import RolloutPages
 from actors.watching.sessions import SessionPages
-from areal.config import explain
 from areal.desk import timeline
 from areal.desk.comparison import differing_settings, end_figures, value_of
 from areal.desk.report import headlines
+from areal.errors import explain
 from areal.observe.alert_inputs import Digests
 from areal.record import Record
 from areal.storage.events import GONE

@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
-from areal.config import UserError, explain
 from areal.desk.rollouts import Rollouts, condition, picture_shown, pictures_of
+from areal.errors import UserError, explain
 from areal.record import Record
 from areal.text import all_shown, shown
 from areal.tokens import token_texts

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import psutil
 
 from areal.command_line import output
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage.claim import ADDRESS, claimed_address
 from areal.storage.run_folder import config_of_run, steps_trained
 from areal.text import shown

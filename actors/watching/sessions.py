@@ -6,8 +6,8 @@ from typing import Any
 from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
-from areal.config import UserError, explain
 from areal.desk.audit import read_journal
+from areal.errors import UserError, explain
 from areal.record import Record
 from areal.staleness.ledger import LedgerError
 from areal.text import all_shown, shown

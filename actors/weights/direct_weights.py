@@ -25,8 +25,9 @@ import structlog
 
 from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
-from areal.config import Config, explain
+from areal.config import Config
 from areal.devices import check_transport
+from areal.errors import explain
 from areal.generation.engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.errors import BusError, RefusedError, StreamBrokenError

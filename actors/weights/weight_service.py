@@ -18,7 +18,8 @@ import numpy as np
 import structlog
 
 from actors.runtime.actor import HandlesRequests, M, Notifier, handles
-from areal.config import WeightsConfig, explain
+from areal.config.engines import WeightsConfig
+from areal.errors import explain
 from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, HeldVersion, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources

@@ -4,8 +4,9 @@ import ctypes
 import os
 from typing import Any
 
-from areal.config import GeneratorConfig, UserError, explain
+from areal.config.engines import GeneratorConfig
 from areal.cpu.processor import avoid_broken_amx
+from areal.errors import UserError, explain
 
 # KV cache block size, in tokens. vLLM's default, 128, would share a group's prompt only from 128 tokens on.
 BLOCK_SIZE = 32

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 
 # The last folder that a Dockerfile works in, and the image of one that does nothing else.
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.MULTILINE | re.IGNORECASE)

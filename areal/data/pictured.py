@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError, explain
 from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt
+from areal.errors import UserError, explain
 from areal.pictures import MAX_BYTES, digest_of, size_of
 
 FIELDS = ("decoded_image", "image", "images")

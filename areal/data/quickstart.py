@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal.config import explain
+from areal.errors import explain
 from areal.models import quickstart_folder
 from areal.processes import cache_folder
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from areal.config import UserError
+from areal.errors import UserError
 
 # The library makes data sets of a fixed size. This is its default, which every task supports.
 CHUNK = 500

@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal.config import DataConfig, UserError, explain
+from areal.config.rows import DataConfig
 from areal.data.history import History, RowHistory
 from areal.data.sources import PromptSource
+from areal.errors import UserError, explain
 from areal.plugins import load
 
 Choose = Callable[[History, int], int]

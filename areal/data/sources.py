@@ -26,10 +26,11 @@ import jinja2
 import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, explain, reward_weights
+from areal.config.rows import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
 from areal.data import addition, harbor_tasks, pictured, reasoning_tasks, verifiers_tasks
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
 from areal.data.rows import Prompt, Row, read_prompt
+from areal.errors import UserError, explain
 from areal.pictures import DIGESTS, digest_of
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.

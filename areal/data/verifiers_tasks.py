@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.training.packed import attention_kwargs, choose_attention, empty_row
 from areal.weights.lora import add_adapters
 

@@ -22,9 +22,10 @@ from rich.table import Table
 
 import areal
 from areal.command_line import output as terminal
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.desk.replay import Replay, plan, run_variant
 from areal.devices import set_allocator
+from areal.errors import UserError
 from areal.plugins import announce_code
 from areal.record import Record
 from areal.staleness.ledger import (

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from areal.command_line import output as terminal
-from areal.config import UserError
 from areal.desk.metric_condition import Condition
 from areal.desk.replay import FOLDER, Training, condition_of, plan, start_ranks
 from areal.desk.rollouts import Rollouts
 from areal.devices import set_allocator
+from areal.errors import UserError
 from areal.record import Record
 
 if TYPE_CHECKING:

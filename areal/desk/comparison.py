@@ -17,8 +17,8 @@ import numpy as np
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import UserError
 from areal.desk.report import figure_of_points, fork_lines, write_svg
+from areal.errors import UserError
 from areal.observe.alerts import Curve
 from areal.record import Record, number_or_nan
 from areal.settings import SPEED_ONLY, differences, is_under

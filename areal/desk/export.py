@@ -20,9 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.rows import read_prompt
 from areal.data.sources import with_system
+from areal.errors import UserError
 from areal.models import label_of
 from areal.record import Record
 from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, rollouts_in

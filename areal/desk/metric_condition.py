@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from areal.config import UserError
+from areal.errors import UserError
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,

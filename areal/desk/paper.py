@@ -13,9 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal.config import CONFIGS, Config, UserError, overridden, read_values, validated
+from areal.config import Config, overridden, validated
+from areal.config.reading import CONFIGS, read_values
 from areal.desk.comparison import differing_settings, mean_text, means, value_of
 from areal.desk.plan import count_parameters
+from areal.errors import UserError
 from areal.models import name_of
 from areal.record import Record
 from areal.settings import SPEED_ONLY, is_under

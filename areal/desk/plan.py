@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, UserError, explain, load_config
+from areal.config import Config, load_config
 from areal.desk.activations import measure_activations
 from areal.desk.split import (
     BYTES,
@@ -26,6 +26,7 @@ from areal.desk.split import (
     plan,
     step_tokens,
 )
+from areal.errors import UserError, explain
 from areal.models import check_trainable, find_model
 from areal.record import Record, number_or_nan
 from areal.text import without_code

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import UserError
+from areal.errors import UserError
 from areal.observe.cpu_profile import FOLDER, SUFFIX
 from areal.record import Record
 

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from areal.config import Config, SourceConfig, UserError, write_yaml
+from areal.config import Config
+from areal.config.reading import write_yaml
+from areal.config.rows import SourceConfig
 from areal.desk.report import write_figure
+from areal.errors import UserError
 from areal.hiding import without_secrets
 from areal.models import hub_id, label_of, name_of
 from areal.record import Record

@@ -30,18 +30,13 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.command_line import output as terminal
-from areal.config import (
-    Config,
-    GuardConfig,
-    UserError,
-    dump_config,
-    overridden,
-    parsed,
-    validated,
-)
+from areal.config import Config, dump_config, overridden, validated
+from areal.config.overrides import parsed
+from areal.config.training import GuardConfig
 from areal.desk.metric_condition import Condition
 from areal.desk.rollouts import Rollouts, sql_condition
 from areal.devices import set_allocator, visible_devices
+from areal.errors import UserError
 from areal.grid import name_of, points, read_grid
 from areal.models import is_wrapper
 from areal.processes import die_with_parent, torchrun

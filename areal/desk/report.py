@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError
 from areal.desk.curves import COLOURS, SMOOTHED_FROM, linear_below, ramp, smoothed, upper_limit
 from areal.desk.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities, measured
+from areal.errors import UserError
 from areal.observe.alert_inputs import alerts_of
 from areal.record import Record, number_or_nan
 from areal.storage.disk import replace

@@ -13,8 +13,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from areal.command_line import output
-from areal.config import UserError
 from areal.desk.rollouts import SORTED_BY, QueryStuck, Rollouts, Where, pictures_of, sql_condition
+from areal.errors import UserError
 from areal.record import Record
 from areal.tokens import token_texts
 from areal.trajectory import pieces

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import duckdb
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.pictures import DIGESTS, thumbnail
 from areal.record import ROLLOUT_COLUMNS, Record
 

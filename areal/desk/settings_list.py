@@ -18,7 +18,9 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, Section, UserError, section_in
+from areal.config import Config
+from areal.config.section import Section, section_in
+from areal.errors import UserError
 
 NAMES = {date: "date", str: "text", int: "integer", float: "number", bool: "true, false", Path: "path", Any: "anything"}
 # Counts, durations and shares are not negative: nobody has to read that of each.

@@ -7,8 +7,9 @@ is in bytes per device. Time is in seconds, lengths in tokens, `B` and `G` as in
 import math
 from dataclasses import dataclass
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.desk.activations import Activations
+from areal.errors import UserError
 from areal.generation.engine import SHARED
 from areal.training.head import AT_ONCE
 from areal.training.optimizer import BUCKET, LARGEST_BUCKET

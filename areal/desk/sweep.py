@@ -15,7 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from areal.config import Config, UserError, load_config, overridden, read_values, validated, write_yaml
+from areal.config import Config, load_config, overridden, validated
+from areal.config.reading import read_values, write_yaml
+from areal.errors import UserError
 from areal.grid import name_of, points
 from areal.hiding import without_secrets
 from areal.processes import START, SUPERVISED, stop_signals

@@ -31,10 +31,12 @@ import numpy as np
 import setproctitle
 from safetensors import SafetensorError
 
-from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError, explain
+from areal.config.engines import GeneratorConfig, SamplingConfig
+from areal.config.training import LoraConfig
 from areal.cpu import generation as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, check_transport, visible_devices
+from areal.errors import UserError, explain
 from areal.models import check_mixture, shapes_in
 from areal.processes import importing
 from areal.sampled import Finish, Generation, TokenTable

@@ -23,7 +23,9 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-from areal.config import Config, ObserveConfig, UserError
+from areal.config import Config
+from areal.config.roles import ObserveConfig
+from areal.errors import UserError
 from areal.processes import ROOT, LenientOutput, tied
 from areal.run_files import EVALUATIONS, METRICS
 from areal.storage.disk import DiskRetry, refusal, replace, within

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areal.config import explain
+from areal.errors import explain
 from areal.programs import static_checks
 from areal.programs.static_checks import Needs
 from areal.result import RewardError

@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from areal.config import SandboxConfig
+from areal.config.scoring import SandboxConfig
 from areal.programs.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests, solutions_of
 from areal.programs.outside import open_sandbox
 from areal.result import RewardError, passing

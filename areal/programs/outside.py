@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from areal.children import Output
-from areal.config import SandboxConfig, UserError, explain
+from areal.config.scoring import SandboxConfig
+from areal.errors import UserError, explain
 from areal.programs import inside as sandbox_init
 
 # Makes a block that has a slot. What the block gets gives the slot back before its end.

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
-from areal.config import SandboxConfig, UserError, explain
+from areal.config.scoring import SandboxConfig
+from areal.errors import UserError, explain
 from areal.programs.outside import LocalSandbox, ProgramSandbox, SandboxError, open_sandbox
 
 NO_NAMESPACES = "The sandbox `bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode."

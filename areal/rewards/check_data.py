@@ -21,9 +21,10 @@ from typing import Any
 
 from rich.console import Console
 
-from areal.config import ScoringConfig, UserError
+from areal.config.scoring import ScoringConfig
 from areal.data import pictured
 from areal.data.rows import prompt_text, read_prompt
+from areal.errors import UserError
 from areal.pictures import decode
 from areal.programs import code_rows
 from areal.programs.code_tests import FAILS

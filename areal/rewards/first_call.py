@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.rows import Row, prompt_text
+from areal.errors import UserError
 from areal.rewards.functions import BUILT_IN
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed

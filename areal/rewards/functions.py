@@ -35,8 +35,10 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from areal import plugins
-from areal.config import RewardConfig, SamplingConfig, ScoringConfig, UserError, explain
+from areal.config.engines import SamplingConfig
+from areal.config.scoring import RewardConfig, ScoringConfig
 from areal.data import addition, reasoning_tasks
+from areal.errors import UserError, explain
 from areal.programs.code_tests import CodeTests
 from areal.result import Result, RewardError, as_result, as_results
 from areal.rewards import math_answers, verl_rewards

@@ -23,7 +23,8 @@ from typing import Any, Generic, Self, TypeVar
 import msgpack
 import structlog
 
-from areal.config import RewardConfig, UserError, explain
+from areal.config.scoring import RewardConfig
+from areal.errors import UserError, explain
 from areal.result import Result
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
 from areal.rewards.functions import Traits, check_groups

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import msgpack
 
 from areal.children import kill_group
-from areal.config import UserError
+from areal.errors import UserError
 from areal.result import Result, RewardError
 from areal.rewards.functions import Traits
 from areal.rewards.worker import LENGTH

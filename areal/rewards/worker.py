@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.processes import die_with_parent
 from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction, resolve

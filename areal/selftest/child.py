@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.children import kill_group
-from areal.config import UserError
+from areal.errors import UserError
 from areal.processes import die_with_parent, tied
 
 LINES = 12

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal.config import Config, UserError, dump_config, explain, load_config
+from areal.config import Config, dump_config, load_config
 from areal.devices import deal_out, host_memory, visible_devices
+from areal.errors import UserError, explain
 from areal.models import with_folders
 from areal.processes import cache_folder, torchrun
 from areal.roles import ROLES

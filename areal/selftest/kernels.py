@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.desk.activations import of_layers
 from areal.selftest import references
 from areal.selftest.findings import LAYERS, SHARE, Finding, judged

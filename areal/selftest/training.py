@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.cpu import training as cpu
 from areal.desk.plan import count_parameters, read_model, read_modules
 from areal.desk.split import GIB, row_tokens, training_memory
 from areal.devices import ASK_SECONDS, CORES, settle, visible_devices
+from areal.errors import UserError
 from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import LAYERS, Finding, judged
 from areal.selftest.memory import free_memory, peak, resident, wait_for

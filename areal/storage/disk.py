@@ -21,7 +21,7 @@ from typing import ClassVar, TypeVar
 
 import structlog
 
-from areal.config import UserError
+from areal.errors import UserError
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.pictures import DIGESTS, MAX_BYTES, digest_of
 from areal.storage.disk import replace
 from areal.trajectory import Group

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.sampled import COLUMNS, NOT_SAMPLED, Column
 from areal.storage.disk import rename, shortage
 from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory

@@ -16,16 +16,9 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from areal.config import (
-    OBJECTIVE_SETTINGS,
-    Config,
-    TrainerConfig,
-    UserError,
-    dump_config,
-    load_config,
-    overridden,
-    validated,
-)
+from areal.config import Config, dump_config, load_config, overridden, validated
+from areal.config.training import OBJECTIVE_SETTINGS, TrainerConfig
+from areal.errors import UserError
 from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
 from areal.run_files import CHANGES, CONFIG, EVALUATIONS, FORK, JOURNAL, METRICS, OLDER, REPORT, SECRETS, SUMMARY

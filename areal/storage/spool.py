@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from zlib import crc32
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.storage.database import note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked

@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.config import Config, TrainerConfig, UserError, explain
+from areal.config import Config
+from areal.config.training import TrainerConfig
 from areal.cpu import training as cpu
+from areal.errors import UserError, explain
 from areal.models import check_trainable, flash_computes, routing_of
 from areal.network_interfaces import choose_interface
 from areal.processes import importing

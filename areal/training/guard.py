@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from areal.config import Config, GuardConfig
+from areal.config import Config
+from areal.config.training import GuardConfig
 from areal.models import architectures_of, is_mixture
 
 FINITE = ("loss", "grad_norm", "entropy")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from areal.config import TrainerConfig, UserError, explain
+from areal.config.training import TrainerConfig
+from areal.errors import UserError, explain
 from areal.processes import importing
 from areal.text import without_code
 from areal.training.optimizer import deepspeed_config

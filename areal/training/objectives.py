@@ -1,10 +1,9 @@
 """The policy objectives, per token. Symbols are the paper's (arXiv 2505.24298, section 5.2).
 
 An objective is a function `(Tokens, TrainerConfig) -> TokenLoss`. The named objectives are in `LOSSES`. A user's own
-objective is given in `trainer.objective` as `package.module:function`. The other settings of a named objective, such as
-how advantages are normalised, are in `areal.config.OBJECTIVE_SETTINGS`. Averaging over tokens (`trainer.loss_mean`) and
-the KL penalty against the reference model are not part of an objective. docs/objectives.md lists all of this in one
-table.
+objective is given in `trainer.objective` as `package.module:function`. The other settings of a named objective are
+in `areal.config.training.OBJECTIVE_SETTINGS`. Averaging over tokens (`trainer.loss_mean`) and the KL penalty against
+the reference model are not part of an objective. docs/objectives.md lists all of this in one table.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.config import OBJECTIVE_SETTINGS, TrainerConfig, UserError, explain
+from areal.config.training import OBJECTIVE_SETTINGS, TrainerConfig
+from areal.errors import UserError, explain
 from areal.plugins import load
 
 LOG_RATIO_BOUND = 20.0

@@ -24,10 +24,14 @@ import numpy as np
 from pydantic import Field
 from rich.console import Console
 
-from areal.config import RowsConfig, Section, TrainerConfig, UserError, load_config
+from areal.config import load_config
+from areal.config.rows import RowsConfig
+from areal.config.section import Section
+from areal.config.training import TrainerConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.devices import set_allocator
+from areal.errors import UserError
 from areal.models import context_of, find_model
 from areal.pictures import DIGESTS
 from areal.run_files import PICTURES

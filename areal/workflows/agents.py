@@ -20,8 +20,8 @@ from typing import IO, Annotated, Any
 from pydantic import Field
 
 from areal.children import kill_group
-from areal.config import UserError, explain
 from areal.data.rows import Row
+from areal.errors import UserError, explain
 from areal.plugins import load
 from areal.processes import plain_environment, tied
 from areal.trajectory import Trajectory

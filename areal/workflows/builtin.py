@@ -14,8 +14,8 @@ from typing import Annotated, Any, Protocol, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from areal.config import UserError, explain
 from areal.data.rows import Row, prompt_text
+from areal.errors import UserError, explain
 from areal.plugins import load
 from areal.text import python_call
 from areal.trajectory import LARGEST_REWARD, Trajectory

@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 from areal import plugins
-from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
+from areal.errors import UserError, explain
 from areal.workflows.gymnasium_environments import GymnasiumEnvironment
 from areal.workflows.openenv_environments import OpenEnvEnvironment
 from areal.workflows.sandbox_environments import SandboxEnvironment

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areal.config import Credit
+from areal.config.scoring import Credit
 from areal.sampled import Generation, TokenTable, joined, unsampled
 from areal.trajectory import Branch, Trajectory, common
 

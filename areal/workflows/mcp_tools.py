@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.processes import plain_environment, tied
 
 # What each start of a server and each call of a tool may take, unless the user sets it.

@@ -19,9 +19,10 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
-from areal.config import SamplingConfig, explain
+from areal.config.engines import SamplingConfig
 from areal.data.pictured import from_url
 from areal.data.rows import PICTURE_PARTS
+from areal.errors import explain
 from areal.pictures import digest_of, size_of
 from areal.sampled import Generation, Tokens
 from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from areal import plugins
-from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row, extended, seed_of
+from areal.errors import UserError, explain
 
 MESSAGE_BYTES = 64 << 20
 """A server that sends a longer message ends its session."""

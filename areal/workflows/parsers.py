@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import ValidationError
 
-from areal.config import TOOL_CALL_PARSER, UserError
+from areal.config.roles import TOOL_CALL_PARSER
+from areal.errors import UserError
 from areal.sampled import Generation
 
 log = structlog.get_logger()

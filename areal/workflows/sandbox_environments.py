@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from areal import plugins
-from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
+from areal.errors import UserError, explain
 from areal.workflows.sandbox_owner import CONTAINERS, PROVIDER, Sandboxes, is_url, run_own, written
 from areal.workflows.sandbox_tasks import RowError, task_of
 from areal.workflows.sandbox_tools import SandboxTools

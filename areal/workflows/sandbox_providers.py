@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal.children import Output, finish
-from areal.config import explain
+from areal.errors import explain
 from areal.processes import tied
 from areal.programs.outside import Commands, SandboxError
 from areal.programs.slots import Programs

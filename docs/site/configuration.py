@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from areal.config import Config, DataConfig, EvaluatorConfig, Section, SourceConfig, section_in
+from areal.config import Config
+from areal.config.roles import EvaluatorConfig
+from areal.config.rows import DataConfig, SourceConfig
+from areal.config.section import Section, section_in
 from areal.desk.settings_list import meanings, value_of
 from areal.training.sft import SftConfig, SftData
 
@@ -23,7 +26,7 @@ INTRODUCTION = """\
 
 This page lists the keys of a run and of supervised fine-tuning.
 
-<!-- Written by docs/site/configuration.py from areal/config.py: change it there. -->
+<!-- Written by docs/site/configuration.py from areal/config/: change it there. -->
 
 A run is configured by a YAML file, by arguments such as `trainer.lr=1e-5` and `reward.functions=[math]`, or by both.
 Unknown keys and wrong values are reported before anything is started. `--dry-run` checks and prints the resolved

@@ -27,7 +27,8 @@ from actors.sampling.calls import Call
 from actors.sampling.router import Router
 from actors.training.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.result import Result
 from areal.sampled import Generation
 from areal.staleness.ledger import EXPIRED, Batch

@@ -14,7 +14,7 @@ from actors.generator import Generator, _columns
 from actors.runtime.actor import Notifier
 from actors.sampling.calls import Call, SampleState
 from actors.sampling.flows import PICTURES, Flow, Flows
-from areal.config import SamplingConfig
+from areal.config.engines import SamplingConfig
 from areal.pictures import digest_of
 from areal.sampled import Generation, TokenTable
 from areal.sight import Picture, Sight, Views

@@ -18,7 +18,8 @@ from actors.master import Master
 from actors.record.fork import configuration_of_fork, fork
 from actors.runtime.actor import Ending
 from areal.__main__ import main
-from areal.config import Config, GuardConfig
+from areal.config import Config
+from areal.config.training import GuardConfig
 from areal.storage.journal import Journal
 from areal.storage.rollouts import batches
 from areal.storage.run_folder import RunFolder, checkpoint_of

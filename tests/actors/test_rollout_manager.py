@@ -16,7 +16,8 @@ from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
-from areal.config import Config, ObserveConfig
+from areal.config import Config
+from areal.config.roles import ObserveConfig
 from areal.data.rows import Row
 from areal.pictures import DIGESTS, digest_of
 from areal.programs.outside import SandboxError

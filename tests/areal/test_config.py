@@ -10,23 +10,15 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from areal.config import (
-    BenchmarkConfig,
-    Config,
-    EvaluatorConfig,
-    NetworkConfig,
-    RowsConfig,
-    TrainerConfig,
-    UserError,
-    dump_config,
-    from_message,
-    load_config,
-    other_names,
-    overridden,
-    read_yaml,
-)
+from areal.config import Config, dump_config, from_message, load_config, overridden
+from areal.config.mistakes import other_names
+from areal.config.reading import read_yaml
+from areal.config.roles import EvaluatorConfig, NetworkConfig
+from areal.config.rows import BenchmarkConfig, RowsConfig
+from areal.config.training import TrainerConfig
 from areal.desk.settings_list import keys_of
 from areal.engine_options import vllm_conflicts
+from areal.errors import UserError
 from areal.generation.engine import _engine_args
 from areal.roles import ROLES
 
@@ -326,7 +318,8 @@ def test_options_of_the_engines_are_kept_as_they_are(tmp_path):
 
 def test_options_are_checked_without_importing_an_engine():
     code = (
-        "import sys; from areal.config import GeneratorConfig, RolloutManagerConfig, TrainerConfig;"
+        "import sys; from areal.config.engines import GeneratorConfig;"
+        "from areal.config.roles import RolloutManagerConfig; from areal.config.training import TrainerConfig;"
         "GeneratorConfig(engine_options={'quantization': 'fp8'});"
         "TrainerConfig(deepspeed_options={'zero_optimization': {'overlap_comm': False}});"
         "RolloutManagerConfig(tool_call_parser='mistral', reasoning_parser='qwen3');"

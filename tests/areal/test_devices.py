@@ -13,7 +13,8 @@ import torch
 from conftest import ROOT
 
 import areal.devices
-from areal.config import Config, ScorerConfig, UserError, WeightsConfig
+from areal.config import Config
+from areal.config.engines import ScorerConfig, WeightsConfig
 from areal.devices import (
     CORES,
     ENGINE_CORES,
@@ -28,6 +29,7 @@ from areal.devices import (
     settle,
     visible_devices,
 )
+from areal.errors import UserError
 from areal.roles import ROLES
 
 ALL = ["trainer", "generator", "reward"]

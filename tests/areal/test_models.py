@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from areal.config import LoraConfig, UserError
+from areal.config.training import LoraConfig
+from areal.errors import UserError
 from areal.models import (
     check_adapters,
     check_mixture,

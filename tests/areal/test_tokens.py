@@ -9,8 +9,10 @@ import pytest
 from scripted_policy import byte_tokenizer
 from tiny_training import settings
 
-from areal.config import RowsConfig, UserError, load_config
+from areal.config import load_config
+from areal.config.rows import RowsConfig
 from areal.desk.plan import read_modules
+from areal.errors import UserError
 from areal.sampled import Generation
 from areal.tokens import load_tokenizer
 from areal.training.engine import TrainingEngine

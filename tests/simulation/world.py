@@ -35,7 +35,7 @@ from actors.runtime.addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.scorer import Scorer
 from actors.trainer import Trainer
-from areal.config import UserError
+from areal.errors import UserError
 from areal.generation.engine import EngineError
 from areal.storage.run_folder import checkpoint_of
 from areal.storage.saved_calls import unpacked

@@ -26,7 +26,9 @@ from actors.master import Master
 from actors.runtime.addresses import open_network, take_folder
 from actors.sampling.flows import Flow
 from actors.sampling.jobs import ScoreJob
-from areal.config import RewardConfig, UserError, dump_config
+from areal.config import dump_config
+from areal.config.scoring import RewardConfig
+from areal.errors import UserError
 from areal.processes import KEYS, ROOT
 from areal.rewards.functions import of_object
 from areal.rewards.processes import RewardFailed

@@ -27,9 +27,10 @@ from transformers import PreTrainedTokenizerFast
 from actors.runtime.actor import Notifier
 from actors.sampling import openai_endpoint
 from actors.sampling.openai_endpoint import OpenAIEndpoint
-from areal.config import DataConfig, UserError
+from areal.config.rows import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.errors import UserError
 from areal.sampled import Generation
 from areal.workflows import Limits, SandboxTools, Task
 from areal.workflows.agents import AgentFailed, agent

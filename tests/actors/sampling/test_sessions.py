@@ -21,8 +21,9 @@ from actors.sampling.router import Router
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import Endpoint, Services
 from actors.sampling.sessions import SampleSession, contained_task
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.generation.routing import GeneratorLoad
 from areal.pictures import digest_of
 from areal.programs.outside import Outcome, SandboxError, open_sandbox

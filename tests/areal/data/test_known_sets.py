@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from tiny_pictures import png
 
-from areal.config import BenchmarkConfig, EvaluatorConfig, RowsConfig, UserError, benchmarks_in, load_config
+from areal.config import load_config
+from areal.config.roles import EvaluatorConfig, benchmarks_in
+from areal.config.rows import BenchmarkConfig, RowsConfig
 from areal.data.rows import prompt_text
 from areal.data.sources import open_benchmark, open_source
+from areal.errors import UserError
 from areal.programs.code_rows import read_tests
 from areal.rewards import math_answers
 

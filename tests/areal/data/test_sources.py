@@ -15,9 +15,11 @@ import pytest
 from PIL import Image
 from tiny_pictures import bomb, png
 
-from areal.config import DataConfig, RowsConfig, UserError, load_config
+from areal.config import load_config
+from areal.config.rows import DataConfig, RowsConfig
 from areal.data.rows import prompt_text
 from areal.data.sources import open_source, read_row
+from areal.errors import UserError
 from areal.pictures import DIGESTS, digest_of
 
 

@@ -11,9 +11,9 @@ import pytest
 from rollout_files import sample, write_model, write_pictured_run, write_run
 
 from areal.__main__ import main
-from areal.config import UserError
 from areal.desk import rollouts
 from areal.desk.rollouts import Rollouts, Where, condition, sql_condition
+from areal.errors import UserError
 from areal.record import Record
 from areal.storage.rollouts import SCHEMA
 from areal.trajectory import pieces

@@ -10,7 +10,7 @@ import transformers
 from tiny_pictures import PLACEHOLDER, png, prompt_with
 from tiny_training import sampled, settings
 
-from areal.config import GeneratorConfig, SamplingConfig
+from areal.config.engines import GeneratorConfig, SamplingConfig
 from areal.generation.engine import GenerationEngine
 from areal.pictures import DIGESTS, digest_of
 from areal.sight import sight_of

@@ -12,7 +12,8 @@ import pytest
 import structlog
 from helpers import read_jsonl
 
-from areal.config import Config, UserError, dump_config, load_config
+from areal.config import Config, dump_config, load_config
+from areal.errors import UserError
 from areal.hiding import secrets_in, without_secrets
 from areal.record import Record
 from areal.run_files import METRICS, OLDER

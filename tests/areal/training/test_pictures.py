@@ -11,7 +11,7 @@ import transformers
 from tiny_pictures import END, PLACEHOLDER, START, png, prompt_with
 from tiny_training import SIZES, TEMPERATURE, assert_same_gradients, settings, step_and_gradients
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.pictures import DIGESTS, digest_of
 from areal.sight import packages_of_vision, sight_of
 from areal.storage.pictures import PictureStore, pictures_of

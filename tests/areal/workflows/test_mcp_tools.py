@@ -15,8 +15,8 @@ import pytest
 from helpers import processes_mentioning
 from scripted_policy import Session, byte_tokenizer
 
-from areal.config import UserError
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.workflows.builtin import rehearse, resolve_workflow
 from areal.workflows.mcp_tools import ServerFailed
 

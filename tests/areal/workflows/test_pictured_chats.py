@@ -10,8 +10,8 @@ from tiny_pictures import png
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.config import UserError
 from areal.data.pictured import place
+from areal.errors import UserError
 from areal.pictures import digest_of
 from areal.sampled import Generation
 from areal.sight import PLACEHOLDER

@@ -11,9 +11,11 @@ import pytest
 from imitated_docker import make_docker, make_image
 from scripted_policy import Session, byte_tokenizer
 
-from areal.config import DataConfig, SandboxConfig, UserError
+from areal.config.rows import DataConfig
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.errors import UserError
 from areal.programs.outside import SandboxError
 from areal.programs.slots import Programs
 from areal.workflows import sandbox_tasks
