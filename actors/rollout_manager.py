@@ -20,7 +20,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,7 +33,7 @@ from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.errors import UserError, explain
 from areal.generation.routing import groups_that_fit, plan_moves
-from areal.pictures import DIGESTS, digest_of
+from areal.pictures import digests_in
 from areal.programs.outside import SandboxError
 from areal.sight import check_pictures
 from areal.storage.saved_calls import SavedCall, packed, unpacked
@@ -329,7 +329,7 @@ class RolloutManager(Sampler):
             note = Note(session.reward_parts, max(0, discarded))
             if self._keeps_rollouts:
                 note = Note(*note[:2], (*session.generators,), began, time.monotonic() - at)
-            return _Scored(place, sample, note)
+            return _Scored(place, sample, note, session.pictures)
         except SampleFailed as failure:
             if session.first_version is None:
                 start.count()
@@ -406,12 +406,10 @@ class RolloutManager(Sampler):
     async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
-        digests = {name: row.fields[name] for name in row.fields.keys() & {DIGESTS}} if row.pictures else {}
-        fields = row.fields if self._keeps_rollouts else digests
         request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,
-            row=row_text(fields) if fields else "",
+            row=row_text(row.fields) if self._keeps_rollouts else "",
             samples=tuple(
                 ScoredSample(
                     place=sample.place, frame=np.frombuffer(sample.sample.frame(), np.uint8), **sample.note._asdict()
@@ -420,19 +418,19 @@ class RolloutManager(Sampler):
             ),
         )
         try:
-            if row.pictures:
-                await self._store_pictures(row.pictures)
+            await self._store_pictures(scored)
             await self.ask_trainer(request, GroupAccepted)
         except RefusedError as error:
             return error
         return None
 
-    async def _store_pictures(self, contents: Sequence[bytes]) -> None:
-        """Have the trainer store those of the pictures that it lacks. Raises RefusedError."""
-        files = {digest_of(content): np.frombuffer(content, np.uint8) for content in contents}
-        lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names
+    async def _store_pictures(self, scored: Sequence[_Scored]) -> None:
+        """Have the trainer store those of the samples' pictures that it lacks. Raises RefusedError."""
+        files = {name: item.pictures[name] for item in scored for name in digests_in(item.sample.pictures)}
+        lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names if files else ()
         if lacking:
-            await self.ask_trainer(StorePictures(files=tuple(files[name] for name in lacking)), Done)
+            contents = tuple(np.frombuffer(files[name], np.uint8) for name in lacking)
+            await self.ask_trainer(StorePictures(files=contents), Done)
 
     @property
     def _keeps_rollouts(self) -> bool:
@@ -440,11 +438,12 @@ class RolloutManager(Sampler):
 
 
 class _Scored(NamedTuple):
-    """A scored sample, its place in its group, and what is noted of it."""
+    """A scored sample, its place in its group, what is noted of it, and the files of pictures by their names."""
 
     place: int
     sample: Trajectory
     note: Note
+    pictures: Mapping[str, bytes] = {}
 
     @property
     def tokens_sampled(self) -> int:

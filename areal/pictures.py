@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,15 @@ _ORIENTATION, _SIDEWAYS = 0x0112, range(5, 9)
 def digest_of(content: bytes) -> str:
     """The name of a picture: its file's digest."""
     return blake2b(content, digest_size=16).hexdigest()
+
+
+def digests_in(column: np.ndarray | None) -> list[str]:
+    """The digests in a column `pictures` of `areal.sampled.COLUMNS`, each once, in order."""
+    if column is None:
+        return []
+    rows = column[column.any(1)]
+    changes = np.append(True, (rows[1:] != rows[:-1]).any(1))[: len(rows)]
+    return list(dict.fromkeys(row.tobytes().hex() for row in rows[changes]))
 
 
 def size_of(content: bytes) -> tuple[int, int]:
@@ -53,6 +62,12 @@ def decode(content: bytes) -> Image:
         layer = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
     return picture.convert("RGB")
+
+
+def part_of(content: bytes) -> dict[str, Any]:
+    """The part of a message that shows the picture in a file. Raises ValueError."""
+    width, height = size_of(content)
+    return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
 
 
 def thumbnail(content: bytes, side: int) -> str:

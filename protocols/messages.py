@@ -63,7 +63,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 34
+PROTOCOL_VERSION = 35
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -705,7 +705,7 @@ class ScoredSample(Part):
 class StoreSamples(Message):
     """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
     ready if it is complete, or that it is not accepted. `row`: of areal.trajectory.row_text, or empty. The pictures
-    that it names are stored already."""
+    that samples name are stored already."""
 
     group: Name
     prompt_index: PromptIndex

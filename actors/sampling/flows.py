@@ -20,7 +20,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from actors.runtime.actor import CONTROL_SECONDS, Notifier
-from areal.pictures import digest_of
 from protocols.errors import (
     BusError,
     BusyError,
@@ -53,10 +52,10 @@ JobFunction = Callable[[Callable[[R], None]], Awaitable[None]]
 
 class Job:
     """A job of an asker. One that has ended may be begun again, on any flow. From its beginning on it has `number`, its
-    name there, which the asker never uses again, and `_done`, which is set or failed when it ends. `pictures`: their
-    files, which are sent to servers that lack them."""
+    name there, which the asker never uses again, and `_done`, which is set or failed when it ends. `files`: those of
+    its pictures, by name, which are sent to servers that lack them."""
 
-    pictures: Sequence[bytes] = ()
+    files: Mapping[str, bytes] = {}
     number = -1
     _flow: Flow[Any] | None = None
     _done: asyncio.Future[Any] | None = None
@@ -308,7 +307,7 @@ class _Served(Generic[R]):
 
 def with_files(request: Any, jobs: Sequence[Job], names: Sequence[str]) -> Any:
     """A request with more pictures, those that its server lacks. Raises BusError if the jobs do not have them."""
-    files = {digest_of(content): np.frombuffer(content, np.uint8) for job in jobs for content in job.pictures}
+    files = {name: np.frombuffer(content, np.uint8) for job in jobs for name, content in job.files.items()}
     if not files.keys() >= {*names}:
         raise BusError("a server lacks pictures that no job has")
     return request.model_copy(update={"files": (*request.files, *(files[name] for name in names))})

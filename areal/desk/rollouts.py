@@ -7,9 +7,7 @@ are shown, never for those that are only filtered or sorted.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import duckdb
+import numpy as np
 
 from areal.errors import UserError
-from areal.pictures import DIGESTS, thumbnail
+from areal.pictures import digests_in, thumbnail
 from areal.record import ROLLOUT_COLUMNS, Record
+from areal.trajectory import DIGEST_BYTES
 
 T = TypeVar("T")
 
@@ -57,8 +57,7 @@ EXCERPT = 4000
 """Characters of the texts of a group, side by side."""
 THUMBNAIL = 256
 """The longest side of a picture on the page, in pixels."""
-_PICTURE = re.compile(r"[0-9a-f]{32}")
-_PICTURES = 16  # of a prompt that are shown
+_PICTURES = 16  # of a sample that are shown
 _ATTEMPTS = 3  # to read files of which the oldest may just be removed
 _FROM = "FROM read_parquet($files)"
 _CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion"
@@ -307,11 +306,9 @@ def _mistake(error: duckdb.Error) -> UserError:
 
 
 def pictures_of(row: dict[str, Any]) -> list[str]:
-    """The names of the first pictures of a prompt."""
-    names: Any = None
-    with suppress(ValueError, AttributeError):
-        names = json.loads(row["row"]).get(DIGESTS)
-    return [name for name in names if _PICTURE.fullmatch(str(name))][:_PICTURES] if isinstance(names, list) else []
+    """The names of the first pictures of a sample."""
+    column = np.array(row["pictures"] or (), np.uint8).reshape(-1, DIGEST_BYTES)
+    return digests_in(column)[:_PICTURES]
 
 
 def picture_shown(record: Record, name: str) -> str:

@@ -28,9 +28,11 @@ class SavedCall:
     sampled: Generation
 
 
-def digest_of(prompt: np.ndarray) -> bytes:
-    """Of the tokens of a prompt, int32 [n]."""
-    return blake2b(np.ascontiguousarray(prompt, np.int32).data, digest_size=DIGEST_BYTES).digest()
+def digest_of(prompt: np.ndarray, pictures: Sequence[str] = ()) -> bytes:
+    """Of the tokens of a prompt, int32 [n], and the names of its pictures."""
+    digest = blake2b(np.ascontiguousarray(prompt, np.int32).data, digest_size=DIGEST_BYTES)
+    digest.update("".join(pictures).encode())
+    return digest.digest()
 
 
 def packed(calls: Sequence[SavedCall], notes: str = "") -> bytes:

@@ -344,8 +344,8 @@ class TrainingEngine:
         """Rank 0's groups as a `FlatBatch` on all ranks."""
         arrays: dict[str, np.ndarray] = {}
         if batch is not None:
-            views = self._look_at(batch)
-            flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree, **views)
+            pictures, minibatches = self._look_at(batch), self.config.minibatches
+            flat = FlatBatch.of(batch, minibatches=minibatches, prefix_tree=self._prefix_tree, pictures=pictures)
             arrays = flat.arrays()
         kinds = {name: [array.shape, array.dtype.str] for name, array in arrays.items()}
         header = self.messages.broadcast(kinds if self.rank == 0 else None)
@@ -360,11 +360,12 @@ class TrainingEngine:
             self._tower.look(flat)
         return flat
 
-    def _look_at(self, batch: Sequence[Group]) -> dict[str, Any]:
-        """The pictures of the groups, as `FlatBatch.of` takes them; nothing if none has any."""
-        if not any(map(pictures_of, batch)):
+    def _look_at(self, batch: Sequence[Group]) -> dict[str, Picture]:
+        """The pictures of the groups, by their names."""
+        names = dict.fromkeys(name for group in batch for name in pictures_of(group))
+        if not names:
             return {}
-        sight, names = sight_of(str(self.source)), {name for group in batch for name in pictures_of(group)}
+        sight = sight_of(str(self.source))
 
         def look(name: str) -> Picture:
             view = self._views.get(name) or self._views.add(sight.look(self._pictures.get(name)))
@@ -372,8 +373,7 @@ class TrainingEngine:
             return view
 
         with ThreadPoolExecutor() as threads:
-            views = dict(zip(names, threads.map(look, names), strict=True))
-        return {"sight": sight, "pictures": [[views[name] for name in pictures_of(group)] for group in batch]}
+            return dict(zip(names, threads.map(look, names), strict=True))
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
         """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""

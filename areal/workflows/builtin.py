@@ -22,7 +22,7 @@ from areal.trajectory import LARGEST_REWARD, Trajectory
 from areal.workflows import environments, mcp_tools, verifiers_agent
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
-from areal.workflows.chat_templates import Message
+from areal.workflows.chat_templates import Message, parts_of
 from areal.workflows.conversation import Conversation, Keep, begin, check_shown, keep_until, messages_of, user
 from areal.workflows.openai_api import ChatRequest, ChatSession
 from areal.workflows.sandbox_environments import SandboxEnvironment
@@ -186,7 +186,7 @@ async def turns(
     Each turn is appended to `messages`; before the next turn, the caller appends the messages that come between
     them."""
     for _ in range(max_turns):
-        sampled = await session.generate(talk.prompt(messages), keep=keep)
+        sampled = await session.generate(talk.prompt(messages), keep=keep, pictures=parts_of(messages))
         if not len(sampled.tokens):
             return
         messages.append(talk.add(sampled))

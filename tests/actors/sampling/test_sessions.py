@@ -235,8 +235,8 @@ def test_calls_name_the_pictures_of_their_prompts_and_send_those_that_the_genera
     config, frames = Cluster().config, []
     for pictures in ([b"a", b"b"], [b"b", b"b"], []):
         sample = SampleState(config.sampling, 0, None, None, lambda version: None)
-        sample.pictures = pictures
-        frames.append(Call(sample, np.int32([1]), 4, None))
+        sample.pictures = {digest_of(content): content for content in pictures}
+        frames.append(Call(sample, np.int32([1]), 4, None, [*map(digest_of, pictures)]))
     a, b = digest_of(b"a"), digest_of(b"b")
     request = Call.request(0, frames)
     assert [request.pictures[sequence.prompt] for sequence in request.sequences] == [(a, b), (b, b), ()]
