@@ -15,6 +15,7 @@ from tiny_pictures import png
 
 from actors.runtime.directory import Directory
 from actors.sampling.calls import Call, SampleFailed, SampleState
+from actors.sampling.flows import with_files
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards
 from actors.sampling.router import Router
@@ -35,6 +36,7 @@ from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import Conversation
 from areal.workflows.parsers import Parsers
 from protocols.errors import (
+    BusError,
     BusyError,
     ConnectionLostError,
     FencedError,
@@ -237,9 +239,13 @@ def test_calls_name_the_pictures_of_their_prompts_and_send_those_that_the_genera
         sample.pictures = {digest_of(content): content for content in pictures}
         frames.append(Call(sample, np.int32([1]), 4, None, [*map(digest_of, pictures)]))
     a, b = digest_of(b"a"), digest_of(b"b")
-    request, more = Call.request(0, frames), Call.request(0, frames, [b])
+    request = Call.request(0, frames)
     assert [request.pictures[sequence.prompt] for sequence in request.sequences] == [(a, b), (b, b), ()]
+    more = with_files(request, frames, [b])
     assert [content.tobytes() for content in more.files] == [b"b"] and not request.files
+    assert [content.tobytes() for content in with_files(more, frames, [a]).files] == [b"b", b"a"]
+    with pytest.raises(BusError, match="pictures that no job has"):
+        with_files(request, frames[2:], [b])
     assert type(Call.request(0, frames[2:])) is Generate
 
 
