@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -27,7 +28,7 @@ from actors.runtime.addresses import locate
 from actors.watching.monitor import render
 from actors.watching.runs import STOP_SECONDS, run_in, stop_run
 from areal.config import Config
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.processes import START, SUPERVISED
 from areal.record import Record, new_steps
 from areal.rewards.functions import RewardFunction, check_groups, of_object
@@ -56,11 +57,9 @@ def _named(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*values: P.args, **keys: P.kwargs) -> T:
         signature = inspect.signature(function)
-        try:
+        names = ", ".join(signature.parameters)
+        with explain(TypeError, f"areal.{function.__name__}: {{why}}: write NAME=VALUE, of {names}."):
             signature.bind(*values, **keys)
-        except TypeError as error:
-            names = ", ".join(signature.parameters)
-            raise UserError(f"areal.{function.__name__}: {error}: write NAME=VALUE, of {names}.") from None
         return function(*values, **keys)
 
     return call
@@ -414,8 +413,8 @@ def _text(file: Path) -> str:
 
 
 def _table(records: list[dict[str, Any]]) -> Any:
-    try:
-        import pandas
-    except ImportError:
+    if find_spec("pandas") is None:
         return records
+    import pandas
+
     return pandas.DataFrame(records)

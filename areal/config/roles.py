@@ -11,7 +11,7 @@ from areal.config.reading import BENCHMARKS, merged, read_values
 from areal.config.rows import BenchmarkConfig
 from areal.config.section import NAME, Section, UserPath
 from areal.engine_options import parser_conflicts
-from areal.errors import UserError
+from areal.errors import UserError, explain
 
 # Fits any tokenizer.
 TOOL_CALL_PARSER = "hermes"
@@ -83,10 +83,8 @@ class EvaluatorConfig(Section):
     @field_validator("benchmarks", mode="before")
     @classmethod
     def _benchmarks_are_known(cls, value: Any) -> dict[str, Any]:
-        try:
+        with explain(UserError, "{why}", lambda text: ValueError(text.rstrip("."))):
             return benchmarks_in(value)
-        except UserError as error:
-            raise ValueError(str(error).rstrip(".")) from None
 
     def conflicts(self) -> Iterator[str]:
         if not self.temperature and self.samples > 1:

@@ -75,7 +75,7 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         exec(args[-1])
     except SystemExit:  # this process has ended
         pass
-    except BaseException:
+    except BaseException:  # of the code in `args`, which has no caller here
         traceback.print_exc()
     finally:
         os._exit(0)

@@ -29,19 +29,14 @@ def set_environment(config: GeneratorConfig) -> None:
         avoid_broken_amx()
 
 
-def check_settings(config: GeneratorConfig, transfer: str | None) -> None:
-    """Raises UserError if a library is missing, of which vLLM itself only warns, or if the settings need GPUs.
-
-    transfer: the backend of vLLM's weight transfer.
-    """
+def check_settings(config: GeneratorConfig) -> None:
+    """Raises UserError if a library is missing, of which vLLM itself only warns, or if the settings need GPUs."""
     check_libraries()
     if (ranks := config.engine_options.get("data_parallel_size", 1)) > 1:
         raise UserError(
             f"generator.engine_options.data_parallel_size is {ranks}, but vLLM's data-parallel ranks cannot exchange "
             f"tokens on a CPU: leave it out, and raise generator.count."
         )
-    if transfer == "nccl":
-        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
 
 
 def check_libraries() -> None:

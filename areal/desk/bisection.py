@@ -8,6 +8,7 @@ import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -143,11 +144,8 @@ def search(record: Record, condition: Condition) -> BisectionResult:
         seen = f"which is from {min(measured)[0]:.4g} to {max(measured)[0]:.4g}" if measured else "which it has not"
         raise UserError(f"{condition} holds at no step of {record.folder}, {seen}: choose another limit.")
     result = BisectionResult(condition, step, value, max(first, step - 1 - WINDOW))
-    trials = Trials(record, condition, result.start, step)
-    try:
+    with closing(Trials(record, condition, result.start, step)) as trials:
         _search(trials, result)
-    finally:
-        trials.close()
     result.suspects, result.replays = len(trials.groups), trials.replays
     return result
 

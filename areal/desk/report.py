@@ -145,9 +145,11 @@ def account(run: Record) -> str:
     first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
     early, late = ("first step", "last") if few == 1 else (f"first {few} of them", f"last {few}")
     model = Path(run.settings.get("model", "The model")).name
-    says = [f"{model} was trained for {_shown(summary, 'steps', ',.0f')} steps in "
-            f"{_shown(summary, 'seconds', ',.0f')} s. Its mean reward was {first:.3f} in the {early} and "
-            f"{last:.3f} in the {late}."]  # fmt: skip
+    says = [
+        f"{model} was trained for {_shown(summary, 'steps', ',.0f')} steps in "
+        f"{_shown(summary, 'seconds', ',.0f')} s. Its mean reward was {first:.3f} in the {early} and "
+        f"{last:.3f} in the {late}."
+    ]
     if summary.get("accuracy_before") is not None and summary.get("accuracy_after") is not None:
         accuracy = [_shown(summary, f"accuracy_{when}", ".1%") for when in ("before", "after")]
         says.append(f"On rows that it never trained on, its accuracy went from {' to '.join(accuracy)}.")
@@ -440,9 +442,17 @@ def _style(axes: Any, grid: str = "y", spines: Sequence[str] = ("left", "bottom"
         spine.set_color(INK)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(
-            loc="lower right", bbox_to_anchor=(1, 1), ncols=LEGEND_COLUMNS, borderaxespad=0, handlelength=1,
-            columnspacing=1, handletextpad=0.4, frameon=False, labelcolor=INK, fontsize=8,
-        )  # fmt: skip
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=LEGEND_COLUMNS,
+            borderaxespad=0,
+            handlelength=1,
+            columnspacing=1,
+            handletextpad=0.4,
+            frameon=False,
+            labelcolor=INK,
+            fontsize=8,
+        )
 
 
 def _ratios(parts: Sequence[float], totals: Sequence[float]) -> list[float]:

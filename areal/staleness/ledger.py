@@ -221,9 +221,9 @@ def event_record(event: Event) -> tuple[str, dict[str, Any]]:
     return _KINDS[type(event)], _fields(event)
 
 
-def event_of(kind: str, body: dict[str, Any]) -> Event:
-    """Return the event of a record, which may have been through JSON. Raises KeyError for an unknown kind."""
-    return cast(Event, _EVENTS[kind](**_with_tuples(body)))
+def event_of(kind: str, body: dict[str, Any]) -> Event | None:
+    """Return the event of a record, which may have been through JSON; None if it is no event of the ledger."""
+    return cast(Event, _EVENTS[kind](**_with_tuples(body))) if kind in _EVENTS else None
 
 
 def _fields(row: Any) -> dict[str, Any]:

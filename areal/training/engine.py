@@ -173,8 +173,6 @@ class TrainingEngine:
         longest: int | None = None,
         pictures: Path = Path("pictures"),
     ) -> None:
-        if not (model / "config.json").is_file():
-            raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_trainable(model, config.sequence_parallel, longest)
         cuda = torch.cuda.is_available()
         self.config = config = config.for_device(cuda=cuda)
@@ -295,7 +293,8 @@ class TrainingEngine:
         """
         kinds = (True, False) if self._prefix_tree else (False,)
         windows: list[int | None] = []
-        try:
+        causes = AssertionError, NotImplementedError, TypeError, ValueError
+        with explain(causes, f"{head} cannot be trained: its forward pass failed on a packed row: {{why}}."):
             inputs = row_inputs(empty_row(self.device), self._attention)
             head.measure(module, **inputs, note_window=windows.append)
             if missing := what_is_missing(module, windows, self._reader.longest):
@@ -308,8 +307,6 @@ class TrainingEngine:
             prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)
             if self._together.size > 1:
                 self._check_divided(module, head)
-        except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-            raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
         self._prefix_tree, self._one_a_row = bool(prefix_tree), self._one_a_row or prefix_tree is None
         if self._one_a_row and self.config.microbatches:
             raise UserError(f"{head} mixes the sequences of a micro-batch: leave out trainer.microbatches.")

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from isal import isal_zlib as zlib  # as the standard library's, with CRC-32 ten and compression five times as fast
 
+from areal.errors import explain
+
 # A stream has at most 64 parts in flight, and 16 that have arrived but are not written: at most 80 MiB.
 CHUNK_BYTES = 1 << 20
 CHECKING_THREADS = min(8, os.cpu_count() or 1)
@@ -202,13 +204,11 @@ def apply(packed: Data, old: Data) -> memoryview:
     elements = _elements(old)
     mask_bytes = -(-len(elements) // 8)
     max_bytes = mask_bytes + len(old)
-    try:
+    with explain((_INVALID, ValueError), "a difference that cannot be unpacked: {why}", TornWeights):
         plain = zlib.decompressobj().decompress(packed, max_bytes)
         changed = np.unpackbits(np.frombuffer(plain[:mask_bytes], np.uint8), count=len(elements)).view(bool)
         new = elements.copy()
         new[np.flatnonzero(changed)] ^= np.frombuffer(plain[mask_bytes:], elements.dtype)
-    except (_INVALID, ValueError) as error:
-        raise TornWeights(f"a difference that cannot be unpacked: {error}") from None
     return new.data.cast("B")
 
 

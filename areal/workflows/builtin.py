@@ -15,7 +15,7 @@ from typing import Annotated, Any, Protocol, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.data.rows import Row, prompt_text
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.plugins import load
 from areal.text import python_call
 from areal.trajectory import LARGEST_REWARD, Trajectory
@@ -275,11 +275,9 @@ def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mappi
     """The options; those of a built-in workflow as the types that it wants. Raises UserError."""
     where = f"rollout_manager.workflow_options: workflow {name!r}"
     signature = inspect.signature(workflow)
-    try:
+    known = ", ".join([*signature.parameters][2:]) or "no options"
+    with explain(TypeError, f"{where}: {{why}}: besides a session and a row it takes {known}."):
         signature.bind(None, None, **options)
-    except TypeError as error:
-        known = ", ".join([*signature.parameters][2:]) or "no options"
-        raise UserError(f"{where}: {error}: besides a session and a row it takes {known}.") from None
     if BUILT_IN.get(name) is not workflow:
         return options
     hints = get_type_hints(workflow, include_extras=True)

@@ -408,10 +408,9 @@ def prompt_tokens(request: ChatRequest, tokenizer: Any, session: CallsPolicy | N
 
 
 def _rendered(conversation: Conversation, messages: list[Json]) -> list[int]:
-    try:
+    wrong = "the model's tokenizer or chat template does not take these messages: {why}"
+    with explain(Exception, wrong, ApiError):  # templates and tokenizers may raise anything
         return conversation.prompt(messages)
-    except Exception as error:  # templates and tokenizers may raise anything
-        raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
 
 
 def _usage(*answers: Answer) -> Json:
