@@ -13,8 +13,6 @@ dies, another one samples what is missing. It never decides admission.
 | balance | 2 s | moves sequences to emptier generators |
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -31,7 +29,7 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.generation.routing import groups_that_fit, plan_moves
 from areal.pictures import digests_in
 from areal.programs.outside import SandboxError
@@ -239,7 +237,7 @@ class RolloutManager(Sampler):
                 await group.close()
 
     def _open_sessions(
-        self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: _GroupStart
+        self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: "_GroupStart"
     ) -> list[SampleSession]:
         """A session for the sample at each of these places."""
         sessions = self._sessions[permit.group] = [
@@ -275,10 +273,8 @@ class RolloutManager(Sampler):
             log.error("row failed", row=index, exc_info=error)
             raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
         if row.pictures:
-            try:
+            with explain(UserError, "{why}", functools.partial(SampleFailed, "row")):
                 check_pictures(self.config)
-            except UserError as error:
-                raise SampleFailed("row", str(error)) from None
         if too_long := self.services.too_long(row):
             raise SampleFailed("long", too_long)
         return row
@@ -317,8 +313,8 @@ class RolloutManager(Sampler):
         return scored
 
     async def _run_sample(
-        self, permit: Permit, place: int, session: SampleSession, row: Row, start: _GroupStart, begun: bool
-    ) -> _Scored | SampleFailed:
+        self, permit: Permit, place: int, session: SampleSession, row: Row, start: "_GroupStart", begun: bool
+    ) -> "_Scored | SampleFailed":
         """Sample and score one sample. begun: the trainer may have calls of it."""
         began, at = time.time(), time.monotonic()
         try:
@@ -348,13 +344,11 @@ class RolloutManager(Sampler):
         for column, name in self._scorers(row).items():
             branches = [self._scoring.score_tokens(name, branch.tokens) for branch in sample.sequences()]
             scores = await asyncio.gather(*branches)
-            try:
+            with explain(ValueError, f"scorer {name!r}: {{why}}", functools.partial(SampleFailed, "scorer")):
                 sample = sample.with_scores(column, [score.logprobs for score in scores])
                 if column == "teacher_logprobs" and self.config.trainer.teacher_top_k:
                     sample = sample.with_scores("teacher_top_tokens", [score.top_tokens for score in scores])
                     sample = sample.with_scores("teacher_top_logprobs", [score.top_logprobs for score in scores])
-            except ValueError as error:
-                raise SampleFailed("scorer", f"scorer {name!r}: {error}") from None
         penalty = self.services.overlong(sample)
         return sample.lowered(penalty) if penalty else sample
 
@@ -376,10 +370,8 @@ class RolloutManager(Sampler):
         if not permit.resumed:
             return StoredSamples(places=(), start_version=None)
         request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, all_or_none=all_or_none)
-        try:
+        with explain(RefusedError, "the trainer refused the group: {why}", functools.partial(SampleFailed, "trainer")):
             return await self.ask_trainer(request, StoredSamples)
-        except RefusedError as error:
-            raise SampleFailed("trainer", f"the trainer refused the group: {error}") from None
 
     async def _calls(self, permit: Permit, place: int) -> list[SavedCall]:
         """The calls that the trainer has of a sample. Without them it is sampled anew."""
@@ -409,7 +401,7 @@ class RolloutManager(Sampler):
                 session.save_every = math.inf
                 log.warning("the trainer refused the calls of a sample", group=permit.group, error=str(error))
 
-    async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
+    async def _store(self, permit: Permit, row: Row, scored: "Sequence[_Scored]") -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
         request = StoreSamples(
@@ -430,7 +422,7 @@ class RolloutManager(Sampler):
             return error
         return None
 
-    async def _store_pictures(self, scored: Sequence[_Scored]) -> None:
+    async def _store_pictures(self, scored: "Sequence[_Scored]") -> None:
         """Have the trainer store those of the samples' pictures that it lacks. Raises RefusedError."""
         files = {name: item.pictures[name] for item in scored for name in digests_in(item.sample.pictures)}
         lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names if files else ()

@@ -1,7 +1,7 @@
 """The calls of a sample to the policy: each is a sequence of tokens, which one generator after another may sample."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from actors.sampling.flows import Job
 from areal.config.engines import SamplingConfig
+from areal.errors import explain
 from areal.result import Result, RewardError
 from areal.sampled import Finish, Generation, TokenTable, split
 from areal.workflows.conversation import Keep
@@ -114,6 +115,7 @@ class Call(Job):
     ) -> None:
         self.sample = sample
         self.pictures = tuple(pictures)
+        self.files = {name: sample.pictures[name] for name in pictures}
         self.target: Member | None = None
         self.generator: str | None = None
         self.since = 0.0
@@ -124,7 +126,7 @@ class Call(Job):
         self._table = TokenTable()
 
     @staticmethod
-    def request(flow: int, jobs: "Sequence[Call]", lacking: Collection[str] = ()) -> Generate:
+    def request(flow: int, jobs: "Sequence[Call]") -> Generate:
         prompts: dict[tuple[bytes, tuple[str, ...]], tuple[int, np.ndarray]] = {}  # the number and the tokens of each
         new = []
         for call in jobs:
@@ -143,23 +145,16 @@ class Call(Job):
             )
         tokens_of_all = tuple(tokens for _, tokens in prompts.values())
         everything: dict[str, Any] = {"flow": flow, "prompts": tokens_of_all, "sequences": tuple(new)}
-        files = {name: call.sample.pictures[name] for call in jobs for name in call.pictures}
-        if not files:
+        if not any(call.files for call in jobs):
             return Generate(**everything)
-        return GeneratePictured(
-            **everything,
-            pictures=tuple(pictures for _, pictures in prompts),
-            files=tuple(np.frombuffer(content, np.uint8) for name, content in files.items() if name in lacking),
-        )
+        return GeneratePictured(**everything, pictures=tuple(pictures for _, pictures in prompts))
 
     @staticmethod
     def deliver(part: Message, jobs: "dict[int, Call]") -> Sequence[JobFailed]:
         if not isinstance(part, TokenColumns):
             raise BusError(f"a generator sent {part.kind!r} instead of tokens")
-        try:
+        with explain(ValueError, "a generator sent wrong columns: {why}", BusError):
             tables = split(part.columns, part.counts.tolist())
-        except ValueError as error:
-            raise BusError(f"a generator sent wrong columns: {error}") from None
         for number, table, finish in zip(part.jobs.tolist(), tables, part.finishes.tolist(), strict=True):
             if call := jobs.get(number):
                 call.receive(table, FINISHES[finish])

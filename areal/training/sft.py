@@ -7,8 +7,6 @@ token. Of rollouts, the loss is that of the sampled tokens, exactly as they were
 reads the same rows, and only rank 0 prints.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -33,11 +31,10 @@ from areal.data.sources import open_source
 from areal.devices import set_allocator
 from areal.errors import UserError
 from areal.models import context_of, find_model
-from areal.pictures import digest_of
 from areal.run_files import PICTURES
 from areal.sampled import NOT_SAMPLED
 from areal.sight import sight_of
-from areal.storage.pictures import pictures_of
+from areal.storage.pictures import PictureStore, pictures_of
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
 from areal.tokens import load_tokenizer, reads_as_kept, special_tokens, stop_tokens
 from areal.training.guard import not_finite
@@ -147,7 +144,7 @@ def _trainer(config: SftConfig, steps: int) -> TrainerConfig:
     return trainer
 
 
-def likelihood(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+def likelihood(tokens: "Tokens", config: TrainerConfig) -> "TokenLoss":
     """-log pi of each token: an objective for the engine."""
     from areal.training.objectives import TokenLoss
 
@@ -168,7 +165,7 @@ _OBJECTIVE = {
 }
 
 
-def _loss(engine: TrainingEngine, rows: Sequence[Group]) -> float:
+def _loss(engine: "TrainingEngine", rows: Sequence[Group]) -> float:
     return engine.loss(rows if engine.rank == 0 else None, temperature=1.0)
 
 
@@ -209,9 +206,10 @@ def _read_rows(
 def _demonstrations(tokenizer: Any, config: SftConfig, pictures: Path) -> tuple[list[list[Group]], list[str]]:
     """The rows of the source: those to train on, and those held out; and what to say of them."""
 
+    store = PictureStore(pictures)
+
     def put(row: Row) -> Row:
-        for content in row.pictures:
-            (pictures / digest_of(content)).write_bytes(content)
+        store.put_all(row.pictures)
         return replace(row, pictures=())  # these may be more than fit into memory
 
     data, eval_size = config.data, config.data.eval_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -90,16 +91,19 @@ async def test_the_pictures_of_a_prompt_are_shown_small_and_nothing_outside_thei
     for name, content in files.items():
         (tmp_path / "pictures" / name).write_bytes(content)
     (tmp_path / digest_of(b"") / "x").mkdir(parents=True)
-    write_pictured_run(tmp_path, [digest_of(large), digest_of(large), digest_of(other), *hostile, "0a" * 16])
+    os.mkfifo(tmp_path / "pictures" / ("1" * 32))
+    names = [digest_of(large), digest_of(large), digest_of(other), *hostile, "0a" * 16, "1" * 32]
+    write_pictured_run(tmp_path, names)
     async with client(tmp_path) as page:
         first, *others = (await asked(page, "row", group="g0.0", sample="0", branch="0"))["pictures"]
     kind, _, encoded = first.partition(",")
     assert kind == "data:image/png;base64" and Image.open(io.BytesIO(base64.b64decode(encoded))).size == (256, 128)
     whys = [
-        "its file is damaged",
+        "is damaged",
         "no picture in one of the formats",
         "72000000 pixels, more than",
-        "missing or too large",
+        "No such file",
+        "is damaged",
     ]
     assert len(others) == len(whys) and all(why in text for why, text in zip(whys, others, strict=True))
 

@@ -1,7 +1,9 @@
 """Pictures in prompts: the engine's log-probs are the trainer's. vLLM runs models with vision only with torchvision."""
 
 import json
+from collections import UserDict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,3 +139,25 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
         await sampled(engine, "wrong", prompt_with([tall], sight, [1])[:-4], SAMPLING, [sight.look(tall)])
     await engine.close()
     trainer.close()
+
+
+@pytest.mark.slow
+def test_sequences_that_see_the_same_picture_hold_its_patches_once():
+    from areal.generation.vllm_worker import _Gathers
+
+    class Waiting:
+        def add_request(self, request):
+            added.append(request)
+
+    class Scheduler(_Gathers, Waiting):
+        pass
+
+    scheduler, added = Scheduler(), []
+    for name in ("a", "a", "b"):
+        feature = SimpleNamespace(identifier=name, data=UserDict(patches=np.zeros(4)))
+        scheduler.add_request(SimpleNamespace(mm_features=[feature]))
+    first, second, other = (request.mm_features[0].data for request in added)
+    assert first is second is not other
+    added.clear()
+    del first, second
+    assert [*scheduler._patches] == ["b"], "what no sequence sees any more is forgotten"

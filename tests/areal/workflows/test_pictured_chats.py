@@ -132,8 +132,9 @@ async def test_the_protocols_say_the_same(session):
     )
     made = [messages_of(request, session) for request in (openai, anthropic, responses.request)]
     assert made[0] == made[1] == made[2] and [part["digest"] for part in made[0][1]["content"]] == [
-        digest_of(WIDE), digest_of(SMALL)
-    ]  # fmt: skip
+        digest_of(WIDE),
+        digest_of(SMALL),
+    ]
     result = [{"type": "tool_result", "tool_use_id": "1", "content": blocks}]
     tool = CountRequest(messages=[{"role": "user", "content": result}]).chat()
     assert messages_of(tool, session) == [{"role": "tool", "tool_call_id": "1", "content": made[0][1]["content"]}]
