@@ -1,5 +1,4 @@
-"""The evaluator: scores a policy version on the held-out rows and on benchmarks, with the generators and rewards of the
-run.
+"""The evaluator: scores a policy version on held-out rows and benchmarks, with the generators and rewards of the run.
 
 A result contains only tokens that the evaluated version sampled. If a token of another version arrives, the attempt
 fails and gives no result. The master keeps the scores of rows that are done, so that the next attempt, also of a
@@ -12,8 +11,6 @@ folder, as this actor sees it (areal.storage.samples), and none of them is made 
 | one for each sample | its tokens, then its score | its row |
 | report | 1 s | the scores that are done are in the master's journal |
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections import Counter
@@ -28,7 +25,10 @@ from actors.sampling.jobs import RoutedGenerators
 from actors.sampling.router import Router
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
-from areal.config import BenchmarkConfig, Config, EvaluatorConfig, SamplingConfig
+from areal.config import Config
+from areal.config.engines import SamplingConfig
+from areal.config.roles import EvaluatorConfig
+from areal.config.rows import BenchmarkConfig
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark
 from areal.evaluation import scorecard
@@ -86,9 +86,7 @@ class HolderRouter(Router):
             return await super().choose(role, serves)
         now = self.directory.members.get(self._holder.identity)
         if now is None or now.state != "healthy" or now.held != self._holder.held:
-            raise NotExact(
-                f"{self._holder.identity} has left, is not healthy, or no longer holds version {min_version}"
-            )
+            raise NotExact(f"{self._holder.identity} has left, is unhealthy, or no longer holds version {min_version}")
         return now
 
 
@@ -128,8 +126,7 @@ class Evaluation:
 
 
 class Benchmark:
-    """The samples of a benchmark at a version. `missing`: a row and the number of its sample, for each sample that is
-    not in the file."""
+    """The samples of a benchmark at a version. `missing`: row and number of each sample not in the file."""
 
     def __init__(self, name: str, config: Config, rows: list[Row], version: int) -> None:
         settings = config.evaluator.benchmarks[name]
@@ -211,8 +208,7 @@ def _progress_of(benchmarks: Mapping[str, Benchmark]) -> str:
 
 
 def _settings_of(benchmark: BenchmarkConfig, sampling: SamplingConfig, config: Config) -> dict[str, object]:
-    """The settings under which samples of a benchmark are comparable. More samples or rows do not change those that are
-    there."""
+    """The settings under which samples of a benchmark are comparable: without numbers of samples and rows."""
     counts = {"size", "dates", "date_key", "samples", "pass_score", "every"}
     settings = benchmark.model_dump(mode="json", exclude=counts) | sampling.model_dump()
     return settings | config.rollout_manager.model_dump(mode="json", include={"workflow", "workflow_options"})
@@ -270,8 +266,7 @@ class Evaluator(Sampler):
         }
 
     async def _evaluate(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
-        """The result of an evaluation. At `evaluator.timeout_seconds` it is made of what is scored by then. Raises
-        EvaluationFailed and NotExact."""
+        """The result of an evaluation. It ends at `evaluator.timeout_seconds`. Raises EvaluationFailed, NotExact."""
         if evaluation.holder is None:
             needed = [role for role in ("generator", "reward") if ROLES[role].processes(self.config)]
             await self.directory.until(lambda: all(map(self.directory.with_role, needed)))
@@ -292,8 +287,7 @@ class Evaluator(Sampler):
         return self._result(evaluation, benchmarks)
 
     async def _sample_all(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> None:
-        """Sample and score all samples that are unfinished, and tell the master which rows are done. Raises
-        NotExact."""
+        """Sample and score all unfinished samples, and tell the master which rows are done. Raises NotExact."""
         home = evaluation.holder
         router = HolderRouter(home, *self._routes) if home else self._router
         # Generators that have not joined yet take their share later.

@@ -18,8 +18,6 @@ A generator that shares its devices with the trainer starts its engine while the
 `colocate` the engine sleeps while the trainer computes; its sequences continue afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -40,8 +38,10 @@ from actors.runtime.works import Works
 from actors.sampling.flows import Flows
 from actors.weights.direct_weights import DirectReceiver
 from actors.weights.weight_service import WeightFetcher
-from areal.config import Config, SamplingConfig, UserError
+from areal.config import Config
+from areal.config.engines import SamplingConfig
 from areal.devices import shares_devices
+from areal.errors import UserError, explain
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
 from areal.pictures import digest_of
@@ -327,10 +327,10 @@ class Generator(Actor):
         return picture.name, picture
 
     async def _sample(
-        self, name: str, sender: str, new: NewSequence, prompt: _Prompt, add: Callable[[_New], None]
+        self, name: str, sender: str, new: NewSequence, prompt: "_Prompt", add: "Callable[[_New], None]"
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
-        sampling = SamplingConfig(**{name: getattr(new, name) for name in SAMPLING})
+        sampling = SamplingConfig.model_construct(**{name: getattr(new, name) for name in SAMPLING})
         self._sequences[name] = sender
         try:
             await self._loaded.until(
@@ -368,14 +368,13 @@ class Generator(Actor):
             raise BusyError("this generator computes no log-probs: it is draining")
         ask = request.message
         required = ask.lineage, ask.version
-        try:
+        with (
+            explain(ValueError, "{why}", RefusedError),
+            explain((EngineError, TimeoutError), "this generator computed no log-probs: {why}", BusyError),
+        ):
             async with parked(request):
                 await self._loaded.until(lambda: self._loaded_policy() >= required or self.member.state != "healthy")
                 scores = await self._engine.score(f"{request.sender} log-probs", ask.tokens.tolist())
-        except ValueError as error:
-            raise RefusedError(str(error)) from None
-        except (EngineError, TimeoutError) as error:
-            raise BusyError(f"this generator computed no log-probs: {error}") from None
         return Logprobs(version=scores.version, logprobs=scores.logprobs)
 
     def _steps(self) -> float:

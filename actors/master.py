@@ -15,8 +15,6 @@ A request that cannot be answered yet is parked until it can be, or until shortl
 | watch | 1 s | fences the silent and those that hang, ends leases, remedies a stalled run |
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
@@ -40,9 +38,10 @@ from actors.mastering.training_requests import TrainingRequests
 from actors.runtime import vitals
 from actors.runtime.actor import Ending, HandlesRequests, first_error, handles
 from actors.watching import prometheus
-from areal.config import Config, UserError, explain
+from areal.config import Config
 from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
+from areal.errors import UserError, explain
 from areal.hiding import without_secrets
 from areal.models import digests_of
 from areal.observe.tracking import flat
@@ -202,9 +201,7 @@ class Master(HandlesRequests):
         the sender is a member and the request is not from it."""
         if request.sender in self.state.members and not request.sender.endswith(f"#{fingerprint(request.token)}"):
             log.warning("a request in the name of another was refused", kind=request.message.kind, name=request.sender)
-            raise ForgedError(
-                f"this {request.message.kind!r} is not from {request.sender}, which it names as its sender"
-            )
+            raise ForgedError(f"this {request.message.kind!r} is not from {request.sender}, whom it names as sender")
         part = next((part for part in self._parts if part.answers(request.message)), self)
         answer = HandlesRequests.dispatch(part, request)
         return answer if isinstance(request.message, AskStatus) else self._durably(request.sender, answer)
@@ -289,8 +286,7 @@ class Master(HandlesRequests):
     # --- watching
 
     async def _watch(self) -> None:
-        """Every second: remove actors that are silent or hang, expire leases, abandon a late evaluation, and react to a
-        stalled run."""
+        """Every second: remove silent or hanging actors, expire leases, abandon a late evaluation, react to a stall."""
         last = self._run.now()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
@@ -370,10 +366,7 @@ class Master(HandlesRequests):
             self._run.evaluations.hold_version_0(member)
         first = next(iter(self.state.members.values()))
         if is_loopback(host_of(first.address)) != is_loopback(host_of(member.address)):
-            log.warning(
-                "some actors listen on an address that other hosts cannot reach: start those with --host",
-                joined=member.identity,
-            )
+            log.warning("some actors listen where no other host reaches them: use --host", joined=member.identity)
         return member
 
     @handles(Heartbeat)

@@ -8,8 +8,6 @@ A call that fails gives an error, never a score.
 | one for each flow | scores | the samples of a manager |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 

@@ -11,8 +11,6 @@ one.
 | one for each flow | results of its rows | the samples of a manager |
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
@@ -26,7 +24,9 @@ from jinja2 import TemplateError
 from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
-from areal.config import SCORER, SamplingConfig, UserError, explain
+from areal.config.engines import SamplingConfig
+from areal.config.scoring import SCORER
+from areal.errors import explain
 from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
@@ -66,9 +66,7 @@ class Scorer(Serving):
         load_tokenizer: Callable[[str], Any] = load_tokenizer,
     ) -> Self:
         """name: what it serves, one of the run's `scorers`."""
-        scorer = member.config.scorers.get(name)
-        if scorer is None:
-            raise UserError(f"The run has no scorer {name!r} (--scorer): its configuration names others.")
+        scorer = member.config.scorers[name]
         member.activity = "starting the engine"
         tokenizer = None if scorer.kind == "logprobs" else await asyncio.to_thread(load_tokenizer, scorer.model)
         engine = await start_engine(Path(scorer.model), scorer.engine, version=0, seed=member.engine_seed)
@@ -85,15 +83,13 @@ class Scorer(Serving):
         self._requests = itertools.count()
         self._moves = member.works.unless_other("score", self._steps)  # one for all rows
         rewards = [reward for reward, url in self.config.judges.items() if url == f"{SCORER}{name}"]
-        self._judges = {
-            reward: judge_by(self._answer, reward, self.config.reward.options[reward]) for reward in rewards
-        }
+        self._judges = {name: judge_by(self._answer, name, self.config.reward.options[name]) for name in rewards}
 
     async def main(self) -> None:
         await self.member.become_healthy()
         self.member.activity = f"scoring as {self._name}"
 
-    def size(self, result: _ScoredRow | Scored) -> int:
+    def size(self, result: "_ScoredRow | Scored") -> int:
         if isinstance(result, Scored):
             return 64
         scores = result.scores
@@ -122,7 +118,7 @@ class Scorer(Serving):
         }
         return self.begin(request, message.flow, rows)
 
-    async def _score(self, key: str, job: int, tokens: list[int], add: Callable[[_ScoredRow], None]) -> None:
+    async def _score(self, key: str, job: int, tokens: list[int], add: "Callable[[_ScoredRow], None]") -> None:
         """Score a row. key: its name in the engine. Raises RefusedError, or EngineError if the engine died."""
         top_k = self.config.top_k_of(self._name)
         add(_ScoredRow(job, await self._wait_for_engine(self._engine.score(key, tokens, top_k))))
@@ -142,11 +138,10 @@ class Scorer(Serving):
         add(Scored(job=completion.job, scores=scores, parts=parts))
 
     async def _classify(self, key: str, completion: Completion, row: Mapping[str, Any]) -> Result:
-        try:
+        # Templates and tokenizers may raise anything.
+        with explain(Exception, f"{self._name} cannot read the completion: {{why}}", RefusedError):
             (text,) = completion.completions
             tokens = self._tokens(completion.prompt, text, row)
-        except Exception as error:  # templates and tokenizers may raise anything
-            raise RefusedError(f"{self._name} cannot read the completion: {error}") from None
         outputs = await self._wait_for_engine(self._engine.classify(key, tokens, self._settings.activation))
         with explain(
             (IndexError, RewardError), f"{self._name} gives no output {self._settings.output}: {{why}}", RefusedError

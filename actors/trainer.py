@@ -26,8 +26,6 @@ batches that the master has logged since, with the damaged checkpoint, and publi
 new lineage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import shutil
@@ -49,8 +47,9 @@ from actors.training.sample_store import SampleStore
 from actors.training.turns import Turns
 from actors.weights.direct_weights import DirectSender, load_transport
 from actors.weights.weight_service import WeightServer
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.devices import shares_devices, visible_devices
+from areal.errors import UserError
 from areal.run_files import ROLLOUTS
 from areal.storage.disk import DiskRetry
 from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
@@ -176,7 +175,7 @@ class Trainer(Actor):
         recovery = await _recovery(member, spool, rollouts)
         return cls(member, _Parts(learner, spool, rollouts, turns, phases), recovery)
 
-    def __init__(self, member: Membership, parts: _Parts, recovery: Recovery) -> None:
+    def __init__(self, member: Membership, parts: "_Parts", recovery: Recovery) -> None:
         self.member = member
         self.config, self.directory = member.config, member.directory
         self._learner, self._spool, self._rollouts, self._turns, self._phases = parts
@@ -315,23 +314,19 @@ class Trainer(Actor):
         self._phases.take_seconds()
 
     async def _load_checkpoint(self, recovery: Recovery) -> int:
-        """Load the last checkpoint, or the one before if it is damaged. Returns its version. Raises UserError if
-        neither can be loaded."""
-        newest, older = recovery.checkpoint_version, recovery.covered
-        try:
-            await self._load(newest, recovery.run)
-            return newest
-        except UserError as error:
-            damage = error
-        try:
-            if older == newest:
-                raise damage
-            await self._load(older, recovery.run)
-        except UserError:
-            ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
-            raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}") from None
-        log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.")
-        return older
+        """Load the last checkpoint, or if damaged the one before. Returns its version. Raises UserError if both are."""
+        newest, damage = recovery.checkpoint_version, ""
+        for version in dict.fromkeys((newest, recovery.covered)):
+            try:
+                await self._load(version, recovery.run)
+            except UserError as error:
+                damage = damage or str(error)
+                continue
+            if damage:
+                log.error(f"{damage} The run goes on from version {version}: the steps since are trained again.")
+            return version
+        ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
+        raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}")
 
     async def _load(self, version: int, run: str) -> None:
         """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
@@ -584,10 +579,7 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     group = min(groups, key=lambda group: group.start_version)
     if oldest is None or group.start_version >= oldest:
         return None
-    return (
-        f"group {group.id} has tokens of version {group.start_version}, and max_staleness allows none older than "
-        f"version {oldest}"
-    )
+    return f"group {group.id} has tokens of version {group.start_version}: max_staleness allows none before {oldest}"
 
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from areal.cpu.processor import use_avx512
 
 use_avx512()  # here, so that it comes before any import of torch
 
-_LATE = dict.fromkeys(("LiveRun", "RunFailed", "join", "start", "train"), "actors.api.runs") | dict.fromkeys(
-    ("Config", "UserError", "dump_config", "load_config"), "areal.config"
-)
+_LATE = dict.fromkeys(("LiveRun", "RunFailed", "join", "start", "train"), "actors.api.runs")
+_LATE |= dict.fromkeys(("Config", "dump_config", "load_config"), "areal.config") | {"UserError": "areal.errors"}
 
 
 def __getattr__(name: str) -> object:
@@ -29,13 +28,16 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(_LATE[name]), name)
 
 
-def _commit() -> str:
+def _commit(git: Path = Path(__file__).parent.parent / ".git") -> str:
     """In a clone, its last commit, as a local part of the version: versions that were never released are many."""
-    git = Path(__file__).parent.parent / ".git"
     try:
-        head = (git / "HEAD").read_text().strip().removeprefix("ref: ")
-        return f"+g{((git / head).read_text() if '/' in head else head)[:10]}"
-    except OSError:  # no clone, or one whose branch is packed
+        head = (git / "HEAD").read_text().split()[-1]  # a commit, or the name of a branch
+        if "/" in head and (git / head).exists():
+            head = (git / head).read_text()
+        elif "/" in head:  # `git gc` packs branches
+            (head,) = (line for line in (git / "packed-refs").read_text().splitlines() if line.endswith(f" {head}"))
+        return f"+g{head[:10]}"
+    except (OSError, ValueError):  # no clone, or a branch without a commit
         return ""
 
 

@@ -1,7 +1,5 @@
 """`areal TOOL`: run.py, and the command-line tools besides it. Each room declares its own in its `commands.py`."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys
@@ -13,7 +11,8 @@ from typing import TextIO, cast
 
 import areal
 from areal.command_line import RoomTools
-from areal.config import UserError, advice, explain
+from areal.config import advice
+from areal.errors import NOT_PERMITTED, UserError, explain
 from areal.processes import START, LenientOutput
 from areal.text import sentences_on, shown
 
@@ -50,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides += further
     try:
         module, _, function = options.tool.partition(":")
-        return getattr(import_module(module), function)(options) or 0
+        with explain(PermissionError, NOT_PERMITTED):
+            return getattr(import_module(module), function)(options) or 0
     except UserError as error:
         print(shown(str(error)), file=sys.stderr)
         return 2

@@ -1,7 +1,5 @@
 """Child processes that lead a group of their own, which ends as a whole."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -40,8 +38,7 @@ class Output:
 
 
 async def finish(*command: str, stdin: bytes = b"", seconds: float, most_bytes: int = 0) -> tuple[int | None, bytes]:
-    """Run a program to its end. Returns its exit status, or None if it was killed after `seconds`, and what it printed
-    (`Output`)."""
+    """Run a program. Returns its exit status (None: killed after `seconds`) and what it printed (`Output`)."""
     pipe, nothing, printed = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL, Output(most_bytes)
     process = await asyncio.create_subprocess_exec(
         *command,

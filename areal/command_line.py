@@ -1,7 +1,5 @@
 """What the tools of `areal` share: how a room declares its own in its `commands.py`, and where they print."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ class RoomTools(NamedTuple):
         return parser
 
 
-def output(width: int) -> Console:
+def output(width: int) -> "Console":
     """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80. Texts are printed
     as they are: `[/INST]` in a setting is no markup, and no text that is printed can steer the terminal."""
     from rich.console import Console

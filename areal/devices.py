@@ -1,7 +1,5 @@
 """Assigns the GPUs, or the cores, of this machine to the actors of a run."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -9,14 +7,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.roles import ROLES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -24,7 +23,14 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ENGINE_CORES, CORES = "AREAL_ENGINE_CORES", "AREAL_CORES"
 SHARES = "AREAL_SHARES_GPU"  # environment variable of a trainer and a generator that share a GPU at the same time
 DEVICE_FILES = Path("/dev")
-GROUP = Path("/sys/fs/cgroup")  # the control group of this process, as a container sees it
+VMSTAT = Path("/proc/vmstat")
+# Where control groups are, and which this process is in. A container sees its own group as the topmost one.
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# By version (2, and 1): the files of a group with its limit and its use, and the line of memory.stat with cached files.
+GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what torch reads
 ASK_SECONDS = 60.0  # timeout of nvidia-smi; a driver that is not in use may take half of it to wake up
 
@@ -38,26 +44,52 @@ def visible_devices() -> list[str]:
 
 
 def host_memory() -> int:
-    """The memory of this machine in bytes, or of this process's control group if that is less."""
+    """The memory of this machine in bytes, or of a control group of this process if that is less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = (GROUP / "memory.max").read_text().strip()
-    except OSError:
-        return memory
-    return min(memory, int(limit)) if limit.isdigit() else memory
+    return min([memory, *(limit for limit, _ in _groups())])
 
 
 def free_memory() -> int:
     """What processes may still take of `host_memory`, in bytes."""
     free = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError):  # the group has no limit, or there is no group
-        limit, used = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        cached = re.search(r"^inactive_file (\d+)", (GROUP / "memory.stat").read_text(), re.MULTILINE)
-        return min(free, max(0, limit - used + int(cached[1] if cached else 0)))
-    return free
+    return min([free, *(max(0, limit - used) for limit, used in _groups())])
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """The limit of each control group that limits this process, and the bytes in use there but for files' cache. A
+    scheduler such as Slurm sets it in a group far below the topmost one."""
+    with contextlib.suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, version, path = line.split(":", 2)
+            if version in GROUP_FILES:
+                top = GROUPS / version
+                group = top / path.lstrip("/")
+                for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+                    with contextlib.suppress(OSError, ValueError):  # it has no limit
+                        yield _limit_and_use(folder, *GROUP_FILES[version])
+
+
+def _limit_and_use(group: Path, limit: str, use: str, cache: str) -> tuple[int, int]:
+    bound, used = (int((group / name).read_text()) for name in (limit, use))
+    cached = re.search(rf"^{cache} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+    return bound, used - int(cached[1] if cached else 0)
+
+
+def memory_kills() -> int:
+    """How many processes the kernel of this machine has killed for lack of memory; 0 if it does not say."""
+    with contextlib.suppress(OSError):
+        if count := re.search(r"^oom_kill (\d+)", VMSTAT.read_text(), re.MULTILINE):
+            return int(count[1])
+    return 0
 
 
 @cache
+def check_transport(transport: str | None) -> None:
+    """Raises UserError if weights cannot be sent by `weights.transport` from or to this machine."""
+    if transport == "nccl" and not visible_devices():
+        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
+
+
 def _listed_by_driver() -> Sequence[str]:
     """All GPUs. The driver is asked once in a process, since it may take long to answer. Where its tool is missing, as
     in some containers, its device files count, or else what torch sees if it is loaded."""

@@ -1,12 +1,9 @@
-"""Options that are passed on to vLLM and DeepSpeed: `generator.engine_options`, `trainer.deepspeed_options`, and the
-names of vLLM's parsers.
+"""Options for vLLM and DeepSpeed: `generator.engine_options`, `trainer.deepspeed_options`, vLLM's parsers.
 
 An option that this system sets itself is refused with what to do instead, an unknown one with the name that is closest.
 The names that a library knows are read from its source, since importing it would take seconds, and would import torch.
 On a machine without the library they are not checked; the actor that has the library checks them again.
 """
-
-from __future__ import annotations
 
 import ast
 import difflib

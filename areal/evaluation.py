@@ -1,7 +1,5 @@
 """Computes avg@n and pass@k from the scores of an evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, sqrt

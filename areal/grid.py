@@ -1,14 +1,13 @@
 """A grid of settings: keys, each with several values. Each combination of them is a run of a sweep, or a replay."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from areal.config import UserError, parsed_values
+from areal.config.overrides import parsed_values
+from areal.errors import UserError
 
 
 def read_grid(texts: Iterable[str]) -> dict[str, list[Any]]:
@@ -17,8 +16,7 @@ def read_grid(texts: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def points(grid: Mapping[str, Sequence[Any]], what: str) -> list[dict[str, Any]]:
-    """The combinations of the values in a grid; the last key changes fastest. Raises UserError, about `what`, if two of
-    them would have the same name."""
+    """The combinations of the values in a grid; the last key changes fastest. Raises UserError if two have one name."""
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     names = list(map(name_of, combinations))
     for number, name in enumerate(names):

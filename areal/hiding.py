@@ -4,8 +4,6 @@ A value is hidden by its key (`api_key`, `tokens`) or by its shape (a user in a 
 `--api-key value`, the beginnings that the tokens of well-known services have). `secrets.json` of a run has the values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -41,8 +39,7 @@ _SHAPES = (
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """A part of a configuration with HIDDEN in place of its secrets. name: its key, or that of a section around it if
-    that is the name of a secret."""
+    """A part of a configuration with HIDDEN in place of its secrets. name: its key, or the secret section around it."""
     match values:
         case dict():
             names = _named(values)

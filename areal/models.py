@@ -1,7 +1,5 @@
 """Finds the models of a run: the initial model, the reference model of the KL penalty, and those of scorers."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json
@@ -19,7 +17,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from areal.config import Config, LoraConfig, UserError, explain
+from areal.config import Config
+from areal.config.training import LoraConfig
+from areal.errors import UserError, explain
 from areal.processes import ROOT, cache_folder, tied
 
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
@@ -56,7 +56,19 @@ def resolve_model(config: Config, tell: Callable[[str], None] = quietly, *, weig
 def _resolve(config: Config, name: str, key: str, tell: Callable[[str], None], weights: bool) -> Path:
     if name == "quickstart":
         tell("it makes the quickstart's model")
-        return _make_quickstart(config)
+        parent = config.run_dir.resolve() / "models"
+        if (folder := quickstart_folder(parent, config.seed)).exists():
+            return folder
+        # A process of its own makes the model, because the master must not import torch.
+        command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
+        # Threads that spin while they wait take six times the CPU time where engines are imported beside them.
+        waiting = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT, env=waiting)
+        if process.returncode:
+            raise UserError(
+                f"The quickstart's model could not be made: {' '.join(command)} exited with {process.returncode}."
+            )
+        return folder
     return find_model(name, key, tell, weights=weights)
 
 
@@ -227,8 +239,7 @@ class Routing(NamedTuple):
     """How a model routes: in each of `layers`, dense ones included, to `chosen` of `experts`.
 
     The routes of a token are the numbers of its experts, layer by layer, in a byte each or, beyond 256 experts, in two
-    (little-endian): `width` bytes. A dense layer has zeros. All are 0 for a token without routes, because the experts
-    of a layer differ.
+    (little-endian): `width` bytes. A dense layer has zeros, and all are 0 without routes.
     """
 
     gates: Gates
@@ -301,8 +312,7 @@ def architectures_of(folder: Path) -> list[str]:
 
 
 def check_adapters(model: object, weights: Iterable[str], lora: LoraConfig) -> None:
-    """Raise UserError if a model with weights of these names lacks one of the layers that `lora` names; peft refuses
-    only if it lacks all."""
+    """Raise UserError if weights of these names lack a layer of `lora`; peft refuses only if all are lacking."""
     layers = {name.removesuffix(".weight").rpartition(".")[2] for name in weights if "." in name}
     names = [] if lora.target_modules == "all-linear" else lora.target_modules
     for name in names:
@@ -320,9 +330,7 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
     """Raise UserError if the model in `folder` is a mixture of experts that engines on these devices, GPUs (cuda) or
     CPUs, cannot have with such adapters, or that has no place for all of them."""
     if not cuda and _text_type(folder) == "gpt_oss":
-        raise UserError(
-            f"vLLM computes the experts of gpt-oss on GPUs alone: {folder} cannot generate on this machine."
-        )
+        raise UserError(f"vLLM computes the experts of gpt-oss on GPUs alone: {folder} cannot generate here.")
     if not is_mixture(folder):
         return
     kind, sizes = f"the model {folder} is a mixture of experts", _sizes(folder)
@@ -344,21 +352,17 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
 
 
 def weight_sizes(folder: Path) -> dict[str, int]:
-    """The numbers of elements of the weights in a model's folder, by name, without reading them; empty if it has none.
-    Raises UserError if a file is damaged."""
+    """The numbers of elements of the weights in a model's folder, by name; empty if it has none. Raises UserError."""
     numbers: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with explain(
-            (OSError, SafetensorError), f"The model's file {file} is damaged or incomplete: copy or download it again."
-        ):
+        with explain((OSError, SafetensorError), f"The model's file {file} is damaged: copy or download it again."):
             shapes = shapes_in(file)
         numbers |= {name: math.prod(shape) for name, shape in shapes.items()}
     return numbers
 
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in a safetensors file, by name, from its header. Raises OSError, and SafetensorError if
-    the file is damaged or cut short."""
+    """The shapes of the tensors in a safetensors file. Raises OSError, and SafetensorError if it is damaged."""
     with safe_open(file, framework="np") as opened:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
@@ -426,22 +430,6 @@ def lacks_quickstart(config: Config) -> bool:
     """Whether the run has to make the quickstart's model first."""
     places = config.run_dir.resolve() / "models", cache_folder() / "areal"
     return config.model == "quickstart" and not any(quickstart_folder(p, config.seed).exists() for p in places)
-
-
-def _make_quickstart(config: Config) -> Path:
-    parent = config.run_dir.resolve() / "models"
-    if (folder := quickstart_folder(parent, config.seed)).exists():
-        return folder
-    # A process of its own makes the model, because the master must not import torch.
-    command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
-    # Threads that spin while they wait take six times the CPU time where engines are imported beside them.
-    waiting = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT, env=waiting)
-    if process.returncode:
-        raise UserError(
-            f"The quickstart's model could not be made: {' '.join(command)} exited with {process.returncode}."
-        )
-    return folder
 
 
 def _checked(folder: Path) -> Path:

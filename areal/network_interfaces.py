@@ -1,19 +1,16 @@
 """The address of this machine at which others reach it, and the network interface that the ranks of a trainer use."""
 
-from __future__ import annotations
-
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Iterable
 from contextlib import suppress
+
+import psutil
 
 GLOO = "GLOO_SOCKET_IFNAME"
 # An address of no host (RFC 5737): the way to it is the default route.
 ANYWHERE = "192.0.2.1"
-SIOCGIFADDR = 0x8915
 
 
 def choose_interface(*hosts: str) -> None:
@@ -29,34 +26,20 @@ def choose_interface(*hosts: str) -> None:
 
 
 def interface_towards(hosts: Iterable[str]) -> str | None:
-    """The name of the interface (IPv4) that leads to the first of `hosts` to which none of loopback does. None if there
-    is none."""
+    """The name of the interface (IPv4) to the first of `hosts` that loopback does not lead to; None: there is none."""
     for host in hosts:
         with suppress(OSError):
             address = own_address(host, family=socket.AF_INET)
             if not ipaddress.ip_address(address).is_loopback:
-                return _interfaces().get(address)
+                interfaces = psutil.net_if_addrs().items()
+                return next((name for name, owns in interfaces if address in [own.address for own in owns]), None)
     return None
 
 
 def own_address(host: str, port: int = 1, family: int = socket.AF_UNSPEC) -> str:
-    """The address of this machine on the way to `host`, without brackets. Raises OSError if that has no name, or if
-    there is no way to it."""
+    """The address of this machine on the way to `host`, without brackets. Raises OSError if there is no way to it."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing: only asks the kernel for the route
         address: str = probe.getsockname()[0]
         return address
-
-
-def _interfaces() -> dict[str, str]:
-    """The names of this host's interfaces, by their addresses."""
-    names = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has no address
-                continue
-            names[socket.inet_ntoa(answer[20:24])] = name
-    return names

@@ -1,7 +1,5 @@
 """Loads the user's own functions and classes, which the configuration names: `package.module:object`, or a file."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util
@@ -13,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.text import shown
 
 # What a configuration says of code: a file or module with its object, or, under the key `command`, a program. These
@@ -58,9 +56,7 @@ def announce_code(folder: Path, values: Any, trust: bool) -> None:
     print(f"Note: {what}.", file=sys.stderr)
     if trust or folder.stat().st_uid == os.geteuid():
         return
-    if not (
-        sys.stdin.isatty() and input("The folder is another user's. Run this code? [y/N] ").lower() in ("y", "yes")
-    ):
+    if not (sys.stdin.isatty() and input("The folder is another user's. Run it? [y/N] ").lower() in ("y", "yes")):
         raise UserError(f"The folder is another user's, and {what}: read it, then repeat the command with --trust.")
 
 

@@ -1,7 +1,5 @@
 """What the processes of a run share: the death with their parent, the limit of open files, fast imports, the output."""
 
-from __future__ import annotations
-
 import ctypes
 import fnmatch
 import gc
@@ -120,12 +118,9 @@ def outlive_sigterm(leader: int | None) -> None:
 
 
 def plain_environment(pass_env: Sequence[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a program that somebody else may talk to. pass_env: names beside PLAIN_ENVIRONMENT, also with
-    `*`, such as `TAU2_*`."""
+    """The environment of a program that others may talk to. pass_env: names beside PLAIN_ENVIRONMENT, as `TAU2_*`."""
     names = (*PLAIN_ENVIRONMENT, *pass_env)
-    return {
-        name: value for name, value in variables.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
-    }
+    return {name: value for name, value in variables.items() if any(fnmatch.fnmatchcase(name, form) for form in names)}
 
 
 def tied(*command: str) -> list[str]:
@@ -144,8 +139,7 @@ def torchrun(ranks: int) -> list[str]:
 
 class LenientOutput:
     """A stream of text that may lose what is written: where its reader has gone, or its file is on a full disk, nothing
-    is raised, so that a run does not end for its display. reader_only: a full disk is raised, for results that must not
-    be lost."""
+    is raised: a run does not end for its display. reader_only: a full disk is raised."""
 
     def __init__(self, stream: TextIO, reader_only: bool = False) -> None:
         self._stream = stream

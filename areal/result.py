@@ -1,14 +1,12 @@
 """Checks what a reward returns, and combines the results of several rewards."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
-from areal.config import explain
+from areal.errors import explain
 from areal.trajectory import LARGEST_REWARD
 
 T = TypeVar("T")
@@ -34,8 +32,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 def as_result(value: Any) -> Result:
-    """Checks the value that a reward returned: a score, or a pair of a score and its parts. Raises RewardError if a
-    number in it is not finite."""
+    """Checks what a reward returned: a score, perhaps with its parts. Raises RewardError if one is not finite."""
     score, parts = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(parts, Mapping):
         raise RewardError(f"the reward returned parts of type {type(parts).__name__} beside the score, not a dict")
@@ -77,8 +74,7 @@ def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Res
 
 
 async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
-    """What `score` says of several rewards by name, which are asked at the same time. If one raises, the others are
-    cancelled, and this raises the same."""
+    """What `score` says of several rewards, asked at the same time. If one raises, so does this, without the others."""
     names = list(names)
     if len(names) == 1:  # without the cost of a task
         return {names[0]: await score(names[0])}

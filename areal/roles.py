@@ -1,7 +1,5 @@
 """The roles of a run, besides its master: how many processes each has, what they need, and what waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -4,8 +4,6 @@
 messages and the spool carry their columns as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple, Self
@@ -38,9 +36,9 @@ COLUMNS = {
     "teacher_top_tokens": Column(np.int32, wide=True),
     "teacher_top_logprobs": Column(np.float32, wide=True),
     "routes": Column(np.uint8, unsampled=None, wide=True),
+    "pictures": Column(np.uint8, unsampled=None, wide=True),
 }
-"""The columns of a sample. They are fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run
-keeps."""
+"""The columns of a sample: fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run keeps."""
 
 ENGINE_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.engine)
 SCORED = ("teacher_logprobs", "reference_logprobs")
@@ -66,8 +64,7 @@ class TokenTable:
     __slots__ = ("_columns", "_length")
 
     def __init__(self, columns: Mapping[str, np.ndarray] | None = None) -> None:
-        """columns: arrays of one length and of the declared types, those of the engine among them. They are not
-        copied."""
+        """columns: arrays of one length and the declared types, the engine's among them. They are not copied."""
         self._columns = dict(columns or _EMPTY)
         self._length = len(self._columns["tokens"])
 
@@ -90,6 +87,11 @@ class TokenTable:
         return self._columns["versions"][: self._length]
 
     @property
+    def pictures(self) -> np.ndarray | None:
+        """uint8 [n, 16], as `areal.trajectory.Trajectory` has it."""
+        return self._columns["pictures"][: self._length] if "pictures" in self._columns else None
+
+    @property
     def nbytes(self) -> int:
         """The size of all columns."""
         return sum(array.nbytes for array in self.columns.values())
@@ -99,12 +101,12 @@ class TokenTable:
         """All columns, by name."""
         return {name: array[: self._length] for name, array in self._columns.items()}
 
-    def view(self, begin: int = 0, end: int | None = None) -> TokenTable:
+    def view(self, begin: int = 0, end: int | None = None) -> "TokenTable":
         """The rows from `begin` to `end` - 1, which are not copied."""
         stop = self._length if end is None else min(end, self._length)
         return TokenTable({name: array[begin:stop] for name, array in self._columns.items()})
 
-    def append(self, rows: TokenTable) -> None:
+    def append(self, rows: "TokenTable") -> None:
         """Add copies of the rows of another table."""
         self.extend(len(rows), rows.columns)
 
@@ -131,8 +133,7 @@ _EMPTY = {name: np.empty(0, COLUMNS[name].dtype) for name in ENGINE_COLUMNS}
 class Generation(TokenTable):
     """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n].
 
-    finish: "stop" (the policy ended the turn; the stop token is included), "length" (there was no room left), or None
-    where more follows.
+    finish: "stop" (the policy ended the turn; with its stop token), "length" (no room was left), None: more follows.
     """
 
     __slots__ = ("finish",)
@@ -156,10 +157,11 @@ class Generation(TokenTable):
         return rows
 
 
-def unsampled(tokens: Tokens) -> TokenTable:
-    """Tokens that are not the policy's. tokens: [n]."""
+def unsampled(tokens: Tokens, pictures: np.ndarray | None = None) -> TokenTable:
+    """Tokens that are not the policy's. tokens: [n]. pictures: their column of this name."""
     column = np.asarray(tokens, np.int32)
-    return TokenTable({"tokens": column} | {name: _filled(name, len(column)) for name in ENGINE_COLUMNS[1:]})
+    columns = {"tokens": column} | {name: _filled(name, len(column)) for name in ENGINE_COLUMNS[1:]}
+    return TokenTable(columns if pictures is None else columns | {"pictures": pictures})
 
 
 def _filled(name: str, count: int, width: tuple[int, ...] = ()) -> np.ndarray:

@@ -1,7 +1,5 @@
 """The settings of a run by their keys: in which two configurations differ, and what a change of them means."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -4,12 +4,10 @@ A model that sees has a *placeholder*, a token that stands for a part of a pictu
 each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL, Qwen3-VL and SmolVLM.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,8 +16,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from areal.config import Config, UserError, explain
+from areal.config import Config
+from areal.errors import UserError, explain
 from areal.pictures import decode, digest_of
+from areal.trajectory import DIGEST_BYTES
 
 # The names of a processor's sizes, and their defaults; those of the tower of SmolVLM.
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
@@ -97,6 +97,19 @@ class Sight:
         """What vLLM's model takes of a picture: by its patches, and of the whole."""
         return {"pixel_values": picture.patches}, {"image_grid_thw": np.array(picture.grid)}
 
+    def column(self, tokens: np.ndarray, parts: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
+        """The column `pictures` of the tokens of a prompt, whose first placeholders stand for the pictures that these
+        parts of messages show; None if it has no placeholder. Raises ValueError if they do not."""
+        places, ends = np.flatnonzero(tokens == self.token), 0
+        column = np.zeros((len(tokens), DIGEST_BYTES), np.uint8)
+        for part in parts if len(places) else ():
+            count = self.tokens(part["width"], part["height"])
+            run, ends = places[ends : ends + count], ends + count
+            if len(run) < count or run[-1] - run[0] != count - 1:
+                raise ValueError(f"the placeholders of a prompt are not those of its {len(parts)} pictures")
+            column[run] = np.frombuffer(bytes.fromhex(part["digest"]), np.uint8)
+        return column if ends else None
+
     def starts(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> list[int]:
         """Where the placeholders of each picture begin among the tokens of a sequence, int [n]; none if it has no
         placeholder. Those after the last picture's are tokens like any other. Raises ValueError if the first
@@ -144,6 +157,20 @@ class SquareSight(Sight):
 SEEING = {"qwen2_5_vl": Sight, "qwen3_vl": Sight, "smolvlm": SquareSight}
 
 
+def pictures_in(column: np.ndarray | None, views: Mapping[str, Picture]) -> tuple[list[int], list[Picture]]:
+    """Where the pictures of a sequence with this column `pictures` begin, and these. views: by their names. Raises
+    ValueError if the model sees one in more or fewer parts."""
+    places, starts, pictures = np.flatnonzero(() if column is None else column.any(1)), list[int](), list[Picture]()
+    while column is not None and len(places):
+        picture = views[column[places[0]].tobytes().hex()]
+        run, places = places[: picture.tokens], places[picture.tokens :]
+        if run[-1] - run[0] != picture.tokens - 1 or (column[run] != column[run[0]]).any():
+            raise ValueError(f"the placeholders of the picture {picture.name} are not as many as it has parts")
+        starts.append(int(run[0]))
+        pictures.append(picture)
+    return starts, pictures
+
+
 def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:
     """The positions of a sequence in time, height and width, int64 [3, length]: those of a picture's parts count from
     the position after the token before it, and the next token has the position after the largest of these
@@ -185,11 +212,10 @@ def check_pictures(config: Config) -> None:
 
 
 class Views:
-    """The latest pictures that one model's processor has looked at, up to `limit` bytes of patches but at least one.
-    Several threads may use it."""
+    """The latest pictures that a model's processor has looked at, up to `limit` bytes, at least one. Threadsafe."""
 
     def __init__(self, limit: int = VIEWED_BYTES) -> None:
-        self._limit = limit
+        self._limit, self._size = limit, 0
         self._pictures: OrderedDict[str, Picture] = OrderedDict()
         self._lock = Lock()
 
@@ -201,9 +227,11 @@ class Views:
 
     def add(self, picture: Picture) -> Picture:
         with self._lock:
+            if picture.name not in self._pictures:
+                self._size += picture.patches.nbytes
             self._pictures[picture.name] = picture
-            while len(self._pictures) > 1 and sum(p.patches.nbytes for p in self._pictures.values()) > self._limit:
-                self._pictures.popitem(last=False)
+            while len(self._pictures) > 1 and self._size > self._limit:
+                self._size -= self._pictures.popitem(last=False)[1].patches.nbytes
         return picture
 
 
@@ -212,9 +240,7 @@ def sight_of(folder: str) -> Sight:
     """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
     config = _read(Path(folder) / "config.json")
     if not sees(folder):
-        raise UserError(
-            f"the model {folder} does not see pictures here, which {', '.join(SEEING)} alone do: leave them out"
-        )
+        raise UserError(f"the model {folder} sees no pictures here, which {', '.join(SEEING)} alone do: leave them out")
     settings = _read(Path(folder) / "preprocessor_config.json")
     settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
     if SEEING[config["model_type"]] is SquareSight:

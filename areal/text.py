@@ -4,17 +4,17 @@ A model may write anything, on purpose too. So nothing here takes time beyond th
 expressions easily do, and nothing that is shown can steer a terminal.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
+import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from traceback import TracebackException
+from traceback import FrameSummary, TracebackException
 from typing import Any, TextIO, cast
 
 FENCE = "```"
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _WHITE_SPACE = re.compile(r"\s*+")
 # Control characters other than tab and newline: C0, DEL, C1 (a terminal takes 0x9b for ESC [). Line and paragraph
 # separators, and characters that change the direction of the text around them, are shown by their codes too.
@@ -102,8 +102,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def without_code() -> Iterator[None]:
-    """Load something with transformers. Raises ValueError if that needs Python code that comes with a model: it never
-    runs."""
+    """Load something with transformers. Raises ValueError if that needs a model's Python code: it never runs."""
     try:
         yield
     except ValueError as error:
@@ -122,3 +121,9 @@ def all_shown(value: Any) -> Any:
         case list() | tuple():
             return [all_shown(inner) for inner in value]
     return value
+
+
+def place_in(frames: Iterable[FrameSummary], libraries: tuple[str, ...] = LIBRARIES) -> str:
+    """The innermost line of code that is in no folder of `libraries`, in words; empty if there is none."""
+    lines = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    return f", in {lines[-1].filename}, line {lines[-1].lineno}: {lines[-1].line}" if lines else ""

@@ -1,7 +1,5 @@
 """Loads a model's tokenizer, with the chat template that the configuration asks for."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -12,8 +10,9 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from areal.config import RowsConfig, UserError, explain
-from areal.text import reason_of, without_code
+from areal.config.rows import RowsConfig
+from areal.errors import UserError, explain
+from areal.text import without_code
 
 
 def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
@@ -21,19 +20,15 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
 
     data: its `chat_template` and `chat_template_kwargs` apply to all that the tokenizer renders.
 
-    A tokenizer.json is read directly, because `AutoTokenizer` imports torch. That costs every process that only handles
-    text four seconds and 300 MB.
+    A tokenizer.json is read directly: `AutoTokenizer` imports torch, which costs four seconds and 300 MB.
     """
     if (Path(folder) / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast as Tokenizer
     else:
         from transformers import AutoTokenizer as Tokenizer
-    try:
-        with without_code():
-            tokenizer = Tokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises this very class
-        reason = reason_of(error)
-        raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({reason}).") from None
+    wrong = f"The model folder {folder} has no tokenizer that can be loaded ({{why}})."
+    with explain(Exception, wrong), without_code():  # the tokenizers library raises this very class
+        tokenizer = Tokenizer.from_pretrained(folder, trust_remote_code=False)
     if data is not None and data.sets_template:
         _set_template(tokenizer, folder, data)
     return tokenizer
@@ -65,13 +60,12 @@ def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
             )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **data.chat_template_kwargs)
     messages = [{"role": "user", "content": "Hello"}]
-    try:
+    with explain(  # templates may raise anything
+        Exception,
+        f"The chat template of {data.chat_template or folder} does not render one message of the user ({{why}}): "
+        f"correct it, or data.chat_template_kwargs.",
+    ):
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates may raise anything
-        raise UserError(
-            f"The chat template of {data.chat_template or folder} does not render one message of the user "
-            f"({' '.join(str(error).split())}): correct it, or data.chat_template_kwargs."
-        ) from None
 
 
 def read_template(file: Path) -> str:
@@ -90,8 +84,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=64)
 def stop_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a sequence of the model with this tokenizer: its end of sequence, and those that the model's
-    folder lists."""
+    """The tokens that end a sequence: the tokenizer's end of sequence, and those that the model's folder lists."""
     files = (Path(tokenizer.name_or_path) / name for name in ("generation_config.json", "config.json"))
     file = next((file for file in files if file.is_file()), None)
     listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None

@@ -3,8 +3,6 @@
 A token that the policy did not sample (the prompt, a tool's answer) has version -1 and takes no part in the loss.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP, Finish, check, pack, unpack
+from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP, Finish, TokenTable, check, pack, unpack
 
 LARGEST_REWARD = 1e9
 """The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
@@ -23,6 +21,9 @@ ROUNDING = 1e-9
 
 LARGEST_FIELD = 16 << 10
 """The largest size of a value of a row in what is kept of it, as JSON."""
+
+DIGEST_BYTES = 16
+"""Of the digest of a picture."""
 
 FINISHES: tuple[Finish, ...] = ("stop", "length")
 _OF_SAMPLE = {"reward": np.float64, "finish": np.uint8, "shared": np.int32, "own": np.int32}
@@ -60,8 +61,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sample of a group. All arrays have the same length T, and the types that `areal.sampled.COLUMNS` declares; a
-    list becomes one.
+    """One sample of a group. All arrays have one length T and the types of `areal.sampled.COLUMNS`; a list becomes one.
 
     tokens: int32, prompt and completion as the engine saw them (never re-tokenised).
     logprobs: float32, log pi_behav of each sampled token after temperature; 0 where not sampled.
@@ -77,6 +77,7 @@ class Trajectory:
     teacher, and their log-probs (`trainer.teacher_top_k`); 0 where not sampled.
     routes: uint8 [T, width], the experts that the pass which sampled a token took, as `areal.models.Routing` says
     (`trainer.routing`); 0 where not sampled.
+    pictures: uint8 [T, 16], the digest of the picture that a token is a placeholder of; 0 if of none.
     """
 
     tokens: np.ndarray
@@ -91,6 +92,7 @@ class Trajectory:
     teacher_top_tokens: np.ndarray | None = None
     teacher_top_logprobs: np.ndarray | None = None
     routes: np.ndarray | None = None
+    pictures: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         lengths = {}
@@ -126,6 +128,8 @@ class Trajectory:
             raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
         if self.returns is not None and not (np.abs(self.returns) <= LARGEST_REWARD).all():
             raise ValueError("the return of a token is no score")
+        if self.pictures is not None and self.pictures.shape[1] != DIGEST_BYTES:
+            raise ValueError("the pictures of a sample have other digests")
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -140,7 +144,7 @@ class Trajectory:
         return pack(self.columns | of_sample)
 
     @classmethod
-    def of_frame(cls, frame: bytes | memoryview) -> Trajectory:
+    def of_frame(cls, frame: bytes | memoryview) -> "Trajectory":
         """A sample that came from outside; its arrays are not copied. Raises ValueError if it is none."""
         arrays = unpack(frame)
         if missing := _OF_SAMPLE.keys() - arrays.keys():
@@ -167,14 +171,12 @@ class Trajectory:
         return self.versions != NOT_SAMPLED
 
     def filled(self, name: str, width: tuple[int, ...] = ()) -> np.ndarray:
-        """An array of it. If it does not have this one: its reward at each token for the returns, else 0. width: of a
-        wide column."""
+        """An array of it; of missing ones the reward at each token for the returns, else 0. width: of a wide column."""
         array: np.ndarray | None = getattr(self, name)
         return np.full((len(self), *width), self.reward if name == "returns" else 0) if array is None else array
 
-    def sequences(self) -> Iterator[Trajectory]:
-        """Each branch as a trajectory without branches, from its first token on. Only the branch that owns a sampled
-        token has it as sampled."""
+    def sequences(self) -> "Iterator[Trajectory]":
+        """Each branch as a trajectory, from its first token on. Only the owner of a sampled token has it as sampled."""
         if not self.branches:
             yield self
             return
@@ -185,7 +187,7 @@ class Trajectory:
                     array[: branch.shared] = unsampled
             yield replace(self, branches=(), **arrays)
 
-    def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> Trajectory:
+    def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> "Trajectory":
         """The same trajectory with the column `name`, of SCORED or TOP. branches: [T - 1] or [T - 1, k] for each of
         `sequences`, what all its tokens but the first get. Raises ValueError for what no model gives."""
         lengths = self.branches or (Branch(0, len(self)),)
@@ -196,7 +198,7 @@ class Trajectory:
         arrays: dict[str, Any] = {name: column}
         return replace(self, **arrays)
 
-    def lowered(self, penalty: float) -> Trajectory:
+    def lowered(self, penalty: float) -> "Trajectory":
         """The same trajectory with a lower reward."""
         returns = None if self.returns is None else self.returns - penalty
         return replace(self, reward=self.reward - penalty, returns=returns)
@@ -209,8 +211,7 @@ class Trajectory:
 
 
 def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """The places of all tokens of each branch, int64 [shared + new], in arrays that hold their own tokens one branch
-    after another."""
+    """The places of all tokens of each branch, int64 [shared + new], in arrays of the branches' own tokens in turn."""
     path, end = np.zeros(0, np.int64), 0
     for shared, new in branches:
         path = np.concatenate([path[:shared], np.arange(end, end + new)])
@@ -225,10 +226,15 @@ def pieces(versions: Sequence[int]) -> list[Piece]:
     return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
 
 
-def common(first: np.ndarray, second: np.ndarray) -> int:
-    """The number of first tokens that two sequences have in common."""
+def common(first: TokenTable | Trajectory, second: TokenTable | Trajectory) -> int:
+    """The number of first tokens that two sequences have in common, of the same pictures."""
     length = min(len(first), len(second))
-    return int(np.append(first[:length] != second[:length], True).argmax())
+    differ = first.tokens[:length] != second.tokens[:length]
+    if first.pictures is not None or second.pictures is not None:
+        none = np.zeros((length, DIGEST_BYTES), np.uint8)
+        columns = [none if s.pictures is None else s.pictures[:length] for s in (first, second)]
+        differ |= (columns[0] != columns[1]).any(1)
+    return int(np.append(differ, True).argmax())
 
 
 def check_scores(name: str, column: np.ndarray) -> None:
@@ -280,8 +286,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """True if the rewards differ, or the returns of tokens. If they are all the same, nothing distinguishes good
-        samples from bad ones."""
+        """True if the rewards differ, or the returns of tokens: else nothing distinguishes good samples from bad."""
         credits = np.concatenate([[t.reward] if t.returns is None else t.returns[t.sampled] for t in self.trajectories])
         return bool(differ(credits.max(), credits.min()))
 

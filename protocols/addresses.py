@@ -1,7 +1,5 @@
 """Addresses on the bus: parses and builds tcp://HOST:PORT. Nothing here uses the network."""
 
-from __future__ import annotations
-
 import ipaddress
 
 EVERY_INTERFACE = ("*", "0.0.0.0", "[::]", "::")

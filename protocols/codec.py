@@ -6,8 +6,6 @@ too large are raw frames too, in UTF-8. Decoding cannot execute code:
 the only types are msgpack's, numpy arrays of a few plain dtypes, and the registered pydantic models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,8 +32,7 @@ DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32", "float6
 # Keyed by the dtype itself, which, unlike its name, includes the byte order.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ARRAY, _TEXT = 1, 2
-# Texts from this length on leave a body that is too large. The limit on the body is for what costs the receiver much
-# more than its size, such as lists.
+# Texts from this length on leave a body that is too large. That limit is for what costs more than its size, as lists.
 LONG_TEXT = 16_384
 
 Frame = bytes | memoryview

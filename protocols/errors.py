@@ -1,7 +1,5 @@
 """Errors of the bus. Each has a `code` that travels in a `Failure` message and comes back as the same type."""
 
-from __future__ import annotations
-
 
 class BusError(Exception):
     """Anything that went wrong between two actors."""

@@ -54,8 +54,6 @@ The transport itself uses Failure, Credit, Cancel, KeepAlive and StreamEnd.
 Arrays are numpy arrays and are sent as raw frames. Times are in seconds unless a name says otherwise.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -65,7 +63,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 34
+PROTOCOL_VERSION = 35
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -83,7 +81,7 @@ Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
 MAX_STATS = 256
 # An actor's entry in the directory goes to all others, and thousands of entries have to fit into one message.
 MAX_SERVED = 32
-KINDS: dict[str, type[Message]] = {}
+KINDS: "dict[str, type[Message]]" = {}
 Vector = np.ndarray[Any, Any]
 
 
@@ -301,8 +299,7 @@ class Heartbeat(Message):
 
 
 class Shutdown(Message):
-    """The run is over. `ok`: it reached its end. `stopped`: the master was told to stop, and lets the trainer hand over
-    first."""
+    """The run is over. `ok`: at its end. `stopped`: the master was told to stop, and the trainer hands over first."""
 
     ok: bool
     reason: Annotated[str, Field(max_length=4096)]
@@ -428,8 +425,7 @@ class Sessions(Message):
 
 
 class DiscardSession(Message):
-    """A session, or all groups of its name that are alive, are not trained, for this reason. Refused once a batch with
-    one is fixed."""
+    """A session, or all its alive groups, are not trained, for this reason. Refused once a batch with one is fixed."""
 
     session: Name
     group: Name = ""
@@ -451,8 +447,7 @@ class GroupFailed(Message):
 
 
 class ScoringFailed(Message):
-    """A sample of the sender failed or a reward refused it, for the first time for this cause, or before any sample of
-    the sender has succeeded."""
+    """A sample of the sender failed or was refused, first of its cause, or before the sender's first success."""
 
     cause: Cause
     reason: Annotated[str, Field(max_length=4096)]
@@ -510,12 +505,11 @@ class NewSequence(Part):
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")
-"""The fields of NewSequence that are those of areal.config.SamplingConfig."""
+"""The fields of NewSequence that are those of areal.config.engines.SamplingConfig."""
 
 
 class Generate(Message):
-    """Sample sequences, each of which continues one of `prompts` (int32 [T]). Their tokens come on the flow, as
-    TokenColumns."""
+    """Sample sequences, each continuing one of `prompts` (int32 [T]). Tokens come on the flow, as TokenColumns."""
 
     flow: int
     prompts: Several[Int32s]
@@ -552,8 +546,7 @@ FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length"
 
 
 class AskLogprobs(Message):
-    """Asks a generator for the log-probs of given tokens (int32 [T]), once it has the policy of `lineage` and `version`
-    or a newer one."""
+    """Asks a generator for the log-probs of given tokens (int32 [T]), once it has this policy or a newer one."""
 
     lineage: int
     version: int
@@ -602,8 +595,7 @@ class TakeDevices(Message):
 
 
 class YieldDevices(Message):
-    """The trainer needs the devices. The answer comes when the generator's engine sleeps, or is not started yet. It
-    sleeps until TakeDevices is answered."""
+    """The trainer needs the devices. Answered when the engine sleeps (until TakeDevices), or is not started."""
 
 
 class Completion(Part):
@@ -710,7 +702,7 @@ class ScoredSample(Part):
 class StoreSamples(Message):
     """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
     ready if it is complete, or that it is not accepted. `row`: of areal.trajectory.row_text, or empty. The pictures
-    that it names are stored already."""
+    that samples name are stored already."""
 
     group: Name
     prompt_index: PromptIndex
@@ -740,8 +732,7 @@ class AskSamples(Message):
 
 
 class StoredSamples(Message):
-    """The places of the samples that are stored, and of those of which calls are. The oldest version among all their
-    tokens; None: there are none."""
+    """The places of the samples that are stored, and of those of which calls are. Their oldest version; None: none."""
 
     places: Several[int]
     unfinished: Several[int] = ()
@@ -891,8 +882,7 @@ class ReuseAnswer(Message):
 
 
 class AskBatch(Message):
-    """Asks for the batch of the step from `version` to `version + 1`. Answered once the step may start, which is after
-    `version` is committed."""
+    """Asks for the batch of the step from `version` to `version + 1`. Answered once it may start, after the commit."""
 
     version: int
 
@@ -950,8 +940,7 @@ class TrainingFailed(Message):
 
 
 class StepFailed(Message):
-    """A rank of the trainer, which dies, has raised an error in the step after `version`. Any rank sends it, also one
-    that is no member."""
+    """A rank of the trainer dies of an error in the step after `version`. Any rank sends it, member or not."""
 
     version: Count
     reason: Annotated[str, Field(max_length=4096)]
@@ -1009,8 +998,7 @@ class EvaluationAnswer(Message):
 
 
 class RowsScored(Message):
-    """These rows are scored at the version under evaluation. If the evaluator is restarted, it scores the others
-    only."""
+    """These rows are scored at the version under evaluation: a restarted evaluator scores the others only."""
 
     version: int
     scored: RowScores
@@ -1038,8 +1026,7 @@ class Scores(Part):
 
 
 class BenchmarkScores(Scores):
-    """`samples`: number of samples per row, `scored`: of all samples that were scored. `cut_share`: of those, the share
-    that reached the limit of tokens."""
+    """`samples`: number of samples per row, `scored`: of all. `cut_share`: of those, at the limit."""
 
     samples: int
     scored: int
@@ -1047,8 +1034,7 @@ class BenchmarkScores(Scores):
 
 
 class EvaluationDone(Message, Scores):
-    """The scores of the held-out rows, and those of each benchmark that was due. The accuracy is None if there are no
-    held-out rows."""
+    """The scores of the held-out rows, and those of each benchmark that was due. The accuracy may be None."""
 
     version: int
     samples: Several[Sample]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from types import AsyncGeneratorType
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, Self, TypeVar, cast
 
 from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
 from protocols.errors import (
@@ -247,8 +247,7 @@ class RequestServer:
         return self._send_frames(route, self._encode(message, reply_to, part))
 
     def _send_frames(self, route: Frame, frames: list[Frame]) -> Full | Unreachable | None:
-        """Send the frames. Returns the error if the asker is gone or its queue is full; it repeats its request if it
-        still needs the answer."""
+        """Send the frames. Returns the error if the asker is gone or its queue is full; it asks again if it must."""
         try:
             self._link.send([route, *frames])
         except (Full, Unreachable) as error:
@@ -382,8 +381,7 @@ class Peer:
         )
 
     async def _send(self, frames: list[Frame], until: float, inbox: _Inbox) -> bool:
-        """Send the frames. False if that was not possible in time. True on a closed link too: the inbox gets the
-        error."""
+        """Send the frames. False if that took too long. True on a closed link too: the inbox gets the error."""
         try:
             self._link.send(frames)
         except Unreachable:
@@ -504,8 +502,7 @@ class Publisher(_EventLink):
 
 
 class Subscriber(_EventLink):
-    """Receives the events of one publisher. `on_event(sequence, event)` is called for each, in order, possibly with
-    gaps."""
+    """Receives the events of one publisher. `on_event(sequence, event)` is called for each, in order, with gaps."""
 
     def __init__(
         self, network: Network, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash
@@ -524,7 +521,8 @@ class Subscriber(_EventLink):
 
 
 class Bus:
-    """One actor's connection to the others: its server, its links, its events. Closes `network` with itself.
+    """One actor's connection to the others: its server, its links, its events. Closes `network` with itself, at the end
+    of an `async with` too.
 
     secret: what the tokens are made from; by default a random one.
     """
@@ -578,6 +576,12 @@ class Bus:
         subscriber = Subscriber(self.network, address, on_event, self._on_crash)
         self._event_links.append(subscriber)
         return subscriber
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Cancel what is being answered, fail what waits for answers, and close the network."""

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from areal.children import Output
-from areal.config import SandboxConfig
+from areal.config.scoring import SandboxConfig
 from areal.programs.outside import Commands
 from areal.programs.slots import Programs
 

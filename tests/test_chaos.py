@@ -33,7 +33,7 @@ from scorers import judging, scorer_of, scores_of, token_scores_of, verdict, wri
 from actors.mastering.run_state import RunState
 from actors.record.record import check_record
 from areal.__main__ import main
-from areal.config import UserError
+from areal.errors import UserError
 from areal.sampled import TOP
 from areal.storage.journal import journal_copy
 from areal.storage.records import read_records

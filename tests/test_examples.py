@@ -29,8 +29,10 @@ from scripted_policy import CHATML, Session, byte_tokenizer
 
 from actors.checks.start_checks import on_this_machine, rehearse_start
 from areal.__main__ import main
-from areal.config import Config, SandboxConfig, UserError, from_message, load_config
+from areal.config import Config, from_message, load_config
+from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.programs.slots import Programs
 from areal.training.objectives import Tokens
 from areal.workflows import mcp_tools

@@ -163,7 +163,7 @@ def test_a_folder_in_the_place_of_the_runs_own_is_neither_published_nor_copied_n
     (hostile / link).unlink(missing_ok=True)
     (hostile / link).symlink_to(elsewhere)
     assert main(words.replace("RUN", str(hostile)).replace("OUT", str(tmp_path / "out")).split()) == 2
-    assert "remove the link, nothing is read or written through it" in capsys.readouterr().err
+    assert "remove the link, nothing is read or written by it" in capsys.readouterr().err
     assert not (hostile / "hub").exists() and not (tmp_path / "out").exists()
     assert link != "replays" or (private / "unchanged").is_dir()
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.selftest import references
 from areal.storage.records import record_of
 from areal.training.shards import share_out

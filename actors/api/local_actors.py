@@ -1,7 +1,5 @@
 """The actors of a process that does something else beside: they run in a thread with an event loop of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -18,7 +16,7 @@ from actors.runtime.actor import Actor
 from actors.runtime.addresses import ListenAddress, new_bus, open_network
 from actors.runtime.logs import configure_logging
 from actors.runtime.membership import Membership, ask_once
-from areal.config import UserError
+from areal.errors import UserError
 from protocols.addresses import host_of
 from protocols.messages import Message
 from protocols.network import ZmqNetwork

@@ -1,7 +1,5 @@
 """An objective that is a function of this process: its source in a file, which the trainer's process loads."""
 
-from __future__ import annotations
-
 import builtins
 import inspect
 import symtable
@@ -11,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from areal.config import Config, UserError, explain
+from areal.config import Config
+from areal.errors import UserError, explain
 from areal.storage.disk import replace
 
 FILE = "objective.py"
@@ -45,9 +44,7 @@ def source_of(function: Callable[..., Any]) -> str:
     with explain((OSError, TypeError), f"The source of the objective {name} cannot be read ({{why}}): {advice}."):
         source = textwrap.dedent(inspect.getsource(function))
     if not source.startswith("def "):
-        raise UserError(
-            f"The objective {name} is no plain function: define it by def, without decorators, or {advice}."
-        )
+        raise UserError(f"The objective {name} is no plain function: use def, without decorators, or {advice}.")
     values = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
     lines = ["from __future__ import annotations", ""]
     for word in sorted({*_used(symtable.symtable(source, FILE, "exec"))} - {name, *vars(builtins)}):
@@ -60,9 +57,7 @@ def source_of(function: Callable[..., Any]) -> str:
         elif isinstance(value, bool | int | float | str):
             lines.append(f"{word} = {value!r}")
         else:
-            raise UserError(
-                f"The objective {name} uses {word}, which is only in this process: define it in {name}, or {advice}."
-            )
+            raise UserError(f"The objective {name} uses {word} of this process: define it in {name}, or {advice}.")
     return "\n".join([*lines, "", "", source])
 
 

@@ -1,15 +1,14 @@
 """Rows that are given as objects: they are checked, and written to a file in the run folder."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal.config import Config, UserError, explain
+from areal.config import Config
 from areal.data.sources import open_source
+from areal.errors import UserError, explain
 from areal.storage.disk import replace
 
 FILE = "rows.jsonl"
@@ -34,9 +33,7 @@ def check(config: Config, file: Path) -> None:
         for index in range(min(source.size or 0, CHECKED)):
             source.row(index)
     except UserError as error:  # of lines of a file that the user has never seen
-        text = re.sub(
-            rf"{re.escape(str(file))}, line (\d+),?", lambda line: f"Row {int(line[1]) - 1} of data", str(error)
-        )
+        text = re.sub(rf"{re.escape(str(file))}, line (\d+),?", lambda m: f"Row {int(m[1]) - 1} of data", str(error))
         raise UserError(text.replace(f"data.source {str(file)!r}", "data").replace(str(file), "data")) from None
 
 
@@ -54,9 +51,7 @@ def _rows(data: Any) -> Iterator[Any]:
 def _line(number: int, row: Any) -> str:
     if not isinstance(row, Mapping):
         raise UserError(f"Row {number} of data is of type {type(row).__name__}: write dicts, {{'prompt': ...}}.")
-    with explain(
-        (TypeError, ValueError), f"Row {number} of data is not JSON ({{why}}): keep to JSON values, without NaN."
-    ):
+    with explain((TypeError, ValueError), f"Row {number} of data is not JSON ({{why}}): keep to JSON, without NaN."):
         return json.dumps(dict(row), default=_plain, allow_nan=False, ensure_ascii=False)
 
 

@@ -1,7 +1,5 @@
 """What a call of `train` or `start` asks for: the configuration of the run, and the functions that stay here."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -13,8 +11,11 @@ from typing import Any
 
 from actors.api import objective, rows
 from actors.api.function_pool import FunctionPool
-from areal.config import CONFIGS, EXTERNAL, Config, UserError, merged, overridden, read_values, validated, write_yaml
+from areal.config import Config, overridden, validated
+from areal.config.reading import CONFIGS, merged, read_values, write_yaml
+from areal.config.roles import EXTERNAL
 from areal.data.sources import open_source
+from areal.errors import UserError
 from areal.rewards.first_call import check_calls
 from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
 from areal.storage.claim import check_room, claim
@@ -39,8 +40,7 @@ OF_SOURCE = ("options", "split", "eval_source", "eval_size", "size", "sources")
 
 Workflow = Callable[..., Awaitable[Any]]
 RewardLike = Any
-"""A function, an object with a method `score`, a class of such objects, a name; or several of these: a list, or a dict
-with their weights."""
+"""A function, an object with a method `score`, a class of those, a name; or a list, or a dict with weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """The tools that try engines, or an agent on one, without a run, and the one that copies a run."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 
 if TYPE_CHECKING:
     from areal.desk.sweep import SweptRun
@@ -97,7 +95,7 @@ def sweep(options: Namespace) -> int:
     return 0
 
 
-def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> None:
+def check_sweep(runs: "Iterable[SweptRun]", tell: "Callable[[SweptRun], None]") -> None:
     """Check each run of a sweep that is not finished as its start would, and `tell` of it. Rows are checked once for
     all runs that have them in common. Raises UserError, which names the run."""
     from actors.checks.start_checks import on_this_machine, own_port, rehearse_start

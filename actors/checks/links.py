@@ -1,13 +1,12 @@
 """What a node's links can do: weights over the bus, keys and ports, and the way to a master. For `areal selftest`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,7 +16,9 @@ from actors.checks.preflight import check_port
 from actors.runtime.addresses import ListenAddress, find_master, new_bus, open_network
 from actors.watching.health import status_of
 from actors.weights.weight_service import WeightFetcher, WeightServer
-from areal.config import Config, UserError, WeightsConfig, from_message
+from areal.config import Config, from_message
+from areal.config.engines import WeightsConfig
+from areal.errors import UserError
 from areal.network_interfaces import ANYWHERE, GLOO, interface_towards
 from areal.processes import KEYS
 from areal.selftest.disk import check_folder
@@ -47,19 +48,16 @@ class Receiver:
 
     async def receive(self, sender: str, keys: str, policy: str, folder: str) -> dict[str, float]:
         """Fetch the policy's weights as a generator does. Returns seconds and bytes."""
-        bus = Bus("generator/0#selftest", ZmqNetwork(Keys(Path(keys))))
         trainer = Member(identity="trainer/0#selftest", role="trainer", index=0, address=sender, state="healthy")
         published, config = Policy.model_validate_json(policy), WeightsConfig(transport="stream", delta=False)
-        fetcher = WeightFetcher(
-            bus, 0, config, Path(folder), lambda role: [trainer] if role == trainer.role else [], lambda: published
-        )
-        try:
+        async with Bus("generator/0#selftest", ZmqNetwork(Keys(Path(keys)))) as bus:
+            fetcher = WeightFetcher(
+                bus, 0, config, Path(folder), lambda role: [trainer] if role == trainer.role else [], lambda: published
+            )
             started = time.perf_counter()
-            await fetcher.fetch(published)
+            with closing(fetcher):
+                await fetcher.fetch(published)
             return {"seconds": time.perf_counter() - started, "bytes": fetcher.bytes_received}
-        finally:
-            await bus.close()
-            fetcher.close()
 
 
 def check_streams(ask: Ask, folder: Path, size: int) -> list[Finding]:
@@ -74,8 +72,7 @@ def check_streams(ask: Ask, folder: Path, size: int) -> list[Finding]:
 
 async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
     server, crashes = WeightServer(2), []  # type: tuple[WeightServer, list[BaseException]]
-    bus = Bus("trainer/0#selftest", ZmqNetwork(Keys(keys)))
-    try:
+    async with Bus("trainer/0#selftest", ZmqNetwork(Keys(keys))) as bus:
         address = bus.serve(LOOPBACK, server.dispatch, crashes.append)
         manifest = Manifest.of(version)
         server.offer((0, 1), HeldVersion(version, manifest))
@@ -83,8 +80,6 @@ async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
         received = await asyncio.to_thread(
             ask, "receive", sender=address, keys=str(keys), policy=policy.model_dump_json(), folder=str(version.parent)
         )
-    finally:
-        await bus.close()
     rate = received["bytes"] / received["seconds"]
     return judged(
         "stream",
@@ -146,17 +141,17 @@ def _interface(master: str) -> Finding:
 
 
 async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
-    bus = new_bus("monitor/0", network)
     trips, offsets = [], []
     try:
-        prepares = partial(status_of, bus, master, ANSWER_SECONDS)
-        await ask_until(prepares, lambda error: isinstance(error, PreparingError), pause=0.2, seconds=ANSWER_SECONDS)
-        for _ in range(ASKS):
-            begun, sent_at = time.perf_counter(), time.time()
-            status = await status_of(bus, master, ANSWER_SECONDS)
-            trips.append(time.perf_counter() - begun)
-            offsets.append(status["time"] - sent_at - trips[-1] / 2)
-        answer = await bus.peer(master).ask(AskConfig(), ANSWER_SECONDS)
+        async with new_bus("monitor/0", network) as bus:
+            ask = partial(status_of, bus, master, ANSWER_SECONDS)
+            await ask_until(ask, lambda error: isinstance(error, PreparingError), pause=0.2, seconds=ANSWER_SECONDS)
+            for _ in range(ASKS):
+                begun, sent_at = time.perf_counter(), time.time()
+                status = await ask()
+                trips.append(time.perf_counter() - begun)
+                offsets.append(status["time"] - sent_at - trips[-1] / 2)
+            answer = await bus.peer(master).ask(AskConfig(), ANSWER_SECONDS)
     except BusError as error:
         return [
             Finding(
@@ -167,8 +162,6 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
                 "(AREAL_KEYS, docs/security.md).",
             )
         ]
-    finally:
-        await bus.close()
     offset, trip = median(offsets), median(trips)
     return [
         Finding("master", "ok", f"{master} answers in {1000 * trip:.1f} ms", values={"round_trip_seconds": trip}),
@@ -185,9 +178,7 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
 
 def _shared_folder(config: Config, master: str) -> Finding:
     if (transport := config.weights.transport) != "folder":
-        return Finding(
-            "shared folder", "skipped", f"weights.transport is {transport}: only master and trainer share one"
-        )
+        return Finding("shared folder", "skipped", f"weights.transport is {transport}: only master and trainer do")
     folder = config.folder.absolute()
     try:
         there = (folder / ADDRESS).read_text().strip().rpartition(":")[2]

@@ -1,7 +1,5 @@
 """Checks of the configuration before any process is started. Each mistake raises a UserError of one sentence."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket
@@ -14,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from actors.checks.row_checks import check_prompts, check_rows
-from areal.config import Config, EngineConfig, ScorerConfig, UserError, explain
+from areal.config import Config
+from areal.config.engines import EngineConfig, ScorerConfig
 from areal.cpu.processor import lacks_bf16
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
 from areal.devices import host_memory, threads_of_scorers, visible_devices
+from areal.errors import UserError, explain
 from areal.models import (
     architectures_of,
     check_adapters,
@@ -67,14 +67,14 @@ folder, tools, reasoning = sys.argv[1:]
 Parsers(load_tokenizer(folder), tools, reasoning or None).load()
 """
 _CHECK_DEEPSPEED = """
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.training.engine import check_settings
 from areal.training.optimizer import deepspeed_config
 check_settings(deepspeed_config(TrainerConfig.model_validate_json(sys.argv[1])))
 """
 _CHECK_VLLM = """
 from pathlib import Path
-from areal.config import GeneratorConfig
+from areal.config.engines import GeneratorConfig
 from areal.generation.engine import check_options
 check_options(Path(sys.argv[1]), GeneratorConfig.model_validate_json(sys.argv[2]))
 """
@@ -85,7 +85,7 @@ check_names(Path(sys.argv[1]))
 """
 _IN_A_PROCESS = """
 import sys
-from areal.config import UserError
+from areal.errors import UserError
 try:
 {}
 except UserError as error:
@@ -172,8 +172,7 @@ def _room(scorer: ScorerConfig, model: Path) -> int | None:
 
 
 def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
-    """Check whether a scorer's model can read the samples. folder: the run's model, if it is there. Raises
-    UserError."""
+    """Check whether a scorer's model can read the samples. folder: the run's model, if here. Raises UserError."""
     scorer = config.scorers[name]
     room = _room(scorer, model)
     if room and room <= config.sampling.max_new_tokens:
@@ -245,8 +244,7 @@ def check_options(config: Config) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Compare the names of the weights that the trainer would publish with those of the model's files, if these are
-    here. Raises UserError."""
+    """Compare the names of the weights to be published with those of the model's files, if here. Raises UserError."""
     if config.model == "quickstart" or not config.steps or config.trainer.lora:
         return
     folder = resolve_model(config, weights=False)
@@ -303,15 +301,13 @@ def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None
     chats = workflow == "tools" or (has_turns and not isinstance(source.row(0).prompt, str))
     if not chats or not tokenizer.chat_template:
         return
-    try:
+    # Templates may raise anything.
+    advice = "set data.chat_template, or another model"
+    with explain(Exception, f"The workflow {workflow} cannot talk to this model ({{why}}): {advice}."):
         if workflow == "tools":
             check_shown(tokenizer, [user("Hello")], [EXAMPLE_TOOL])
         else:
             ChatTemplate(tokenizer).check()
-    except Exception as error:  # templates may raise anything
-        raise UserError(
-            f"The workflow {workflow} cannot talk to this model ({error}): set data.chat_template, or another model."
-        ) from None
 
 
 def check_quickstart(config: Config, source: PromptSource) -> None:
@@ -327,10 +323,7 @@ def check_quickstart(config: Config, source: PromptSource) -> None:
         texts[f"a prompt in {config.data.named}"] = [prompt_text(source.row(0).prompt)]
     for place, written in texts.items():
         if unknown := [character for character in "".join(written) if character not in ALPHABET]:
-            raise UserError(
-                f"model=quickstart reads only the characters {ALPHABET}, but {place} has {unknown[0]!r}: "
-                f"use another model."
-            )
+            raise UserError(f"model=quickstart reads only {ALPHABET}, but {place} has {unknown[0]!r}: use another.")
 
 
 def check_context(config: Config, context: int | None, model: str) -> None:

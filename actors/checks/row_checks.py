@@ -1,7 +1,5 @@
 """Checks of rows before a run: their prompts, answers and tests. Each mistake raises a UserError of one sentence."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -14,9 +12,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import PromptSource, open_benchmark
+from areal.errors import UserError
 from areal.programs.code_rows import read_tests, unnamed
 from areal.programs.code_tests import CodeTests
 from areal.result import RewardError
@@ -162,9 +161,7 @@ def check_tests(config: Config, source: PromptSource) -> None:
             f"of the {checked} rows of {config.data.named} that were checked, {len(flaws)} have tests worth nothing"
         )
         if len(flaws) == checked:
-            raise UserError(
-                f"{message}, such as {flaws[0]}: give rows with tests (docs/sandbox.md), or another reward."
-            )
+            raise UserError(f"{message}, as {flaws[0]}: give rows with tests (docs/sandbox.md), or another reward.")
         if config.data.weak_tests == "refuse":
             raise UserError(f"{message}, such as {flaws[0]}: remove these rows, or set data.weak_tests=drop.")
         print(f"Note: {message}, such as {flaws[0]}; such prompts will be discarded.", file=sys.stderr)

@@ -1,15 +1,13 @@
 """What a start of a run on this machine checks, before a process is started or a file written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from actors.checks.preflight import check, check_options, free_port
 from actors.runtime.addresses import check_keys
-from actors.weights.direct_weights import check_transport
-from areal.config import Config, UserError
-from areal.devices import deal_out, visible_devices
+from areal.config import Config
+from areal.devices import check_transport, deal_out, visible_devices
+from areal.errors import UserError
 from areal.models import lacks_quickstart
 from areal.roles import ROLES
 from areal.storage.claim import check_free, check_room
@@ -43,7 +41,7 @@ def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> d
     them. Returns environment variables of its actors, by their names. Raises UserError."""
     if len(config.own_rewards) > MAX_SERVED:
         raise UserError(f"reward.functions names more than {MAX_SERVED} rewards, the most of an actor: leave some out.")
-    check_transport(config)
+    check_transport(config.weights.transport)
     check(config, weights=weights, rows=rows)
     roles = roles_here(config)
     environments = deal_out(config, roles)
@@ -76,9 +74,7 @@ def first_waits(config: Config) -> list[str]:
     if lacks_quickstart(config):
         waits.append("The quickstart's model is made first, once, for one to two minutes.")
     if cuda and not config.generator.enforce_eager:
-        waits.append(
-            "vLLM compiles for the GPU, for minutes at the first start (not with generator.enforce_eager=true)."
-        )
+        waits.append("vLLM compiles for the GPU, minutes at the first start (not with generator.enforce_eager=true).")
     more = ", and the first time twice as long" if waits else ""
     logs = config.folder / "logs"
     return [*waits, f"The engines are loaded, which takes half a minute or more{more}. Logs: {logs}."]

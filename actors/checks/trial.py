@@ -1,10 +1,7 @@
 """`python -m areal agent try`: one episode of a workflow on one row, with a real engine and without a run.
 
-The workflow gets the session that it has in a run. Its services are one engine and one reward worker, instead of the
-run's actors.
+The workflow gets the session that it has in a run. Its services are one engine and one reward worker.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -29,12 +26,14 @@ from actors.runtime.logs import configure_logging
 from actors.sampling.calls import Call, SampleFailed, score_with_retries
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.services import Endpoint, Services, load_parsers
-from actors.sampling.sessions import LIBRARIES, SampleSession, place_of
+from actors.sampling.sessions import SampleSession, place_of
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
-from areal.config import Config, UserError, merged, overridden, read_values, validated
+from areal.config import Config, overridden, validated
+from areal.config.reading import merged, read_values
 from areal.data.rows import Row
 from areal.data.sources import open_source, read_row
+from areal.errors import UserError
 from areal.generation.engine import EngineError, GenerationEngine
 from areal.models import resolve_model
 from areal.processes import ROOT
@@ -44,7 +43,7 @@ from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardPool
 from areal.sampled import Generation
 from areal.sight import sight_of
-from areal.text import shown
+from areal.text import LIBRARIES, shown
 from areal.tokens import load_tokenizer
 from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.agents import AgentFailed
@@ -170,7 +169,7 @@ class OneEngine:
         """Raises SampleFailed."""
         number = f"{next(self._numbers)}"
         try:
-            pictures = [self._look(content) for content in call.sample.pictures]
+            pictures = [self._look(content) for content in call.files.values()]
             parts = self._engine.generate(number, call.tokens.tolist(), call.sampling, pictures=pictures)
             with self._clock.timed("sampling"):
                 async with contextlib.aclosing(parts):
@@ -264,7 +263,10 @@ class Trial:
         sample, failure = None, None
         with self._clock.timed("episode"):
             try:
-                sample = self._lowered(await self._workflow(session, self._row))
+                sample = await self._workflow(session, self._row)
+                if penalty := self._services.overlong(sample):
+                    self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
+                sample = sample.lowered(penalty)
             except UserError:
                 raise
             except (SampleFailed, AgentFailed) as error:
@@ -274,12 +276,6 @@ class Trial:
             finally:
                 session.close()
         return self._episode(title, session, sample), failure
-
-    def _lowered(self, sample: Trajectory) -> Trajectory:
-        """As a rollout manager does it."""
-        if penalty := self._services.overlong(sample):
-            self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
-        return sample.lowered(penalty)
 
     def _episode(self, title: str, session: SampleSession, trajectory: Trajectory | None) -> Episode:
         forest, turns = session.forest, []

@@ -1,7 +1,5 @@
 """The master's records of a run: the metrics of each step, and the summary at the end."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from statistics import median

@@ -1,7 +1,5 @@
 """The changes of the master's state outside the ledger, as the journal has them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

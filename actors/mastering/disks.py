@@ -1,7 +1,5 @@
 """Disks of a run that take no writes: what its user is told, whoever waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import structlog
@@ -17,8 +15,7 @@ log = structlog.get_logger()
 
 
 class Disks:
-    """`alert`: that the run waits for a disk, in one sentence that does not change, and then that it goes on; otherwise
-    empty."""
+    """`alert`: that the run waits for a disk, in one sentence, and then that it goes on; otherwise empty."""
 
     def __init__(self) -> None:
         self.alert = ""

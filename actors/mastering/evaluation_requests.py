@@ -1,7 +1,5 @@
 """What the evaluator asks of the master and tells it."""
 
-from __future__ import annotations
-
 import structlog
 
 from actors.mastering.accounts import evaluation_record

@@ -5,8 +5,6 @@ is held from the start. The last version is due last, and needs no hold: no newe
 evaluated` a generator goes on to hold what is good enough for users, until another one holds something newer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -127,14 +125,17 @@ class Evaluations:
             return False
         self._state.emit(Evaluated(evaluation=result))
         if due.holder and self._is_good_enough(result):
-            self._serve(due.holder)
+            # From now on users get what this generator holds. The one before goes on once its sequences have ended.
+            server = self.server
+            if server is not None and server.identity != due.holder.identity:
+                self._members.hold(server, server.held)
+            self._members.hold(due.holder, due.holder.held, serving=True)
         else:
             self._release(due)
         return True
 
     def _is_good_enough(self, result: EvaluationDone) -> bool:
-        """Whether users get the version from now on. It is compared with the last one that was good enough, also if the
-        generator that served it is lost."""
+        """Whether users get the version from now on. It is compared with the last good one, served or not."""
         settings, least = self._config.gateway, -math.inf
         if settings.serve == "newest" or result.accuracy is None:
             return False
@@ -144,13 +145,6 @@ class Evaluations:
         good = result.accuracy >= least
         log.info("served to users" if good else "not served to users", version=result.version, least=least)
         return good
-
-    def _serve(self, generator: Member) -> None:
-        """From now on users get what this generator holds. The one before goes on once its sequences have ended."""
-        server = self.server
-        if server is not None and server.identity != generator.identity:
-            self._members.hold(server, server.held)
-        self._members.hold(generator, generator.held, serving=True)
 
     def give_up(self, due: DueEvaluation, reason: str) -> None:
         """There is no result. The holder loads the newest version."""

@@ -1,7 +1,5 @@
 """Which members hang: something that they work on has stood still for far too long."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import structlog

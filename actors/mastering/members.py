@@ -3,8 +3,6 @@
 The journal has the members (`RunState.members`), but not their heartbeats.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,8 +78,7 @@ class Members:
         return next((m for m in self.with_role(join.role, healthy=False) if m.identity.endswith(f"#{mark}")), None)
 
     def new_entry(self, join: Join, mark: str) -> Member:
-        """The entry of an actor that wants to join. Raises RefusedError if there is no such role, and BusyError if
-        there are too many members."""
+        """The entry of an actor that wants to join. Raises RefusedError, and BusyError if there are too many."""
         if join.role not in ROLES:
             raise RefusedError(f"there is no role {join.role!r}")
         if len(self._state.members) >= MAX_MEMBERS:
@@ -110,8 +107,7 @@ class Members:
         return True
 
     def hold(self, generator: Member, policy: Policy | None, serving: bool = False) -> None:
-        """Have the generator load no policy newer than `policy`; None: it goes on to the newest one. serving: whether
-        it is what users get."""
+        """Have the generator load no policy newer than `policy`; None: any. serving: whether users get it."""
         self._enter(MemberChanged(member=generator.model_copy(update={"held": policy, "serving": serving})))
 
     def remove(self, identity: str, reason: str) -> None:

@@ -1,22 +1,20 @@
 """Machines of a run whose memory runs out: what its user is told before their kernels kill processes."""
 
-from __future__ import annotations
-
 import structlog
 
 from actors.mastering.members import Members
 from actors.mastering.run_state import RunState
+from actors.runtime.vitals import ENOUGH_BYTES
 from protocols.addresses import host_of
 from protocols.messages import actor_name
 
-LITTLE_BYTES, ENOUGH_BYTES = 1 << 30, 2 << 30
+LITTLE_BYTES = 1 << 30
 
 log = structlog.get_logger()
 
 
 class Memory:
-    """`alerts`: of each host that has had less than LITTLE_BYTES since it last had ENOUGH_BYTES, one sentence that does
-    not change."""
+    """`alerts`: of each host that has had less than LITTLE_BYTES since it last had ENOUGH_BYTES, a lasting sentence."""
 
     def __init__(self, state: RunState, members: Members) -> None:
         self._state, self._members = state, members
@@ -35,7 +33,7 @@ class Memory:
                 size, largest = max((stats["memory"], actor) for actor, stats in actors.items())
                 self.alerts[host] = earlier.get(host) or (
                     f"{host} has {free / (1 << 30):.2f} GiB of memory left, and will kill processes when it has none. "
-                    f"The largest of the actors' own is that of {largest} ({size / (1 << 30):.2f} GiB)."
+                    f"The largest actor is {largest} ({size / (1 << 30):.2f} GiB, with the processes that it started)."
                 )
         for host in self.alerts.keys() - earlier.keys():
             log.warning(self.alerts[host])

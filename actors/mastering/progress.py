@@ -1,7 +1,5 @@
 """Who waits for whom in a run, for how long nothing has moved, and what is done about it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

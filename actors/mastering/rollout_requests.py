@@ -1,7 +1,5 @@
 """What rollout managers ask of the master and tell it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import structlog
@@ -98,18 +96,15 @@ class RolloutRequests(HandlesRequests):
             if failed.cause == "long":
                 self._run.end_if(self._run.failures.too_long(failed.reason))
             else:
-                self._count_failure(failed)
+                log.warning("group failed", group=failed.group, cause=failed.cause, reason=failed.reason)
+                self._run.state.emit(changes.TokensDiscarded(count=failed.discarded))
+                paused, now = self._run.failures.outage, self._run.now()
+                self._run.failures.failed(failed.cause, failed.reason, now)
+                if self._run.failures.outage and not paused:
+                    log.error("admission pauses: no group can be finished", why=self._run.failures.describe_outage(now))
             self._log_first_failure(failed.cause, failed.reason, owner)
         self._run.changed.notify()
         return Done()
-
-    def _count_failure(self, failed: GroupFailed) -> None:
-        log.warning("group failed", group=failed.group, cause=failed.cause, reason=failed.reason)
-        self._run.state.emit(changes.TokensDiscarded(count=failed.discarded))
-        paused, now = self._run.failures.outage, self._run.now()
-        self._run.failures.failed(failed.cause, failed.reason, now)
-        if self._run.failures.outage and not paused:
-            log.error("admission pauses: no group can be finished", why=self._run.failures.describe_outage(now))
 
     def _give_back(self, failed: GroupFailed, owner: str) -> ReportAnswer:
         if failed.cause in ("row", "long"):  # another attempt would fail as well

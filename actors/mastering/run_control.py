@@ -1,11 +1,9 @@
 """What the parts of a master share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -128,20 +126,17 @@ class RunControl:
     ) -> T | None:
         """The first true value of `condition`, or None shortly before the request's deadline. turn: that the request
         has while it waits for it."""
-        try:
+        with suppress(TimeoutError):
             async with parked(request), turn:
                 return await self.changed.until(condition)
-        except TimeoutError:
-            return None
+        return None
 
     def now(self) -> float:
-        """The master's clock. Time in which this process was suspended does not count: no member loses its place for
-        it."""
+        """The master's clock. Time in which this process was suspended does not count for leases."""
         return asyncio.get_running_loop().time() - self.suspended
 
     def member(self, request: Request[Message], *roles: str) -> Member:
-        """The sender of `request`. Raises FencedError if it is not a member, RefusedError if it has another role than
-        one of `roles`."""
+        """The sender of `request`. Raises FencedError if it is no member, RefusedError if of none of `roles`."""
         member = self.state.members.get(request.sender)
         if member is None:
             why = self.members.removed.get(request.sender, "")
@@ -155,9 +150,7 @@ class RunControl:
         """Raises FencedError if the sender is not the trainer of the run, or if `lineage` is not the current one."""
         self.member(request, "trainer")
         if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
-            raise FencedError(
-                f"{request.sender} does not hold lineage {self.state.lineage}, the current one of this run"
-            )
+            raise FencedError(f"{request.sender} does not hold lineage {self.state.lineage}, the current one")
 
     def free_groups(self) -> int:
         """Number of groups of rows that may start now. It is 0 after the end of the run, while the disk is full, and

@@ -5,8 +5,6 @@ Each change is an event of the ledger or a `Change`. `RunState.emit` appends it 
 member loses a group because the master was absent.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
@@ -97,8 +95,7 @@ class RunState:
         self.members: dict[str, Member] = {}
         self.evaluations: dict[int, EvaluationDone] = {}
         self.not_evaluated: dict[int, str] = {}
-        # The version and the conditions of an evaluation that has no result yet, and the scores and the number of
-        # tokens of each row that is scored.
+        # Version and conditions of an evaluation without a result yet, and the scores and tokens of each scored row.
         self._partial: tuple[int, str] | None = None
         self._row_scores: dict[int, tuple[list[float], int]] = {}
         self._conditions = _conditions_of(config)
@@ -107,12 +104,10 @@ class RunState:
         # Sampled tokens: of each group that is ready and not trained yet; of all trained groups; and discarded tokens.
         self.tokens: dict[str, int] = {}
         self.tokens_trained = self.tokens_discarded = 0
-        # Groups that became ready since the last step, filtered ones included: their number, and the sum of their mean
-        # rewards.
+        # Groups that became ready since the last step, also filtered: their number, and the sum of mean rewards.
         self.scored, self.score = 0, 0.0
         self.discarded: list[tuple[int, str]] = []
-        # The session that became ready, by its name and a mark of its rewards, and for the last one of a name by that
-        # alone.
+        # The session that became ready, by its name and a mark of its rewards, and the last one by its name alone.
         self.receipts: dict[str, str] = {}
         self.seconds = 0.0
         self.last_step: dict[str, Any] = {}
@@ -157,8 +152,7 @@ class RunState:
         return self.policy.version < self.ledger.version
 
     def row_scores(self, version: int) -> Mapping[int, tuple[Sequence[float], int]]:
-        """The scores and the number of tokens of each row that is scored at this version, whose evaluation has no
-        result yet."""
+        """The scores and tokens of each row that is scored at this version, whose evaluation has no result yet."""
         return self._row_scores if self._partial == (version, self._conditions) else {}
 
     def keep_scores(self, version: int, rows: Mapping[int, tuple[Sequence[float], int]]) -> None:
@@ -210,7 +204,7 @@ class RunState:
                 self.ledger.apply(event)
         self.ledger.validate()
 
-    def become_fork(self, other: RunState, past: dict[str, Any], *, keeps_history: bool) -> None:
+    def become_fork(self, other: "RunState", past: dict[str, Any], *, keeps_history: bool) -> None:
         """Become, as a new run does, the state `past` of another run, whose newest state is `other`. keeps_history: of
         the rows, which are the same."""
         history, run_ahead = self.history.dump(), self.run_ahead.dump()
@@ -335,13 +329,11 @@ class RunState:
         if snapshot:
             self._load(snapshot)
         for kind, body in events:
-            try:
-                event = event_of(kind, body)
-            except KeyError:  # not an event of the ledger, so a change outside it
+            if event := event_of(kind, body):
+                self._follow(event)
+                self.ledger.apply(event)
+            else:
                 self.apply(change_of(kind, body))
-                continue
-            self._follow(event)
-            self.ledger.apply(event)
 
     def _find_folders(self) -> None:
         """The run folder may have been moved since the journal was written."""

@@ -1,7 +1,5 @@
 """What gateways ask of the master and tell it, besides what rollout managers do."""
 
-from __future__ import annotations
-
 import structlog
 
 from actors.mastering.run_control import RunControl

@@ -1,7 +1,5 @@
 """What the trainer asks of the master and tells it."""
 
-from __future__ import annotations
-
 import structlog
 
 from actors.mastering import changes

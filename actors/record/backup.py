@@ -6,14 +6,13 @@ checkpoints, journal and spool, made in this order, fit together whatever is wri
 reported in between. Then all is copied anew.
 """
 
-from __future__ import annotations
-
 import shutil
 from argparse import Namespace
 from pathlib import Path
 
 from actors.mastering.run_state import RunState
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.run_files import JOURNAL, METRICS, OLDER, SPOOL
 from areal.storage.database import copy_store
 from areal.storage.disk import within

@@ -5,18 +5,19 @@ that the journal keeps of it, and the metrics up to it. What the trainer writes 
 the folder of the other run changes, which may go on meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from actors.mastering.run_state import RunState
 from actors.record.rollback import versions_kept
-from areal.config import Config, UserError, explain, parsed
+from areal.config import Config
+from areal.config.overrides import parsed
+from areal.errors import UserError, explain
 from areal.hiding import hidden_in
 from areal.run_files import EVALUATIONS, FORK, JOURNAL, METRICS
 from areal.settings import differences, is_under
@@ -73,8 +74,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
     parent, past = _state_at(run, step)
     changed = _changed(parent.config, config)
     is_comparable = not any(is_under(key, OF_EVALUATIONS) for key in changed)
-    journal = Journal.open(config.folder / JOURNAL)
-    try:
+    with closing(Journal.open(config.folder / JOURNAL)) as journal:
         for name, key in [(METRICS, "step"), *[(EVALUATIONS, "version")] * is_comparable]:
             lines = metrics_of(run) if name == METRICS else read_records(run / name)
             records = (record | {"run": journal.run} for record in lines if record[key] <= step)
@@ -92,8 +92,6 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
         journal.compact(state.dump())
         journal.keep(step, state.dump(), 1)
         asyncio.run(journal.durable())
-    finally:
-        journal.close()
     waiting = len(state.ledger.open_prompts())
     prompts = "the data is another one" if has_other_rows else f"{waiting} prompts that were open there are generated"
     return [f"{config.folder} goes on from step {step} of {run}; {prompts}."]
@@ -117,9 +115,7 @@ def _take_checkpoint(source: Path, target: Path, run: str) -> None:
     """Link a checkpoint into the folder of the run with the identity `run`, as one of its own."""
     shutil.rmtree(target.parent, ignore_errors=True)
     # The other run goes on.
-    with explain(
-        (FileNotFoundError, shutil.Error), f"{source} was removed meanwhile ({{why}}): choose a newer checkpoint."
-    ):
+    with explain((FileNotFoundError, shutil.Error), f"{source} was removed meanwhile ({{why}}): choose a newer one."):
         shutil.copytree(source, target, copy_function=link)
     if (facts := facts_of(target)) is None:
         raise UserError(f"The checkpoint {source} is damaged: choose another one.")

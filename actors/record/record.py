@@ -1,13 +1,12 @@
 """The record of a run as one thing: whether a run folder has all of it."""
 
-from __future__ import annotations
-
 import structlog
 
 from actors.mastering.run_state import RunState
 from actors.record.rollback import go_back
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.sources import PromptSource
+from areal.errors import UserError
 from areal.run_files import METRICS
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.run_folder import compare_record, keep_changes

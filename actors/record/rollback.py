@@ -8,20 +8,19 @@ The journal is written first, in one transaction, which also says that files hav
 that was killed in between moves the rest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from actors.mastering.changes import Abandoned
 from actors.mastering.run_state import RunState
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.run_files import EVALUATIONS, JOURNAL, METRICS, OLDER, REPORT, ROLLOUTS, SPOOL, SUMMARY
 from areal.storage.disk import rename, shortage
 from areal.storage.journal import Journal
@@ -39,15 +38,12 @@ def go_back(config: Config, version: int | None) -> list[str]:
     """Go back to the checkpoint of `version`, or only finish what was begun (None). Returns what was done, in words.
     Raises UserError, before anything is changed, if that checkpoint is not kept, or if another process uses the journal
     or the spool."""
-    journal = Journal.open(config.folder / JOURNAL)
-    try:
+    with closing(Journal.open(config.folder / JOURNAL)) as journal:
         state = RunState(config, journal)
         _move_files(config, state)
         lines = [] if version is None else [_take_state(config, state, version)]
         _move_files(config, state)
         return lines
-    finally:
-        journal.close()
 
 
 def versions_kept(folder: Path, journal: Journal) -> list[int]:
@@ -95,8 +91,7 @@ def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path) -> set[str]:
-    """Those of the groups, of `size` samples, that are in the spool as they were stored. A spool that cannot be read is
-    moved away."""
+    """Those of the groups, of `size` samples, that are whole in the spool. An unreadable spool is moved away."""
     if not spool.exists():
         return set()
     try:
@@ -107,10 +102,8 @@ def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path)
         for file in spool.parent.glob(f"{spool.name}*"):
             _move(file, abandoned)
         return set()
-    try:
+    with closing(opened):
         return {group for group in ids if _is_whole(opened, group, 1 if group.startswith("s") else size)}
-    finally:
-        opened.close()
 
 
 def _is_whole(spool: Spool, group: str, size: int) -> bool:

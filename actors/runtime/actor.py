@@ -4,8 +4,6 @@ A role is made whole: `start` gets the membership in the run, which has the conf
 needs, and then the role itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

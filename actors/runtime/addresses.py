@@ -1,7 +1,5 @@
 """The addresses that actors bind and announce, and the network with its keys."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -12,7 +10,8 @@ from pathlib import Path
 
 import structlog
 
-from areal.config import Config, UserError, explain
+from areal.config import Config
+from areal.errors import UserError, explain
 from areal.network_interfaces import own_address
 from areal.processes import KEYS
 from areal.storage.claim import announce, check_room, claim, claimed_address
@@ -48,7 +47,9 @@ class ListenAddress:
     ports: str = "*"
 
     @classmethod
-    def towards(cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*") -> ListenAddress:
+    def towards(
+        cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*"
+    ) -> "ListenAddress":
         """That of an actor of this master's run. By default, `host` and `bind` are the address of the interface
         that leads to the master. Raises UserError for an invalid address."""
         nearest = host_towards(master)
@@ -97,8 +98,7 @@ def new_bus(name: str, network: Network) -> Bus:
 
 
 def check_keys(config: Config) -> bool:
-    """Whether a run that this process starts makes keys of its own. Raises UserError if it needs others, which are not
-    there."""
+    """Whether a run that this process starts makes keys of its own. Raises UserError if it lacks those it needs."""
     host = host_of(config.master.address)
     if is_loopback(host) and not os.environ.get(KEYS):
         return True
@@ -184,8 +184,6 @@ def host_towards(master: str) -> str:
     """The address of the interface that leads to the master. Raises UserError if `master` is not a valid address."""
     host, _, port = master.removeprefix("tcp://").rpartition(":")
     if not master.startswith("tcp://") or not host or not port.isdigit():
-        raise UserError(
-            f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder of this machine, runs/NAME."
-        )
+        raise UserError(f"--master {master!r} is no address: write tcp://HOST:PORT, or a run folder, runs/NAME.")
     with explain(OSError, f"--master {master}: {{strerror}}: check the host name."):
         return bracketed(own_address(host.strip("[]"), int(port)))

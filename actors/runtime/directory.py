@@ -1,7 +1,5 @@
 """What an actor knows of its run: the members and the newest published policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 

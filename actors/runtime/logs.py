@@ -1,7 +1,5 @@
 """Logging: JSON lines per actor in the run folder, readable lines on the terminal. Files of logs are bounded."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

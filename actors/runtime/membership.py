@@ -19,8 +19,6 @@ No task outlives `Membership.run`. While an actor is in the run it has these loo
 | drain | SIGTERM | the successor of its work; then the actor leaves |
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque
@@ -40,8 +38,9 @@ from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
-from areal.config import Config, UserError, explain, from_message
+from areal.config import Config, from_message
 from areal.devices import CORES, settle
+from areal.errors import UserError, explain
 from areal.observe import cpu_profile
 from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
@@ -113,10 +112,18 @@ class Membership:
     disk: DiskRetry
 
     def __init__(
-        self, kind: type[Actor], bus: Bus, master: str, index: int | None = None,
-        listen_address: ListenAddress | None = None, *, patience: float = JOIN_SECONDS,
-        keep_log: Callable[[Path], None] = write_log_file, own_process: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        kind: type[Actor],
+        bus: Bus,
+        master: str,
+        index: int | None = None,
+        listen_address: ListenAddress | None = None,
+        *,
+        patience: float = JOIN_SECONDS,
+        keep_log: Callable[[Path], None] = write_log_file,
+        own_process: bool = True,
+        **options: Any,
+    ) -> None:
         """patience: seconds to wait for the master to answer the first request. own_process: whether the actor has the
         process for itself, and so may settle it and leave on its signals. options: of the role."""
         self.kind, self.bus, self.master, self.index = kind, bus, master, index
@@ -175,8 +182,7 @@ class Membership:
         return result
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` concurrently with `main`. If it raises, the actor fails. Raises BusyError if the actor is ending:
-        its handlers still answer then."""
+        """Run `work` concurrently with `main`. If it raises, the actor fails. Raises BusyError in an ending actor."""
         if self._tasks is not None:
             with contextlib.suppress(RuntimeError):  # its tasks are being cancelled
                 return self._tasks.create_task(work, name=name)
@@ -238,8 +244,7 @@ class Membership:
     # --- life
 
     async def run(self) -> Ending:
-        """Join, work and leave. Returns why the actor stopped. Raises what the role's own code raised, and UserError if
-        no master answers."""
+        """Join, work and leave. Returns why. Raises what the role's code raised, and UserError if no master answers."""
         loop = asyncio.get_running_loop()
         for sign in stop_signals() if self._own_process else ():
             loop.add_signal_handler(sign, self.leave, sign.name)
@@ -479,10 +484,6 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
 
 
 async def ask_once(network: Network, master: str, message: Message, patience: float, role: str = "monitor") -> Any:
-    """The master's answer to a request of a process that is no actor of a `role` yet. Raises UserError, as
-    `first_answer` does."""
-    bus = new_bus(f"{role}/?", network)
-    try:
+    """The master's answer to a process that is no actor of a `role` yet. Raises UserError as `first_answer`."""
+    async with new_bus(f"{role}/?", network) as bus:
         return await first_answer(bus, master, message, patience)
-    finally:
-        await bus.close()

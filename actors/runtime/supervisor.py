@@ -22,8 +22,6 @@ its journal, if it has begun one, and the other roles wait for it meanwhile. Onc
 ended, and the supervisor starts no more processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -45,6 +43,7 @@ from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
 from areal.children import kill_group
 from areal.config import Config
+from areal.devices import memory_kills
 from areal.processes import START, SUPERVISED
 from areal.roles import ROLES
 from areal.storage.disk import Backlog
@@ -120,6 +119,7 @@ class Child:
     failed: bool = False  # the run, as it has said at its end
     deaths: Deaths = field(default_factory=Deaths)
     began: float = 0.0  # when this process was started
+    memory_kills: int = 0  # on this machine until then
     identity: str = ""  # as which this process is a member of the run, or was
     absent: int = 0  # for how many looks in a row it has been no member any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
@@ -145,6 +145,12 @@ class Child:
     @property
     def last_line(self) -> str:
         return self.tail[-1] if self.tail else f"{self.name} printed nothing"
+
+    @property
+    def killed_for_memory(self) -> str:
+        """A sentence if this process, or one that it had started, may have been killed for lack of memory."""
+        kills = memory_kills() - self.memory_kills
+        return f". Since its start the kernel has killed {kills} for lack of memory: see `dmesg`" if kills else ""
 
 
 def role_command(role: str, arguments: list[str]) -> list[str]:
@@ -199,11 +205,8 @@ class Supervisor:
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
-        bus = new_bus("supervisor/0", network)
-        try:
+        async with new_bus("supervisor/0", network) as bus:
             return await self._until_over(work())
-        finally:
-            await bus.close()
 
     async def run_roles(
         self, roles: list[str], arguments: list[str], further: Mapping[str, list[str]], drain_seconds: float = 0.0
@@ -262,7 +265,7 @@ class Supervisor:
             watch = print_progress(bus, address, self.console)
         try:
             await watch
-        except Exception as error:
+        except Exception as error:  # whatever it is, the run needs no display
             self._say(f"the display of the run has failed; the run continues: {error!r}")
 
     async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:
@@ -293,7 +296,8 @@ class Supervisor:
         now = asyncio.get_running_loop().time()
         for child in self.children:
             if child.has_left(members, now) and (process := child.running):
-                self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
+                why = "it has lost its place in the run, and does not end"
+                self._say(f"{child.name} is killed: {why}. Last output: {child.last_line}")
                 kill_group(process)
 
     async def _until_answers(self, master: Child, bus: Bus, address: str) -> bool:
@@ -358,13 +362,14 @@ class Supervisor:
                 return self._finish(Ending(False, self._gave_up(child, code)))
             pause = 0.0 if code == FENCED else pause
             why = f". Last output: {child.last_line}" if code >= 0 else ""
-            self._say(f"{child.name} {_how(code)}, and is started again in {pause:g} s{why}")
+            self._say(f"{child.name} {_how(code)}, and is started again in {pause:g} s{why}{child.killed_for_memory}")
             await asyncio.sleep(pause)
 
     async def _start(self, child: Child) -> None:
         child.starts += 1
         child.began, child.identity, child.absent = asyncio.get_running_loop().time(), "", 0
         child.tail.clear()
+        child.memory_kills = memory_kills()
         # With asyncio's own pipe, `wait` would also wait for processes that a dead child has left behind.
         reading, writing = os.pipe()
         child.pump = asyncio.create_task(self._pump(child, os.fdopen(reading, "rb")), name=f"output of {child.name}")
@@ -397,8 +402,7 @@ class Supervisor:
         return code
 
     async def _pump(self, child: Child, pipe: IO[bytes]) -> None:
-        """Read the output of a child. Keeps its last lines in `child.tail`, and writes all lines to the run folder,
-        once that exists."""
+        """Read the output of a child. `child.tail` gets its last lines, the run folder, once there, all."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -434,7 +438,7 @@ class Supervisor:
         words = "\n".join(f"  {line}" for line in list(child.tail)[-QUOTED_LINES:])
         return (
             f"{child.name} {_how(code)}, for the {DEATHS_IN_VAIN}th time in a row without a trained step in between. "
-            f"Its last lines:\n{words}"
+            f"Its last lines:\n{words}{child.killed_for_memory}"
         )
 
     async def _stop_all(self, drain_seconds: float) -> None:

@@ -8,13 +8,11 @@ Jobs live and die with their flow. If its stream ends or a part of it is lost, t
 one fails at the asker, who begins it again elsewhere. The asker may also end single jobs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -38,6 +36,8 @@ FLOW_SECONDS = 30 * 24 * 3600.0
 GATHER_SECONDS = 0.02
 # Most jobs in a request, and bytes of results in a part.
 JOBS, PART_BYTES = 256, 512 << 10
+# Most pictures that a request of several jobs brings along: a large one may take a server a second.
+PICTURES = 4
 # What a server takes from one sender: flows, and jobs on each.
 MAX_FLOWS, MAX_JOBS = 64, 16_384
 
@@ -50,13 +50,15 @@ JobFunction = Callable[[Callable[[R], None]], Awaitable[None]]
 
 class Job:
     """A job of an asker. One that has ended may be begun again, on any flow. From its beginning on it has `number`, its
-    name there, which the asker never uses again, and `_done`, which is set or failed when it ends."""
+    name there, which the asker never uses again, and `_done`, which is set or failed when it ends. `files`: those of
+    its pictures, by name, which are sent to servers that lack them."""
 
+    files: Mapping[str, bytes] = {}
     number = -1
-    _flow: Flow[Any] | None = None
+    _flow: "Flow[Any] | None" = None
     _done: asyncio.Future[Any] | None = None
 
-    def begin(self, number: int, flow: Flow[Any]) -> asyncio.Future[Any]:
+    def begin(self, number: int, flow: "Flow[Any]") -> asyncio.Future[Any]:
         self.number = number
         self._flow = flow
         self._done = asyncio.get_running_loop().create_future()
@@ -83,8 +85,8 @@ class Job:
 class Kind(Protocol[J]):
     """A class of jobs, as the asker sees it."""
 
-    def request(self, flow: int, jobs: Sequence[J], lacking: Collection[str] = ()) -> Message:
-        """The request to begin these jobs on a flow. lacking: the pictures that the server does not have."""
+    def request(self, flow: int, jobs: Sequence[J]) -> Message:
+        """The request to begin these jobs on a flow."""
 
     def deliver(self, part: Message, jobs: dict[int, J]) -> Sequence[JobFailed]:
         """Give the results in a part of the stream to their jobs, and remove the jobs that have ended. Jobs that are
@@ -165,37 +167,43 @@ class Flow(Generic[J]):
             for first in range(0, len(new), JOBS):
                 await self._begin(new[first : first + JOBS])
             if stopped:
-                await self._ask(EndJobs(flow=self._number, jobs=np.array(stopped, np.int64)))
+                await self._peer.ask(EndJobs(flow=self._number, jobs=np.array(stopped, np.int64)), CONTROL_SECONDS)
 
     async def _begin(self, numbers: Sequence[int]) -> None:
         jobs = [job for number in numbers if (job := self._jobs.get(number))]
         if not jobs:
             return
         try:
-            lacking: set[str] = set()
-            request = self._kind.request(self._number, jobs)
-            while isinstance(answer := await self._ask(request), LackingPictures):
-                lacking |= {*answer.names}  # it grows: a server lacks nothing that a request has
-                request = self._kind.request(self._number, jobs, lacking)
+            begun = await self._request(jobs)
         except (DeadlineError, StreamBrokenError):  # the server may or may not have begun them: the flow breaks
             raise
         except (MalformedError, ValueError) as error:  # the latter: of values that no message may have
-            if len(numbers) == 1:
+            begun = len(numbers) == 1
+            if begun:
                 self._fail(numbers, MalformedError(str(error)))
-                return
+        except BusError as error:
+            self._fail(numbers, error)
+            return
+        if not begun:
             middle = len(numbers) // 2  # one of them cannot travel, or all together are too large
             await self._begin(numbers[:middle])
             await self._begin(numbers[middle:])
-        except BusError as error:
-            self._fail(numbers, error)
+
+    async def _request(self, jobs: Sequence[J]) -> bool:
+        """Have the server begin the jobs. False: several of them need more pictures than it looks at for one request.
+        A job that needs so many by itself has as much more time."""
+        request, lacking = self._kind.request(self._number, jobs), 0
+        while isinstance(answer := await self._peer.ask(request, CONTROL_SECONDS * (1 + lacking)), LackingPictures):
+            lacking += len(answer.names)
+            if lacking > PICTURES and len(jobs) > 1:
+                return False
+            request = with_files(request, jobs, answer.names)
+        return True
 
     def _fail(self, numbers: Sequence[int], error: BusError) -> None:
         for number in numbers:
             if job := self._jobs.pop(number, None):
                 job.fail(error)
-
-    async def _ask(self, message: Message) -> Message:
-        return await self._peer.ask(message, CONTROL_SECONDS)
 
 
 class Flows(Generic[R]):
@@ -233,8 +241,7 @@ class Flows(Generic[R]):
             self._emptied.notify()
 
     def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, JobFunction[R]]) -> None:
-        """Begin jobs on a flow, by their numbers, each of them new. Raises StreamBrokenError if the flow is not open,
-        BusyError if it has too many jobs."""
+        """Begin jobs on a flow, by their numbers, each of them new. Raises StreamBrokenError, BusyError (too many)."""
         served = self._open.get((request.owner, flow))
         if served is None:
             raise StreamBrokenError(f"flow {flow} of {request.sender} is not open")
@@ -256,11 +263,11 @@ class Flows(Generic[R]):
         """Wait until no job runs and all results are sent."""
         await self._emptied.until(lambda: not any(served.jobs or served.results for served in self._open.values()))
 
-    def _remove_job(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
+    def _remove_job(self, served: "_Served[R]", job: int, task: asyncio.Task[None]) -> None:
         served.jobs.pop(job, None)
         self._emptied.notify()
 
-    async def _next_part(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:
+    async def _next_part(self, served: "_Served[R]") -> tuple[list[R], list[JobFailed]]:
         """What is in the next part."""
         loop = asyncio.get_running_loop()
         await served.filled.wait()
@@ -294,6 +301,14 @@ class _Served(Generic[R]):
     def add(self, result: R | JobFailed) -> None:
         self.results.append(result)
         self.filled.set()
+
+
+def with_files(request: Any, jobs: Sequence[Job], names: Sequence[str]) -> Any:
+    """A request with more pictures, those that its server lacks. Raises BusError if the jobs do not have them."""
+    files = {name: np.frombuffer(content, np.uint8) for job in jobs for name, content in job.files.items()}
+    if not files.keys() >= {*names}:
+        raise BusError("a server lacks pictures that no job has")
+    return request.model_copy(update={"files": (*request.files, *(files[name] for name in names))})
 
 
 async def _run_job(served: _Served[R], job: int, work: JobFunction[R]) -> None:

@@ -10,8 +10,6 @@
 | DELETE /v1/sessions/ID | {}, once none of it will be trained |
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -26,7 +24,7 @@ from pydantic import BaseModel, Field
 from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
 from actors.sampling.user_sessions import SessionCall, UserSession
-from areal.config import GatewayConfig
+from areal.config.roles import GatewayConfig
 from areal.workflows.anthropic_api import CountRequest
 from areal.workflows.openai_api import ApiError, prompt_tokens
 
@@ -77,9 +75,14 @@ class GatewayEndpoint(OpenAIEndpoint):
     """See the module."""
 
     def __init__(
-        self, model: str, settings: GatewayConfig, port: int, keys: UserKeys, sessions: ServesSessions,
+        self,
+        model: str,
+        settings: GatewayConfig,
+        port: int,
+        keys: UserKeys,
+        sessions: ServesSessions,
         on_refusal: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, settings.host, on_refusal, port, _tls(settings))
         self._settings, self._keys, self._sessions = settings, keys, sessions
 

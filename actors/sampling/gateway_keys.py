@@ -1,7 +1,5 @@
 """Who may do what at a gateway: keys, of which only digests are stored, and their quotas."""
 
-from __future__ import annotations
-
 import hmac
 import secrets
 from collections import deque
@@ -9,7 +7,7 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Literal
 
-from areal.config import KeyConfig
+from areal.config.roles import KeyConfig
 from areal.workflows.openai_api import ApiError
 
 Right = Literal["serve", "reward", "reward_all"]

@@ -1,7 +1,5 @@
 """Rewards of groups: the samples of a group wait for each other, and one call scores all their completions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Protocol

@@ -5,8 +5,6 @@ Each sample has its own API key, which is valid until the sample ends. The key a
 sample. It does not authorise rewards, since a policy with a shell may find it in the agent's environment variables.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -23,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
-from areal.config import explain
+from areal.errors import explain
 from areal.workflows import anthropic_api, openai_api
 from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest, Threads
 from areal.workflows.openai_api import Access, Answer, ApiError, ChatReply, ChatRequest, ChatSession, Event, Reply
@@ -180,7 +178,7 @@ class OpenAIEndpoint:
 
     async def _count(self, request: web.Request) -> web.Response:
         sample, body = await self._read(request, CountRequest)
-        count = openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer, sample.chat.pictures)
+        count = openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer, sample.chat.session)
         return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:

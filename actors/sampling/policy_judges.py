@@ -3,8 +3,6 @@
 Whoever samples asks the run's generators, at the version that they have. What they answer is not trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +10,8 @@ import numpy as np
 
 from actors.sampling.calls import Call, SampleState
 from actors.sampling.services import Generators
-from areal.config import Config, SamplingConfig
+from areal.config import Config
+from areal.config.engines import SamplingConfig
 from areal.result import Result
 from areal.rewards.functions import judge_by
 from areal.workflows.conversation import Conversation, user

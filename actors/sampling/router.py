@@ -1,7 +1,5 @@
 """Which actor of a role gets the next job of this one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter
@@ -80,8 +78,7 @@ class Router:
             ]
         )
         askers = self.askers
-        # Reported loads are out of date. Each asker begins its choice at another actor, so that not all of them fill
-        # the same few.
+        # Reported loads are out of date. Each asker begins at another actor, not all at the same few.
         first = self._index * len(candidates) // askers % len(candidates)
         candidates = candidates[first:] + candidates[:first]
 

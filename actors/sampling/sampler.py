@@ -1,7 +1,5 @@
 """The base class of the roles that sample: rollout manager, evaluator and gateway."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar
@@ -16,7 +14,7 @@ from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
 from actors.sampling.services import Endpoint, Services, load_parsers
 from actors.sampling.sessions import SampleSession
-from areal.config import DataConfig
+from areal.config.rows import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.generation.routing import GeneratorLoad
@@ -150,8 +148,7 @@ class Sampler(Actor):
         self.member.spawn(self.member.ask_master(ConnectionLost(identity=actor.identity), Done), "report lost")
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
-        """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails
-        the sample, not this actor."""
+        """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's code."""
         try:
             async with session.in_workflow():
                 sample = await self._workflow(session, row)

@@ -1,7 +1,5 @@
 """What the samples of an actor may use, as one object: generators, rewards, a sandbox, an endpoint for agents."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import socket

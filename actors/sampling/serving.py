@@ -1,7 +1,5 @@
 """The base class of the roles that score, which serve names and do jobs on flows."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any

@@ -1,12 +1,9 @@
 """The session of a sample: what its workflow calls, and what it has sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 import math
-import sysconfig
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -18,22 +15,25 @@ import numpy as np
 from actors.sampling.calls import Call, SampleFailed, SampleState
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.services import Generators, Services
-from areal.config import SamplingConfig
+from areal.config.engines import SamplingConfig
 from areal.data.rows import Row, prompt_text
+from areal.errors import UserError, explain
+from areal.pictures import part_of
 from areal.programs.slots import waiting
 from areal.result import all_scored, combined
 from areal.sampled import Generation, Tokens
+from areal.sight import check_pictures, sight_of
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
-from areal.text import error_text
+from areal.text import LIBRARIES, error_text, place_in
 from areal.trajectory import Trajectory
+from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
-from areal.workflows.openai_api import Access
+from areal.workflows.openai_api import Access, Json
 from areal.workflows.sandbox_owner import Sandboxes
 from protocols.messages import Member
 
 NO_CHANGES: Mapping[str, float] = {}
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class SampleSession(SampleState):
@@ -68,7 +68,10 @@ class SampleSession(SampleState):
         self._services = services
         self._generators = generators or services.generators
         self._row = row
-        self.pictures = row.pictures
+        messages = [] if isinstance(row.prompt, str) or not row.pictures else row.prompt
+        self._of_row = parts_of(messages)
+        self.shown: Mapping[str, Json] = {part["digest"]: part for part in self._of_row}
+        self.pictures = {part["digest"]: file for part, file in zip(self._of_row, row.pictures, strict=True)}
         self.reward_parts: dict[str, float] = {}
         self.running: dict[Call, _CallKey] = {}
         self.saved_calls: list[SavedCall] = []
@@ -80,21 +83,45 @@ class SampleSession(SampleState):
         self._next_look: asyncio.TimerHandle | None = None
         self._longest = 0.0  # stretch of its own code
 
-    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
+    def show(self, content: bytes) -> Json:
+        """See areal.workflows.Session."""
+        with explain(UserError, "{why}", ValueError):
+            check_pictures(self._services.config)
+        part = part_of(content)
+        self.pictures = {**self.pictures, part["digest"]: content}
+        self.shown = {**self.shown, part["digest"]: part}
+        return part
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        max_new_tokens: int | None = None,
+        keep: Keep | None = None,
+        pictures: Sequence[Json] | None = None,
+    ) -> Generation:
         """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
         where `keep` or one of `sampling.stop` ends it. Calls at the same time run at the same time.
 
         max_new_tokens: a limit for this call; the sample's own limit, over all calls, holds as well. keep: see
-        `Call`. Raises SampleFailed if a generator refuses the first prompt of the sample.
+        `Call`. pictures: see areal.workflows.Session. Raises SampleFailed if a generator refuses the first prompt of
+        the sample, or if the placeholders among the tokens are not those of its pictures.
         """
-        prompt = _row(tokens)
+        prompt, parts = _row(tokens), self._of_row if pictures is None else pictures
+        try:
+            column = sight_of(self._services.config.model).column(prompt, parts) if parts else None
+        except ValueError as error:
+            raise SampleFailed("workflow", str(error)) from None
+        names = () if column is None else [part["digest"] for part in parts]
+        if not self.pictures.keys() >= {*names}:
+            raise SampleFailed("workflow", "a picture is neither of the row nor of session.show, which takes its file")
         limit = self.room if max_new_tokens is None else min(self.room, index(max_new_tokens))
         if self.sampling.stop:
             keep = first_of(keep, keep_until_text(self.tokenizer, self.sampling.stop))
-        call = Call(self, prompt, limit, keep)
+        call = Call(self, prompt, limit, keep, names)
         if limit <= 0:
             return call.completion("length")
-        key = _CallKey(next(self._numbers), digest_of(prompt), NO_LIMIT if max_new_tokens is None else max_new_tokens)
+        of_call = NO_LIMIT if max_new_tokens is None else max_new_tokens
+        key = _CallKey(next(self._numbers), digest_of(prompt, names), of_call)
         self.running[call] = key
         try:
             sampled = self._begin(call, key)
@@ -104,11 +131,11 @@ class SampleSession(SampleState):
         finally:
             del self.running[call]
         if len(sampled.tokens):
-            self.forest.add(prompt, sampled)
+            self.forest.add(prompt, sampled, column)
             self._finished.append(key)
         return sampled
 
-    def _begin(self, call: Call, key: _CallKey) -> Generation | None:
+    def _begin(self, call: Call, key: "_CallKey") -> Generation | None:
         """Have the call begin with what an earlier attempt has sampled of it. Returns the completion if that is all."""
         for number, saved in enumerate(self.saved_calls):
             tokens, finish = len(saved.sampled), saved.sampled.finish
@@ -249,9 +276,7 @@ class SampleSession(SampleState):
         services, row = self._services, self._row
         weights = {reward: 1.0} if reward else services.weights(row, self._changed_weights)
         if reward and services.of_groups(weights):
-            raise SampleFailed(
-                "workflow", f"the reward {reward!r} scores all samples of a group: it cannot be asked alone"
-            )
+            raise SampleFailed("workflow", f"the reward {reward!r} scores whole groups: it cannot be asked alone")
         if not weights and services.config.rollout_manager.gives_rewards:
             raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
         if not isinstance(completion, str):
@@ -306,6 +331,4 @@ class _CallKey(NamedTuple):
 
 def place_of(error: BaseException | None, libraries: tuple[str, ...] = LIBRARIES) -> str:
     """The line of the user's code at which `error` was raised, in words. libraries: folders of other code."""
-    frames = traceback.extract_tb(error.__traceback__) if error else []
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    return f", in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    return place_in(traceback.extract_tb(error.__traceback__) if error else [], libraries)

@@ -4,14 +4,13 @@ A finished call is on the trainer's disk before its client has the last byte. Wh
 requests again, which are saved with the tokens: each finds its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +47,18 @@ class UserSample(SampleSession):
         self.cache_salt = name.partition(":")[0]
         self.call_limit = services.config.sampling.max_new_tokens
 
-    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
-        return await super().generate(tokens, min(max_new_tokens or self.call_limit, self.call_limit), keep)
+    def show(self, content: bytes) -> dict[str, Any]:
+        raise ValueError("sessions of users take none yet")
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        max_new_tokens: int | None = None,
+        keep: Keep | None = None,
+        pictures: Sequence[dict[str, Any]] | None = None,
+    ) -> Generation:
+        limit = min(max_new_tokens or self.call_limit, self.call_limit)
+        return await super().generate(tokens, limit, keep, pictures)
 
     def count(self, versions: np.ndarray) -> None:
         if len(versions):
@@ -83,8 +92,8 @@ class UserSession:
         services: Services,
         name: str,
         group: SessionGroup | None,
-        save: Callable[[UserSession, bytes], Any],
-        on_start: Callable[[UserSession, int], None],
+        save: "Callable[[UserSession, bytes], Any]",
+        on_start: "Callable[[UserSession, int], None]",
     ) -> None:
         self.name, self.key, self.group = name, name.partition(":")[0], group
         self.sample = UserSample(services, name, group, lambda version: on_start(self, version))
@@ -100,7 +109,6 @@ class UserSession:
         self.is_over = False  # its sample is made, and takes no call any more
         self._turns: list[AnsweredCall] = []
         self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
-        self._began = time.time()  # as `begun`, for other gateways
         self._rewards: list[tuple[str, float, str]] = []  # of its answers, in the order in which they came
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
         self._saving = asyncio.Lock()
@@ -154,9 +162,7 @@ class UserSession:
                 self.sample.messages += map(message_of, request.messages)
             answer = await self.chat.complete(request, name, on_text)
             if self.is_over:
-                raise ApiError(
-                    "the session got its reward while it answered: nothing of this call is trained", "over", 409
-                )
+                raise ApiError("the session got its reward while it answered: this call is not trained", "over", 409)
             self._add_turn(request, name, answer, mark)
             await self.save()
         except SampleFailed as failure:
@@ -179,9 +185,13 @@ class UserSession:
                 return
             self.saves += 1
             turns = {"parts": [*self._parts], "turns": self._turns, "rewards": self._rewards}
-            notes = json.dumps({"saves": self.saves, "ended": self.ended, "began": self._began} | turns)
+            notes = json.dumps({"saves": self.saves, "ended": self.ended, "age": self._age()} | turns)
             if calls := self.sample.calls_so_far():
                 await self._save(self, packed(calls, notes))
+
+    def _age(self) -> tuple[float, str, float]:
+        """Its seconds until now. Another gateway of this machine knows those since: hosts may differ by hours."""
+        return asyncio.get_running_loop().time() - self.begun, *_since_boot()
 
     async def restore(self, frame: bytes | memoryview) -> None:
         """Become the session that `save` had stored. Raises SampleFailed, ApiError and ValueError."""
@@ -200,8 +210,9 @@ class UserSession:
         for name, value, mark in notes["rewards"]:
             self.give_reward(value, name, mark)
         self.ended = notes["ended"]
-        self.begun = asyncio.get_running_loop().time() - max(0.0, time.time() - notes["began"])
-        self._began = notes["began"]
+        age, boot, then = notes["age"]
+        here, now = _since_boot()
+        self.begun = asyncio.get_running_loop().time() - age - (max(0.0, now - then) if boot == here else 0.0)
 
     def close(self) -> None:
         for call in self._calls.values():
@@ -212,6 +223,11 @@ class UserSession:
         """Close it, and wait until its calls have ended."""
         self.close()
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
+
+
+def _since_boot() -> tuple[str, float]:
+    """Which boot of which machine this is, and a clock that all its processes share, and nobody sets, in seconds."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), time.monotonic()
 
 
 def note_error(task: asyncio.Task[Any]) -> None:

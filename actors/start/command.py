@@ -17,17 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 import structlog
 import uvloop
 
-from areal.config import (
-    CONFIGS,
-    Config,
-    ScorerConfig,
-    UserError,
-    advice,
-    dump_config,
-    from_message,
-    load_config,
-    overridden,
-)
+from areal.config import Config, advice, dump_config, from_message, load_config, overridden
+from areal.config.engines import ScorerConfig
+from areal.config.reading import CONFIGS
+from areal.errors import NOT_PERMITTED, UserError, explain
 from areal.processes import (
     KEYS,
     ROOT,
@@ -126,7 +119,8 @@ def main() -> int:
     sys.stderr = sentences_on(cast(TextIO, LenientOutput(sys.stderr)))
     raise_open_files()
     try:
-        return start(arguments)
+        with explain(PermissionError, NOT_PERMITTED):
+            return start(arguments)
     except UserError as error:
         print(shown(str(error)), file=sys.stderr)
         return 2
@@ -151,9 +145,7 @@ def start(arguments: argparse.Namespace) -> int:
     if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
         return run_master(config_of_run(arguments.resume, secrets=True))
     if arguments.dry_run and roles not in ([], ["master"]):
-        raise UserError(
-            "--dry-run checks a run, or its master: leave out the other roles, which have no configuration."
-        )
+        raise UserError("--dry-run checks a run, or its master: leave out the other roles, they have no configuration.")
     if roles in ([], ["master"]):
         from areal.rewards.functions import with_groups
 
@@ -176,9 +168,7 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
     if arguments.config or arguments.resume or arguments.fork or (arguments.overrides and not arguments.reward):
-        raise UserError(
-            "Only the master reads a configuration: give --config, --resume, --fork and key=value to it, not to others."
-        )
+        raise UserError("Only the master reads a configuration: give --config, --resume, --fork and key=value to it.")
     if arguments.overrides and len(arguments.reward) > 1:
         raise UserError("The options key=value belong to one reward: start an actor for each --reward that has some.")
     if not arguments.master:
@@ -233,8 +223,7 @@ def resolved(arguments: argparse.Namespace) -> Config:
 
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> int:
-    """Print the configuration, and check all that a start checks. What the checks say, and their verdict, is the last
-    block."""
+    """Print the configuration, and check all that a start checks. Their verdict is the last block."""
     from actors.checks.preflight import check_names
     from actors.checks.start_checks import own_port, rehearse_start
 
@@ -289,8 +278,7 @@ def check_and_start(config: Config, arguments: argparse.Namespace, default: str)
 
 
 def claim_record(config: Config, arguments: argparse.Namespace) -> ZmqNetwork:
-    """Claim the folder of the run, with its record if it goes on or begins with that of another one. Returns the
-    network of the run."""
+    """Claim the folder of the run, with its record if it goes on, or is a fork. Returns its network."""
     from actors.record.fork import fork
     from actors.record.record import check_record
     from actors.runtime.addresses import take_folder
@@ -374,7 +362,7 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
             keep_report(config.folder)
     except UserError:
         raise
-    except Exception:
+    except Exception:  # the last resort: it is logged, and the exit status says so
         structlog.get_logger().exception("failed")
         return 4
     finally:
@@ -386,8 +374,7 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
 
 
 def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolder]:
-    """The journal of a run and its other records, once its disk takes them. Raises UserError if the rows are not those
-    with which it began."""
+    """The journal of a run and its other records, once its disk takes them. Raises UserError if the rows changed."""
     from actors.record.record import check_rows_kept
     from actors.runtime.logs import write_log_file
     from areal.observe import cpu_profile
@@ -461,15 +448,12 @@ async def prepare(config: Config) -> tuple[Config, PromptSource]:
     def crashed(error: BaseException) -> None:
         structlog.get_logger().error("handler failed", exc_info=error)
 
-    bus = new_bus("master/0", open_network(host_of(config.master.address)))
-    try:
+    async with new_bus("master/0", open_network(host_of(config.master.address))) as bus:
         bus.serve(config.master.address, put_off, crashed)
         source = await asyncio.to_thread(open_source, config.data, config.seed)
         if SUPERVISED not in os.environ:  # the supervisor has checked them
             await asyncio.to_thread(check_rows, config, source)
         return await asyncio.to_thread(with_folders, config, tell), source
-    finally:
-        await bus.close()
 
 
 def run_monitor(arguments: argparse.Namespace) -> int:
@@ -483,12 +467,9 @@ def run_monitor(arguments: argparse.Namespace) -> int:
     network = network_towards(arguments.master)
 
     async def watch() -> int:
-        bus = new_bus("monitor/?", network)
-        try:
+        async with new_bus("monitor/?", network) as bus:
             await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
             return await follow(Feed(bus, arguments.master), Console())
-        finally:
-            await bus.close()
 
     return asyncio.run(watch())
 
@@ -520,7 +501,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
     except UserError as error:
         print(shown(str(error)), file=sys.stderr)
         leave(2)
-    except Exception:
+    except Exception:  # as in `run_master`
         structlog.get_logger().exception("failed")
         leave(4)
     print(shown(ending.reason), file=sys.stderr)

@@ -1,7 +1,5 @@
 """The phases of a training step, and what they take."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator

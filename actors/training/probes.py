@@ -6,8 +6,6 @@ on its way to them. An answer that comes later than the step counts for the next
 a newer version gives no measurement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,8 +27,7 @@ log = structlog.get_logger()
 
 
 def measures_gaps(config: Config) -> bool:
-    """Whether the step has what is compared: log-probs at the temperature at which an engine computes those of given
-    tokens, of the weights before the step."""
+    """Whether the step has what is compared: log-probs at an engine's temperature, of the weights before."""
     return (
         config.observe.rollouts != "none"
         and config.sampling.temperature == 1
@@ -63,7 +60,7 @@ class Probes:
             if generator.identity not in self._asking:
                 self._spawn(self._ask(generator, check), "compare an engine")
 
-    async def _ask(self, generator: Member, check: _Check) -> None:
+    async def _ask(self, generator: Member, check: "_Check") -> None:
         self._asking.add(generator.identity)
         try:
             ask = AskLogprobs(lineage=check.lineage, version=check.version, tokens=check.probe.tokens)

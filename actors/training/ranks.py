@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal.config import UserError
 from areal.devices import CORES, settle
+from areal.errors import UserError
 from areal.processes import importing, outlive_sigterm
 from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
@@ -79,18 +79,15 @@ class Ranks:
         return asdict(await self._on_all_ranks({"do": "step", **command}, groups))
 
     async def snapshot(self, folder: Path) -> None:
-        """Copy the current weights. They are written to `folder`, for generators, beside what is done next. The last
-        snapshot has to be written before."""
+        """Copy the current weights. They are written to `folder` meanwhile, after the last snapshot."""
         self._snapshot_written = await self._on_all_ranks({"do": "snapshot", "folder": str(folder)})
 
     async def finish_snapshot(self) -> Manifest:
-        """Wait until the last snapshot is on disk. Returns the manifest of the files, with their checksums. Raises
-        UserError if it cannot be written."""
+        """Wait until the last snapshot is on disk. Returns the manifest of the files. Raises UserError."""
         return await asyncio.wrap_future(self._snapshot_written)
 
     async def save(self, folder: Path, run: str) -> None:
-        """Copy everything that `load` needs. It is written to `folder`, a model folder, beside what is done next. run:
-        the identity of the run."""
+        """Copy everything that `load` needs. It is written to `folder` meanwhile. run: the identity of the run."""
         self._checkpoint_written = await self._on_all_ranks({"do": "save", "folder": str(folder), "run": run})
 
     async def finish_save(self) -> None:

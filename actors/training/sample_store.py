@@ -1,7 +1,5 @@
 """The trainer's store of scored samples, on disk, and of the calls of unfinished ones."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,8 +10,10 @@ import numpy as np
 
 from actors.runtime.actor import HandlesRequests, handles, parked
 from actors.runtime.membership import Ask
-from areal.config import Config, explain
+from areal.config import Config
+from areal.errors import explain
 from areal.models import routing_of
+from areal.pictures import digests_in
 from areal.result import mean_parts
 from areal.storage.pictures import PictureStore
 from areal.storage.rollouts import RolloutWriter
@@ -85,6 +85,8 @@ class SampleStore(HandlesRequests):
         trajectory.validate()
         if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._vocab_size):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
+        if lacking := self._pictures.lacking(digests_in(trajectory.pictures)):
+            raise ValueError(f"the picture {lacking[0]} is not stored")
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
         note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds, sample.marks)
@@ -188,7 +190,11 @@ class SampleStore(HandlesRequests):
             return True
         self._reporting.add(group.id)
         try:
-            self._keep_in_memory(group)
+            # Keep the group in memory, so that the next steps need not read it from disk. At most as many groups are
+            # kept as may be alive, even if groups are stored twice.
+            self._in_memory.setdefault(group.id, group)
+            while len(self._in_memory) > (self._config.max_staleness + 1) * self._config.batch_size:
+                del self._in_memory[next(iter(self._in_memory))]
             accepted: bool = (await self._ask_master(_ready_report(group), GroupAccepted)).accepted
         except FencedError:
             raise
@@ -198,26 +204,16 @@ class SampleStore(HandlesRequests):
         finally:
             self._reporting.remove(group.id)
         if not accepted:
-            self._add_untrained(group)
+            if self._config.filter_zero_signal and not group.has_signal:
+                self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
+            else:
+                self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
             await self._forget(group)
         return accepted
-
-    def _add_untrained(self, group: Group) -> None:
-        if self._config.filter_zero_signal and not group.has_signal:
-            self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
-        else:
-            self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
 
     async def _forget(self, group: Group) -> None:
         self._in_memory.pop(group.id, None)
         await self._on_disk("the spool", self._spool.forget, [group.id])
-
-    def _keep_in_memory(self, group: Group) -> None:
-        """Keep the group in memory, so that the next steps need not read it from disk. At most as many groups are kept
-        as may be alive, even if groups are stored twice."""
-        self._in_memory.setdefault(group.id, group)
-        while len(self._in_memory) > (self._config.max_staleness + 1) * self._config.batch_size:
-            del self._in_memory[next(iter(self._in_memory))]
 
     async def load_groups(self, ids: Sequence[str]) -> list[Group]:
         fresh = {group: self._in_memory.pop(group) for group in ids if group in self._in_memory}

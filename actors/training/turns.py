@@ -1,7 +1,5 @@
 """The trainer's end of devices that it shares with generators: it has them in *turns*."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 
@@ -10,7 +8,7 @@ import structlog
 from actors.runtime.actor import HandlesRequests, handles, parked
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Ask, Beat
-from areal.config import explain
+from areal.errors import explain
 from protocols.errors import BusError, BusyError
 from protocols.messages import Done, Member, TakeDevices, YieldDevices
 from protocols.transport import Request, ask_until

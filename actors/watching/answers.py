@@ -1,7 +1,5 @@
 """What the dashboard's server answers: pages and JSON, with headers that keep a page from loading anything else."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

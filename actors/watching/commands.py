@@ -1,7 +1,5 @@
 """The tools that serve a run's web page, and list and stop the runs of this machine."""
 
-from __future__ import annotations
-
 from areal.command_line import RUN, RoomTools
 
 

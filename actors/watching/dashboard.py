@@ -5,8 +5,6 @@ The page loads nothing from elsewhere, and asks the server once a second for new
 other than loopback, requests need a token.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import re
@@ -25,10 +23,10 @@ from aiohttp.typedefs import Handler
 from actors.watching.answers import answer, finite, page
 from actors.watching.rollouts import RolloutPages
 from actors.watching.sessions import SessionPages
-from areal.config import explain
 from areal.desk import timeline
 from areal.desk.comparison import differing_settings, end_figures, value_of
 from areal.desk.report import headlines
+from areal.errors import explain
 from areal.observe.alert_inputs import Digests
 from areal.record import Record
 from areal.storage.events import GONE
@@ -65,6 +63,8 @@ class RunView:
         self._events: deque[dict[str, Any]] = deque()
         self._actors: dict[str, dict[str, Any]] = {}
         self._digests = Digests(folder)
+        self._written: float | None = None  # when, by the clock of its host
+        self._changed: float | None = None  # when that was seen to change, by this process's clock
 
     def since(self, step: int) -> dict[str, Any]:
         """The steps after `step`, and the current state of everything else."""
@@ -88,13 +88,21 @@ class RunView:
         actors = [self._actors[actor] for actor in sorted(self._actors)]
         if ended:
             actors = [actor | {"state": ended.partition(":")[0], "activity": ""} for actor in actors]
-        written = self.record.last_written
-        silent = time.time() - written if written and not ended else 0.0
+        silent = 0.0 if ended else self._silent_seconds()
         sentence = (
             f"silent for {silent:.0f} s: the master was killed, or cannot write" if silent > SILENT_SECONDS else None
         )
         totals = headlines(summary) if summary else []
         return {"ended": ended, "silent": sentence, "actors": actors, "totals": totals}
+
+    def _silent_seconds(self) -> float:
+        """The master's host may have another clock: only what was there before is judged by this host's."""
+        written, now = self.record.last_written, time.monotonic()
+        if written != self._written:
+            self._written, self._changed = written, now if self._written else None
+        if self._changed is not None:
+            return now - self._changed
+        return time.time() - written if written else 0.0
 
     def _read(self) -> None:
         self.record.update()
@@ -144,8 +152,7 @@ class RunsView:
         self.count = len(folders)
 
     def since(self, *steps: int) -> dict[str, Any]:
-        """For each run its steps after the one of `steps` in its place, its settings that other runs do not share, and
-        its figures."""
+        """For each run its steps after the one in `steps`, the settings that others do not share, and its figures."""
         runs = self._runs
         for run in runs:
             run.update()

@@ -1,7 +1,5 @@
 """Shows one episode of a workflow as a tree: what the policy was told, what it sampled, how that was read, rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -3,8 +3,6 @@
 It is for the probes of cluster managers, and for scripts that wait until a run is up.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""The display of a run, where it was started or anywhere else: a live view on a terminal, plain lines otherwise, and a
-summary at the end."""
-
-from __future__ import annotations
+"""The display of a run, where it was started or elsewhere: a live view on a terminal, else lines, and a summary."""
 
 import asyncio
 import contextlib
@@ -42,7 +39,7 @@ END = """  its report        {folder}/report.html
 STYLES = {"healthy": "green", "starting": "dim"}
 
 
-async def watch_live(feed: Feed, console: Console) -> None:
+async def watch_live(feed: "Feed", console: Console) -> None:
     """Show a live view of a run until it has ended. A failure of the view does not affect the run."""
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while feed.ended is None:
@@ -188,7 +185,7 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, str]]
             ("last step", f"{m['step_seconds']:.2f} s, of which {m['trainer_wait_seconds']:.2f} s waiting for data"),
             ("weight updates", f"{m['reloads']}, {seconds:.3f} s each"),
             ("interrupted", f"{m['sequences_interrupted']:,} sequences, {m['tokens_recomputed']:,} tokens recomputed"),
-        ]  # fmt: skip
+        ]
     return rows
 
 

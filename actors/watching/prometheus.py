@@ -1,7 +1,4 @@
-"""An actor's metrics for Prometheus, at http://HOST:PORT/metrics. Each has the name areal_NAME, with the labels role
-and index."""
-
-from __future__ import annotations
+"""An actor's metrics for Prometheus, http://HOST:PORT/metrics: areal_NAME, with the labels role and index."""
 
 import hmac
 import re
@@ -10,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from areal.config import ObserveConfig
+from areal.config.roles import ObserveConfig
 from areal.storage.events import TOTALS
 
 # Actors of one machine try this many ports, from `observe.prometheus_port` on, and take the first free one.

@@ -1,7 +1,5 @@
 """`areal ps` and `areal stop`: the runs of this machine. The process that holds a run's claim is found in /proc."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -14,7 +12,7 @@ from typing import NamedTuple
 import psutil
 
 from areal.command_line import output
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage.claim import ADDRESS, claimed_address
 from areal.storage.run_folder import config_of_run, steps_trained
 from areal.text import shown
@@ -26,8 +24,7 @@ STOP_SECONDS = 60.0
 
 
 class RunHere(NamedTuple):
-    """process: the one that the run ends with. starter: the user and the program that started it. began: seconds since
-    1970."""
+    """process: that the run ends with. starter: the user and program that started it. began: seconds since 1970."""
 
     folder: Path
     process: int
@@ -57,8 +54,7 @@ def run_in(folder: Path) -> RunHere:
 
 
 def stop_run(run: RunHere) -> list[str]:
-    """Stop a run in order, and wait until it has ended. Returns the processes that remain after the time that it has
-    for that. Raises UserError."""
+    """Stop a run in order, and wait until it has ended. Returns processes that remain. Raises UserError."""
     until = time.monotonic() + config_of_run(run.folder).master.drain_seconds + STOP_SECONDS
     processes: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):  # it has ended meanwhile

@@ -1,15 +1,13 @@
 """The dashboard's page of sessions: those of users that are alive, and how many have ended, and how."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
 from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
-from areal.config import UserError
 from areal.desk.audit import read_journal
+from areal.errors import UserError, explain
 from areal.record import Record
 from areal.staleness.ledger import LedgerError
 from areal.text import all_shown, shown
@@ -27,16 +25,13 @@ class SessionPages:
 
     async def _list(self, request: web.Request) -> web.Response:
         async with self._reading:
-            try:
+            with explain((UserError, LedgerError), "{why}", lambda why: web.HTTPBadRequest(text=shown(why))):
                 sessions = await asyncio.to_thread(sessions_of, self._record)
-            except (UserError, LedgerError) as error:
-                raise web.HTTPBadRequest(text=shown(str(error))) from None
         return answer(all_shown(finite(sessions)))
 
 
 def sessions_of(record: Record) -> dict[str, Any]:
-    """What the journal says. `expires`: the last version that may train it. Raises UserError and LedgerError, as
-    `read_journal` does."""
+    """What the journal says. `expires`: the last version that may train it. Raises as `read_journal`."""
     journal = read_journal(record)
     ledger = journal.ledger.dump()
     rows = []

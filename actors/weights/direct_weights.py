@@ -11,8 +11,6 @@ others, but one that does not answer keeps its turn until it has given the trans
 has written: the files stay the truth, and a generator whose transfer fails loads them in place of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -27,8 +25,9 @@ import structlog
 
 from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
-from areal.config import Config, UserError
-from areal.devices import visible_devices
+from areal.config import Config
+from areal.devices import check_transport
+from areal.errors import explain
 from areal.generation.engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.errors import BusError, RefusedError, StreamBrokenError
@@ -46,15 +45,9 @@ log = structlog.get_logger()
 
 async def load_transport(config: Config) -> None:
     """Load vLLM's part of the trainer's end, which takes seconds. Raises UserError, as `check_transport` does."""
-    check_transport(config)
+    check_transport(config.weights.transport)
     if config.weights.backend:
         await asyncio.to_thread(importlib.import_module, "areal.weights.transfer")
-
-
-def check_transport(config: Config) -> None:
-    """Raises UserError if the trainer, on this machine, cannot send by `weights.transport`."""
-    if config.weights.transport == "nccl" and not visible_devices():
-        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
 
 
 class DirectSender(HandlesRequests):
@@ -83,10 +76,8 @@ class DirectSender(HandlesRequests):
         """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
         that is not offered, StreamBrokenError if it cannot be sent."""
         self._link(request)  # refuses, or ends the transfer that the asker has given up
-        try:
+        with explain(TimeoutError, "other generators took the time of this transfer", StreamBrokenError):
             await asyncio.wait_for(self._turns.acquire(), request.remaining)
-        except TimeoutError:
-            raise StreamBrokenError("other generators took the time of this transfer") from None
         try:
             async with contextlib.aclosing(self._send(request)) as calls:
                 async for call in calls:
@@ -113,7 +104,7 @@ class DirectSender(HandlesRequests):
             if link.busy or sending.cancelled() or sending.exception():
                 self._drop(request.owner, link)
 
-    def _link(self, request: Request[SendWeights]) -> _Link:
+    def _link(self, request: Request[SendWeights]) -> "_Link":
         """The link to this generator: that of its last transfer, or a new one. Raises RefusedError."""
         if self._backend is None:
             raise RefusedError("weights.transport of this run sends nothing directly")
@@ -140,7 +131,7 @@ class DirectSender(HandlesRequests):
         for owner, link in [*self._links.items()]:
             self._drop(owner, link)
 
-    def _drop(self, owner: str, link: _Link) -> None:
+    def _drop(self, owner: str, link: "_Link") -> None:
         link.close()
         if self._links.get(owner) is link:
             del self._links[owner]
@@ -165,8 +156,7 @@ class _Link:
         return self._sending is not None and not self._sending.done()
 
     def send(self, folder: Path) -> asyncio.Future[int]:
-        """Begin to send the version in `folder`: `calls` then has the calls to make, and None at the end. Returns the
-        bytes sent, once they are."""
+        """Begin to send the version in `folder`: `calls` gets the calls to make, then None. Returns the bytes sent."""
         self._sending = self._loop.run_in_executor(self._thread, self._send, folder)
         self._sending.add_done_callback(lambda _: self.calls.put_nowait(None))
         return self._sending
@@ -209,8 +199,7 @@ class _Link:
 
 
 class DirectReceiver:
-    """The generator's end. `lost` is set if the trainer goes, or gives up the transfer, while the engine does a
-    call."""
+    """The generator's end. `lost` is set if the trainer goes, or gives up, while the engine does a call."""
 
     def __init__(self, bus: Bus, directory: Directory, workers: int) -> None:
         """workers: number of the engine's devices."""
@@ -267,10 +256,8 @@ class DirectReceiver:
 
 def _info(part: TransferCall) -> dict[str, Any]:
     """Raises StreamBrokenError if the argument is not one."""
-    try:
+    with explain(ValueError, "a call whose argument cannot be read: {why}", StreamBrokenError):
         info = json.loads(part.info)
-    except ValueError as error:
-        raise StreamBrokenError(f"a call whose argument cannot be read: {error}") from None
     if not isinstance(info, dict):
         raise StreamBrokenError("a call whose argument is no mapping")
     return info

@@ -6,8 +6,6 @@ was published, no matter which actor sent it. If a source fails, the generator c
 last good chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil
@@ -20,7 +18,8 @@ import numpy as np
 import structlog
 
 from actors.runtime.actor import HandlesRequests, M, Notifier, handles
-from areal.config import WeightsConfig
+from areal.config.engines import WeightsConfig
+from areal.errors import explain
 from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, HeldVersion, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
@@ -50,8 +49,7 @@ log = structlog.get_logger()
 
 
 class WeightServer(HandlesRequests):
-    """Sends weights to other actors. It keeps `limit` versions (at least two): the one offered last, and the newest of
-    the others."""
+    """Sends weights to other actors. It keeps `limit` (at least two): the last offered and the newest."""
 
     def __init__(self, limit: int) -> None:
         self.bytes_sent = 0
@@ -81,10 +79,8 @@ class WeightServer(HandlesRequests):
             if held_version.ready <= first:
                 raise StreamBrokenError(f"this actor has given up receiving version {message.version}")
             numbers = range(first, min(held_version.ready, first + CHUNKS_AT_ONCE))
-            try:
+            with explain((TornWeights, OSError), "{why}", StreamBrokenError):
                 chunks = await asyncio.to_thread(_packed, held_version, base, numbers)
-            except (TornWeights, OSError) as error:
-                raise StreamBrokenError(str(error)) from None
             for chunk in chunks:
                 self.bytes_sent += chunk.data.nbytes
                 yield chunk
@@ -94,11 +90,9 @@ class WeightServer(HandlesRequests):
         def decide() -> HeldVersion | bool:
             return self._held_versions.get(version) or any(offered > version for offered in self._held_versions)
 
-        try:
+        with explain(TimeoutError, f"this actor does not have version {version[1]} yet", BusyError):
             async with asyncio.timeout(PATIENCE_SECONDS):
                 held_version = await self._progress.until(decide)
-        except TimeoutError:
-            raise BusyError(f"this actor does not have version {version[1]} yet") from None
         if not isinstance(held_version, HeldVersion):
             raise RefusedError(f"this actor no longer has version {version[1]}")
         return held_version
@@ -208,16 +202,13 @@ class WeightFetcher(WeightServer):
                 if not (overtaken and isinstance(error, RefusedError)):  # otherwise the sender just has a newer version
                     self._sources.failed(source, now)
                 if overtaken:
-                    raise TornWeights(
-                        f"version {policy.version} did not arrive, and there is a newer one now"
-                    ) from None
+                    raise TornWeights(f"version {policy.version} did not arrive, and there is a newer one") from None
                 if source is None:
                     await asyncio.sleep(RETRY_SECONDS)
         log.info("weights arrived", version=policy.version, sender=sender, bytes_received=self.bytes_received)
 
     async def _receive(self, address: str, partial: Path, policy: Policy, base: Version | None) -> None:
-        """Receive the chunks that are still missing. Raises BusError, TornWeights, and TimeoutError if the sender sends
-        nothing for STALL_SECONDS."""
+        """Receive the chunks that are still missing. Raises BusError, TornWeights, TimeoutError after STALL_SECONDS."""
         version = policy.identity
         held_version = self._held_versions.get(version)
         ask = FetchWeights(
@@ -260,10 +251,8 @@ class WeightFetcher(WeightServer):
 
 async def _checked(policy: Policy) -> Path:
     folder = Path(policy.folder)
-    try:
+    with explain(OSError, f"{folder} cannot be read: {{why}}", TornWeights):
         manifest = await asyncio.to_thread(Manifest.of, folder)
-    except OSError as error:
-        raise TornWeights(f"{folder} cannot be read: {error}") from None
     if manifest.stamp != policy.stamp:
         raise TornWeights(f"the files in {folder} are not the published ones, or not all of them are written yet")
     return folder
@@ -274,9 +263,7 @@ async def _next(parts: AsyncIterator[Message], kind: type[M]) -> M:
     async with asyncio.timeout(STALL_SECONDS):
         part = await anext(parts, None)
     if not isinstance(part, kind):
-        raise StreamBrokenError(
-            f"expected {kind.kind!r}, got {'the end of the stream' if part is None else part.kind!r}"
-        )
+        raise StreamBrokenError(f"expected {kind.kind!r}, got {'the end' if part is None else part.kind!r}")
     return part
 
 

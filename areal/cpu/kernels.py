@@ -3,8 +3,6 @@
 `areal.generation.vllm_worker` imports this module. Nothing else should, since that imports vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -124,8 +122,7 @@ def _add_times_b(
     y[:, offset : offset + size] += x.to(y.dtype) @ stacked[0, 0].T
 
 
-# vLLM's own operators on the CPU copy the factors for each token, since each may have another adapter. Here all tokens
-# have the same one.
+# vLLM's own operators on the CPU copy the factors for each token. Here all tokens have the same adapter.
 PunicaWrapperCPU._apply_shrink = _times_a
 PunicaWrapperCPU._apply_expand = _add_times_b
 

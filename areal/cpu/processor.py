@@ -1,10 +1,7 @@
 """What libraries get wrong about the processor: AMX that is announced but broken, and AVX-512 of AMD.
 
-Some virtual machines announce Intel's AMX but kill a process that uses it (SIGILL). The check runs a bf16 operation in
-a child process.
+Some virtual machines announce Intel's AMX but kill what uses it (SIGILL). A child process tries a bf16 operation.
 """
-
-from __future__ import annotations
 
 import ctypes
 import functools
@@ -15,8 +12,7 @@ import sys
 from pathlib import Path
 
 _TRY = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(a, a)"
-# oneDNN's limit on the instruction set, and the value with which it uses no AMX. Callers that choose kernels of other
-# libraries ask `without_amx`.
+# oneDNN's limit on the instruction set, and its value without AMX. For other libraries: `without_amx`.
 _ISA, _WITHOUT_AMX, _WITH_ALL = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "DEFAULT"
 
 
@@ -31,11 +27,9 @@ def use_avx512() -> None:
 
 @functools.cache
 def avoid_broken_amx() -> None:
-    """Keep this process and its children from using AMX that is announced but broken. Call it before bf16 is used on
-    a CPU.
+    """Keep this process and its children from using broken AMX. Call it before bf16 is used on a CPU.
 
-    It sets oneDNN's own environment variable, unless the user has set it. The check takes as long as importing torch,
-    once: the children find the variable set.
+    It sets oneDNN's own environment variable, unless the user has. The check takes as long as importing torch, once.
     """
     if _ISA in os.environ or "amx_bf16" not in _cpu_flags():
         return

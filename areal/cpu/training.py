@@ -1,7 +1,5 @@
 """DeepSpeed on the CPU: its environment, and what it would compile."""
 
-from __future__ import annotations
-
 import os
 
 from areal.cpu.processor import avoid_broken_amx

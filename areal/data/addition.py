@@ -13,8 +13,6 @@ Held-out rows never coincide with training rows, whatever their seeds. A checksu
 problem is (one in sixteen is held out), and a row is drawn again until it is on the requested side.
 """
 
-from __future__ import annotations
-
 import re
 import string
 import zlib

@@ -1,7 +1,5 @@
 """The tool that makes the quickstart's model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from areal.command_line import RoomTools

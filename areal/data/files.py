@@ -3,8 +3,6 @@
 The order of the rows is that of the file. Values of CSV are texts.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -14,7 +12,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".tsv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -33,8 +31,7 @@ def unit_of(path: Path) -> str:
 
 
 def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row with its number, from 1: of its line, or among the rows. `what` says in error messages what the
-    file is. Raises UserError."""
+    """Yield each row with its number, from 1: of its line, or of the row. what: the file's name. Raises UserError."""
     path = path.expanduser()
     match kind_of(path.name):
         case ".parquet":
@@ -46,7 +43,10 @@ def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
         case ".json" if (text := read_text(path, what)).lstrip().startswith("["):
             yield from _read_list(text, path)
         case _:  # also where lines are in a file that ends in .json
-            yield from _read_lines(read_text(path, what), path)
+            # Not splitlines(): JSON text may contain U+2028 and similar characters.
+            for number, line in enumerate(read_text(path, what).split("\n"), 1):
+                if line.strip():
+                    yield number, read_object(line, f"{path}, line {number},", ONE_A_LINE)
 
 
 def open_parquet(path: Path, what: str) -> Any:
@@ -80,13 +80,6 @@ def read_text(path: Path, what: str) -> str:
 def read_object(text: str, where: str, advice: str) -> dict[str, Any]:
     """The object of JSON in `text`, which is at `where`. Raises UserError."""
     return _object(_parsed(text, where, advice), where, advice)
-
-
-def _read_lines(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    # Not splitlines(): JSON text may contain U+2028 and similar characters.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, read_object(line, f"{path}, line {number},", ONE_A_LINE)
 
 
 def _read_list(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

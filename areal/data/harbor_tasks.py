@@ -4,8 +4,6 @@ A task is a folder with `instruction.md`, `task.toml`, `environment/Dockerfile` 
 reward into /logs/verifier/reward.txt. Its `solution` is not read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shlex
@@ -13,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 
 # The last folder that a Dockerfile works in, and the image of one that does nothing else.
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.MULTILINE | re.IGNORECASE)
@@ -26,9 +24,7 @@ def rows(folder: Path, what: str) -> list[dict[str, Any]]:
         [folder] if (folder / "task.toml").is_file() else sorted(file.parent for file in folder.glob("*/task.toml"))
     )
     if not folders:
-        raise UserError(
-            f"{what} names {folder.absolute()}, which has no tasks: name a folder of folders with task.toml"
-        )
+        raise UserError(f"{what} names {folder.absolute()}, without tasks: name a folder of folders with task.toml")
     return [_row(task) for task in folders]
 
 

@@ -1,7 +1,5 @@
 """The history of a run's prompts, which samplers choose from (areal.data.samplers). It does no I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -74,7 +72,7 @@ class History:
     none before the first choice.
     """
 
-    source: PromptSource | None = field(default=None, compare=False)
+    source: "PromptSource | None" = field(default=None, compare=False)
     seed: int = 0
     group_size: int = 1
     prompts: int = 1
@@ -86,7 +84,7 @@ class History:
     _unseen: int = field(default=0, compare=False)
 
     @property
-    def data(self) -> PromptSource:
+    def data(self) -> "PromptSource":
         assert self.source is not None  # nothing is chosen without one
         return self.source
 

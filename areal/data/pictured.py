@@ -6,8 +6,6 @@ themselves. They stand where the prompt has a part of this kind or the text `<im
 the user.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io
@@ -16,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError, explain
 from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt
-from areal.pictures import MAX_BYTES, digest_of, size_of
+from areal.errors import UserError, explain
+from areal.pictures import MAX_BYTES, part_of
 
 FIELDS = ("decoded_image", "image", "images")
 # What has the picture in an object, as the hub, verl and the protocols of agents write it.
@@ -65,9 +63,9 @@ def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tu
             raise UserError(f"{where} has more places for pictures than pictures: correct it")
         with explain((OSError, ValueError), f"{where} has a picture that cannot be read ({{why}}): correct it"):
             content = _read(value, folder)
-            width, height = size_of(content)
+            shown = part_of(content)
         pictures.append(content)
-        return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
+        return shown
 
     placed = [
         message

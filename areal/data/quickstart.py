@@ -1,7 +1,5 @@
 """Where the quickstart's model is: made once for a user, and copied for each folder of runs."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal.config import explain
+from areal.errors import explain
 from areal.models import quickstart_folder
 from areal.processes import cache_folder
 

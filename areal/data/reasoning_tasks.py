@@ -7,8 +7,6 @@ knight_swap). Two processes make the same entries for these tasks only with the 
 depend on this, because the row contains the entry.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib
@@ -20,10 +18,9 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from areal.config import UserError
+from areal.errors import UserError
 
-# The library makes data sets of a fixed size, some of them all at once. This is its default size, which every task
-# supports.
+# The library makes data sets of a fixed size. This is its default, which every task supports.
 CHUNK = 500
 
 # Tasks whose scorers call eval() on the model's output. They only expect a literal.

@@ -1,7 +1,5 @@
 """Rows: the problems that workflows and rewards receive."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,12 +73,12 @@ def _read_message(raw: Any) -> dict[str, Any] | None:
 
 
 def _is_pictured(content: Any) -> bool:
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in _listed(content)]
-    return all(kind == "text" or kind in PICTURE_PARTS for kind in kinds)
+    return isinstance(content, list) and bool(content) and all(map(_is_part, content))
 
 
-def _listed(content: Any) -> list[Any]:
-    return content if isinstance(content, list) and content else [None]
+def _is_part(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind in PICTURE_PARTS or (kind == "text" and isinstance(part.get("text"), str))
 
 
 def _read_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +96,7 @@ def _parsed(text: str) -> Any:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Return the prompt as plain text: chat messages without their roles, with a blank line between them, and a mark
-    for each picture."""
+    """The prompt as plain text: chat messages without roles, a blank line between them, a mark for each picture."""
     return prompt if isinstance(prompt, str) else "\n\n".join(text_of(message["content"]) for message in prompt)
 
 

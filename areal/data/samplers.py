@@ -10,16 +10,15 @@ with the permit, and what a group has shown when it is ready. So a restarted mas
 that was made is never made again. docs/curriculum.md says which bias each sampler has.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal.config import DataConfig, UserError, explain
+from areal.config.rows import DataConfig
 from areal.data.history import History, RowHistory
 from areal.data.sources import PromptSource
+from areal.errors import UserError, explain
 from areal.plugins import load
 
 Choose = Callable[[History, int], int]

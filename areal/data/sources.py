@@ -8,8 +8,6 @@ A finite source is used epoch by epoch, and each epoch has its own shuffled orde
 held-out row: such rows of a table are left out, and such generated rows are drawn again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -28,10 +26,11 @@ import jinja2
 import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, explain, reward_weights
+from areal.config.rows import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
 from areal.data import addition, harbor_tasks, pictured, reasoning_tasks, verifiers_tasks
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
 from areal.data.rows import Prompt, Row, read_prompt
+from areal.errors import UserError, explain
 from areal.pictures import DIGESTS, digest_of
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
@@ -58,8 +57,7 @@ class Table:
         return _make_row(self.rows[position], self.config, self.place(position))
 
     def prompts(self) -> Iterable[Any]:
-        """The prompts of all rows, as the source or the template writes them; None for a row that does not fit, which
-        is discarded when it is looked up."""
+        """The prompts of all rows, as the source or the template writes them; None for a row to be discarded."""
         key, columns = self.config.prompt_key, [] if isinstance(self.rows, list) else self.rows.column_names
         is_plain = key in columns and not {*pictured.FIELDS} & {*columns}
         if self.config.prompt_template is None and is_plain and not pictured.has_parts(read_prompt(self.rows[0][key])):
@@ -112,8 +110,7 @@ class PromptSource:
         raise NotImplementedError
 
     def key(self, index: int) -> int:
-        """Which row of the data `row(index)` is: the same number for each index of the same row. Its remainder by the
-        number of sources is the source."""
+        """Which row of the data `row(index)` is: modulo the number of sources it is the source."""
         raise NotImplementedError
 
     def summary(self) -> str:
@@ -157,7 +154,14 @@ class OneSource(PromptSource):
         position = self.key(index)
         if isinstance(self._source, Table):
             return self._source.row(position)
-        return self._drawn(self._source, position)
+        for attempt in range(MAX_DRAWS):
+            row = self._source("train", position, attempt)
+            if _key(row.prompt) not in self._apart:
+                return row
+        raise UserError(
+            f"{self._what} makes too few different problems to hold {len(self.held_out)} of them out of training: "
+            f"lower data.eval_size or widen data.options"
+        )
 
     def _training_positions(self, table: Table) -> Sequence[int]:
         if not self._apart:
@@ -172,16 +176,6 @@ class OneSource(PromptSource):
 
     def _shuffled(self, epoch: int) -> Sequence[int]:
         return Random(f"{self._seed}/epoch/{epoch}").sample(self._positions, len(self._positions))
-
-    def _drawn(self, draw: Draw, number: int) -> Row:
-        for attempt in range(MAX_DRAWS):
-            row = draw("train", number, attempt)
-            if _key(row.prompt) not in self._apart:
-                return row
-        raise UserError(
-            f"{self._what} makes too few different problems to hold {len(self.held_out)} of them out of training: "
-            f"lower data.eval_size or widen data.options"
-        )
 
 
 class Mixture(PromptSource):
@@ -397,6 +391,8 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     if pictures:
         raw = {name: value for name, value in raw.items() if name not in pictured.FIELDS}
         raw = raw | {DIGESTS: [digest_of(content) for content in pictures], prompt_key: prompt}
+    elif DIGESTS in raw:
+        raise UserError(f"{where} has {DIGESTS!r}, which name pictures that the row has: leave the field out")
     fields = {"prompt": prompt, **raw, "answer": answer}
     if config.prompt_template is None:
         fields["prompt"] = prompt

@@ -3,21 +3,18 @@
 The library is not a dependency of this project: users install it together with the task sets that they need.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 
 
 @functools.cache
 def tasks(name: str, options: str) -> list[Any]:
-    """Return the tasks of the task set `name`, which `taskset` in the options, in JSON, configures. Raises
-    UserError."""
+    """The tasks of the task set `name`, configured by `taskset` in the options (JSON). Raises UserError."""
     what = f"data.source 'verifiers:{name}'"
     with explain(ImportError, f"{what} needs the verifiers library ({{why}}): pip install 'verifiers==0.4.0'."):
         loaders = importlib.import_module("verifiers.v1.utils.loaders")

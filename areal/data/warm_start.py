@@ -5,8 +5,6 @@ groups of samples have mixed outcomes at every length, and the same change impro
 Reinforcement learning finds this change from the outcome alone. It would learn single missing facts far more slowly.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -40,14 +38,12 @@ class Recipe:
 
     steps: int = 480
     short_steps: int = 140
-    """The number of first steps, which use short additions: there the model learns the lookup by label several times
-    sooner."""
+    """The first steps use short additions: there the model learns the lookup by label several times sooner."""
     short_digits: int = 5
     short_batch: int = 24
     batch: int = 16
     tokens: int = 256
-    """Tokens of one forward pass, unless one example has more. Examples are sorted by length, so that little of it is
-    padding."""
+    """Tokens of one forward pass, unless one example has more. Examples are sorted by length: little is padding."""
     lr: float = 3e-3
     ramp_steps: int = 20
     slip: float = 0.1
@@ -84,8 +80,7 @@ def build(
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character of the task. Encoding adds no tokens, and decoding returns the
-    exact text.
+    """A tokenizer with one token per character of the task. Encoding adds no tokens, and decoding is exact.
 
     Encoding a character outside the task's alphabet raises an error.
     """
@@ -155,9 +150,7 @@ def warm_up(
         number = step + 1
         if progress and (number % 40 == 0 or number == recipe.steps):
             left = (time.monotonic() - began) / number * (recipe.steps - number)
-            progress(
-                f"the quickstart's model: step {number} of {recipe.steps}, loss {loss:.3f}, about {left:.0f} s left"
-            )
+            progress(f"the quickstart's model: step {number} of {recipe.steps}, loss {loss:.3f}, {left:.0f} s left")
 
 
 class Muon(torch.optim.Optimizer):

@@ -5,8 +5,6 @@ A model of few layers, in its real width, makes one forward and backward pass wi
 The rest follows: memory is linear in the number of tokens, and from one layer to the next.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.training.packed import attention_kwargs, choose_attention, empty_row
 from areal.weights.lora import add_adapters
 

@@ -4,8 +4,6 @@ Each check holds, fails, or is not shown, where the record does not have what it
 record can write one that fits together: an audit shows that the parts agree and that the training gives these weights.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -24,9 +22,10 @@ from rich.table import Table
 
 import areal
 from areal.command_line import output as terminal
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.desk.replay import Replay, plan, run_variant
 from areal.devices import set_allocator
+from areal.errors import UserError
 from areal.plugins import announce_code
 from areal.record import Record
 from areal.staleness.ledger import (
@@ -233,9 +232,7 @@ class Audit:
         if strange := sorted(set(trained) - admitted):
             once.faults.append(f"the prompts {_some(strange)} were trained and never admitted")
         if repeated := sorted(trained.keys() & (waiting | before)):
-            once.faults.append(
-                f"the prompts {_some(repeated)} were trained and are still open, or were before the fork"
-            )
+            once.faults.append(f"the prompts {_some(repeated)} were trained and are open, or were before the fork")
 
     def _check_bound(self, step: int, batch: Sequence[Group], bound: AuditFinding) -> None:
         first = self.changes[0]["before"] if self.changes else self.config.max_staleness
@@ -340,7 +337,7 @@ class _TokenVersions:
         self._window: list[tuple[int, list[Group]]] = []
         self.tokens = 0
 
-    def check(self, engine: TrainingEngine, config: Config, step: int) -> None:
+    def check(self, engine: "TrainingEngine", config: Config, step: int) -> None:
         """engine: before `step`, with the weights of the version `step` - 1."""
         version, oldest = step - 1, config.max_staleness
         self._window = [(at, batch) for at, batch in self._window if at >= step]
@@ -378,9 +375,7 @@ def read_journal(record: Record) -> JournalFacts:
     for kind, body in events:
         if kind == "rewarded":
             facts.rewards[body["group"]] = body["mean"]
-        try:
-            event = event_of(kind, body)
-        except KeyError:  # not an event of the ledger
+        if (event := event_of(kind, body)) is None:
             continue
         match event:
             case BatchLogged(version, group_ids):

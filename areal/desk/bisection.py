@@ -4,23 +4,22 @@ From a version before that step, replays train the same batches without some gro
 which the condition does not hold; it has to hold with them alone, too.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from areal.command_line import output as terminal
-from areal.config import UserError
 from areal.desk.metric_condition import Condition
 from areal.desk.replay import FOLDER, Training, condition_of, plan, start_ranks
 from areal.desk.rollouts import Rollouts
 from areal.devices import set_allocator
+from areal.errors import UserError
 from areal.record import Record
 
 if TYPE_CHECKING:
@@ -112,15 +111,14 @@ class Trials:
         return not self.condition.met_by(self.value(left_out))
 
     def value(self, left_out: frozenset[Suspect]) -> float | None:
-        """The metric at the last step without these groups, by a replay. A last batch of which no group would remain is
-        whole: the metric is measured on it."""
+        """The metric at the last step without these groups, by a replay. A last batch is whole if none would remain."""
         left_out = left_out - self.last_batch if left_out >= self.last_batch else left_out
         if left_out not in self._values:
             batches = [(step, [g for g in batch if (step, g.id) not in left_out]) for step, batch in self._batches]
             self._values[left_out] = self._replay([(step, batch) for step, batch in batches if batch])
         return self._values[left_out]
 
-    def _replay(self, batches: Sequence[tuple[int, list[Group]]]) -> float | None:
+    def _replay(self, batches: "Sequence[tuple[int, list[Group]]]") -> float | None:
         self.replays += 1
         self._training.prepare(self.start + 1)
         self._training.engine.load(self._place)
@@ -146,11 +144,8 @@ def search(record: Record, condition: Condition) -> BisectionResult:
         seen = f"which is from {min(measured)[0]:.4g} to {max(measured)[0]:.4g}" if measured else "which it has not"
         raise UserError(f"{condition} holds at no step of {record.folder}, {seen}: choose another limit.")
     result = BisectionResult(condition, step, value, max(first, step - 1 - WINDOW))
-    trials = Trials(record, condition, result.start, step)
-    try:
+    with closing(Trials(record, condition, result.start, step)) as trials:
         _search(trials, result)
-    finally:
-        trials.close()
     result.suspects, result.replays = len(trials.groups), trials.replays
     return result
 
@@ -168,9 +163,7 @@ def _search(trials: Trials, result: BisectionResult) -> None:
         half = next((half for half in halves if half and trials.goes(always | frozenset(half))), [])
         groups = smallest(half, lambda left_out: trials.goes(always | left_out))
     if not groups:
-        result.reason = (
-            f"the weights after step {trials.start} give it with each half of the groups of step {trials.step}"
-        )
+        result.reason = f"the weights after step {trials.start} give it with both halves of step {trials.step}"
     elif len(groups) > MOST:
         result.reason = f"it takes more than {MOST} groups together, as a slow change does"
     else:

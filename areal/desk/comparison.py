@@ -4,8 +4,6 @@
 --figure FILE` draws them by a setting. Of a run that goes on, they are the figures so far.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -19,8 +17,8 @@ import numpy as np
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import UserError
 from areal.desk.report import figure_of_points, fork_lines, write_svg
+from areal.errors import UserError
 from areal.observe.alerts import Curve
 from areal.record import Record, number_or_nan
 from areal.settings import SPEED_ONLY, differences, is_under
@@ -251,8 +249,7 @@ def staleness_of(run: Record) -> float:
 
 
 def _dividing(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
-    """Of several keys that divide the runs alike, such as an objective and the settings that it brings along, only the
-    first."""
+    """Of several keys that divide the runs alike, such as an objective and what it brings along, only the first."""
     by_division: dict[tuple[int, ...], str] = {}
     for key in keys:
         texts = [json.dumps(value_of(config, key)) for config in settings]

@@ -3,8 +3,6 @@
 The report draws with it. The web pages take the colours from here, and plots.js smooths and limits by the same rules.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@
 sampled one answer to chat messages, lists of messages. The rollouts are read, and the rows written, some at a time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace
@@ -22,9 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.rows import read_prompt
 from areal.data.sources import with_system
+from areal.errors import UserError
 from areal.models import label_of
 from areal.record import Record
 from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, rollouts_in
@@ -56,15 +55,12 @@ class Export:
 
 
 def export(options: Namespace) -> None:
-    """`areal export`: write the chosen rollouts of a run to a .jsonl or .parquet file, or else to a folder with a data
-    set card, as the hub has it."""
+    """`areal export`: write chosen rollouts of a run to a .jsonl or .parquet file, or a folder with a card."""
     run, output, kind, best = options.folder, options.output, options.format, not options.all
     if options.all and kind == "preference":
         raise UserError("--all is for --format sft, because a pair is the best and the worst of a group: leave it out.")
     if output.suffix and output.suffix not in (".jsonl", ".parquet") and not output.suffix[1:].isdigit():
-        raise UserError(
-            f"--output {output} is no kind of file that is written: end it in .jsonl or .parquet, or in none."
-        )
+        raise UserError(f"--output {output} is no kind of file to write: end it in .jsonl or .parquet, or in none.")
     rollouts = rollouts_in(run)
     if rollouts is None:
         raise UserError(f"There are no rollouts in {run}: give the folder of a run that has kept some.")

@@ -1,20 +1,13 @@
 """Conditions on the metrics of a step, such as `entropy<0.2`."""
 
-from __future__ import annotations
-
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from areal.config import UserError
+from areal.errors import UserError
 
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+_COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 class Condition(NamedTuple):
@@ -25,13 +18,11 @@ class Condition(NamedTuple):
     limit: float
 
     @classmethod
-    def parsed(cls, text: str) -> Condition:
+    def parsed(cls, text: str) -> "Condition":
         """The condition in a text, METRIC<NUMBER; also with <=, > or >=. Raises UserError."""
         match = re.fullmatch(r"\s*([\w.]+)\s*([<>]=?)\s*([-+]?\d*\.?\d+(?:e[-+]?\d+)?)\s*", text)
         if not match:
-            raise UserError(
-                f"{text!r} is no condition on a metric: write METRIC<NUMBER (or <=, >, >=), as 'entropy<0.2'."
-            )
+            raise UserError(f"{text!r} is no condition: write METRIC<NUMBER (or <=, >, >=), as 'entropy<0.2'.")
         return cls(match[1], match[2], float(match[3]))
 
     def __str__(self) -> str:

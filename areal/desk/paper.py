@@ -4,8 +4,6 @@ Its numbers are in configs/paper/published.yaml, and its settings in the files b
 whose keys it has, and whose model. What else differs is printed below the table.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal.config import CONFIGS, Config, UserError, overridden, read_values, validated
+from areal.config import Config, overridden, validated
+from areal.config.reading import CONFIGS, read_values
 from areal.desk.comparison import differing_settings, mean_text, means, value_of
 from areal.desk.plan import count_parameters
+from areal.errors import UserError
 from areal.models import name_of
 from areal.record import Record
 from areal.settings import SPEED_ONLY, is_under
@@ -98,11 +98,7 @@ def _read_measures(folder: Path) -> RunMeasures:
     config = run.config
     tflops = [record["tflops"] for record in run.steady or run.records if record.get("tflops")]
     numbers = {**run.summary, "tflops": statistics.fmean(tflops) if tflops else None}
-    measures = {
-        measure: numbers[key] * factor
-        for measure, (*_, key, factor) in MEASURES.items()
-        if numbers.get(key) is not None
-    }
+    measures = {m: numbers[key] * factor for m, (*_, key, factor) in MEASURES.items() if numbers.get(key) is not None}
     return RunMeasures(folder, config, _model_name(config.model), measures)
 
 

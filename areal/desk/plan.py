@@ -1,7 +1,5 @@
 """The tool `python -m areal plan`: reads its numbers, from options or a run, and prints the plan."""
 
-from __future__ import annotations
-
 import math
 import re
 from argparse import Namespace
@@ -11,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, UserError, explain, load_config
+from areal.config import Config, load_config
 from areal.desk.activations import measure_activations
 from areal.desk.split import (
     BYTES,
@@ -28,6 +26,7 @@ from areal.desk.split import (
     plan,
     step_tokens,
 )
+from areal.errors import UserError, explain
 from areal.models import check_trainable, find_model
 from areal.record import Record, number_or_nan
 from areal.text import without_code
@@ -51,9 +50,7 @@ STARVED = 0.05
 def plan_run(options: Namespace) -> None:
     """`areal plan`: print the plan that the options ask for."""
     if not (options.config or options.run):
-        raise UserError(
-            "Say which run to plan: give --config FILE.yaml, or --from RUN_FOLDER, which also supplies the rates."
-        )
+        raise UserError("Say which run to plan: --config FILE.yaml, or --from RUN_FOLDER, which also has the rates.")
     record = Record(options.run) if options.run else None
     if options.config:
         config: Config = load_config(options.config, options.overrides)
@@ -97,8 +94,7 @@ def plan_run(options: Namespace) -> None:
 
 
 def check_scorers(config: Config, device_bytes: float) -> int:
-    """The number of devices that the run's scorers have. Raises UserError if the weights of one do not fit, with the
-    logits of a step."""
+    """The number of devices that the run's scorers have. Raises UserError if one does not fit."""
     for name in dict.fromkeys(config.started_scorers):
         scorer = config.scorers[name]
         if scorer.model == "quickstart":

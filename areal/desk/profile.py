@@ -1,7 +1,5 @@
 """`areal profile`: where the CPU time of a run's processes goes, of a run with `observe.profile`."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import UserError
+from areal.errors import UserError
 from areal.observe.cpu_profile import FOLDER, SUFFIX
 from areal.record import Record
 
@@ -31,9 +29,7 @@ def print_profile(options: Namespace) -> None:
             table.add_row(*cells, f"{part / max(1, functions.total()):.0%}", name)
             cells = "", "", ""
     output(160).print(table)
-    print(
-        f"With callers: load {files[0]} into https://speedscope.app. What waits for what: areal trace {record.folder}"
-    )
+    print(f"Callers: load {files[0]} into https://speedscope.app. What waits for what: areal trace {record.folder}")
 
 
 def _functions(file: Path) -> Counter[str]:

@@ -4,8 +4,6 @@ The folder has the newest checkpoint as transformers and vLLM load it, without t
 the run and a model card. Nothing else of the run folder is in it: no secrets, keys, logs or rollouts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -18,8 +16,11 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from areal.config import Config, SourceConfig, UserError, write_yaml
+from areal.config import Config
+from areal.config.reading import write_yaml
+from areal.config.rows import SourceConfig
 from areal.desk.report import write_figure
+from areal.errors import UserError
 from areal.hiding import without_secrets
 from areal.models import hub_id, label_of, name_of
 from areal.record import Record

@@ -5,8 +5,6 @@ off-policy what they would have done with the same data: a *variant* did not sam
 every rank reads the same files, and only rank 0 prints and writes.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -32,18 +30,13 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.command_line import output as terminal
-from areal.config import (
-    Config,
-    GuardConfig,
-    UserError,
-    dump_config,
-    overridden,
-    parsed,
-    validated,
-)
+from areal.config import Config, dump_config, overridden, validated
+from areal.config.overrides import parsed
+from areal.config.training import GuardConfig
 from areal.desk.metric_condition import Condition
 from areal.desk.rollouts import Rollouts, sql_condition
 from areal.devices import set_allocator, visible_devices
+from areal.errors import UserError
 from areal.grid import name_of, points, read_grid
 from areal.models import is_wrapper
 from areal.processes import die_with_parent, torchrun
@@ -122,8 +115,7 @@ class Replay:
                 yield step, remaining
 
     def config_at(self, step: int) -> Config:
-        """The settings for a step: those of the run at that step, if they were changed since, with the changes of the
-        replay."""
+        """The settings for a step: those of the run at that step, with the changes of the replay."""
         settings = {key: value for key, value in self.run.changed_after(step).items() if key not in self.changes}
         if not settings:
             return self.config
@@ -205,14 +197,10 @@ def _range(run: Record, steps: str) -> tuple[int, int]:
     match, trained, begin = re.fullmatch(r"(\d*):(\d*)", steps), run.trained, run.first_version
     first, last = (int(match[1] or begin), int(match[2] or trained)) if match else (0, 0)
     if not first < last <= trained:
-        raise UserError(
-            f"--steps {steps} is not within the {trained} steps of {run.folder}: write A:B, for those after A up to B."
-        )
+        raise UserError(f"--steps {steps} is not in the {trained} steps of {run.folder}: write A:B, after A up to B.")
     if (first or begin) and not run.checkpoint(first).is_dir():
         there = [f"{version}" for version in run.versions if version or begin] + ["0, the run's model"] * (not begin)
-        raise UserError(
-            f"There is no checkpoint of step {first} in {run.folder}: begin --steps at {' or '.join(there)}."
-        )
+        raise UserError(f"No checkpoint of step {first} is in {run.folder}: begin --steps at {' or '.join(there)}.")
     return first, last
 
 
@@ -227,9 +215,7 @@ def _check_rollouts(run: Record, config: Config, first: int, last: int) -> None:
             why = f"the oldest files were removed (observe.rollouts_gib): begin later, --steps A:{last}"
         else:
             why = "they were not written, or are gone: choose other steps, --steps A:B"
-        raise UserError(
-            f"{run.folder} has {counts[step]} of the {config.batch_size} groups of step {step}, because {why}."
-        )
+        raise UserError(f"{run.folder} has {counts[step]} of {config.batch_size} groups of step {step}, since {why}.")
 
 
 def _left_out(run: Record, config: Config, sql: str, first: int, last: int) -> frozenset[tuple[int, str]]:
@@ -273,14 +259,10 @@ def start_ranks(config: Config, console: Console) -> None:
 
 
 def replay(replays: Sequence[Replay], console: Console) -> bool:
-    """Do all `replays`, and print what they show (all ranks). Returns whether all of them ended, and those without
-    changes with the run's weights."""
+    """Do all `replays`, and print results (all ranks). Returns whether all ended, unchanged ones with equal weights."""
     start_ranks(replays[0].config, console)
     if any(variant.off_policy for variant in replays):
-        console.print(
-            "Off-policy: what a variant trains on was sampled by the policies of the run, not by its own.",
-            soft_wrap=True,
-        )
+        console.print("Off-policy: a variant trains on what the run's policies sampled, not its own.", soft_wrap=True)
     alike: dict[str, Replay] = {}
     same = {variant.name: alike.setdefault(variant.what_matters(), variant) for variant in replays}
     todo = list(alike.values())
@@ -335,7 +317,7 @@ def _run_in_process(variant: Replay, parent: int) -> None:
 def run_variant(
     variant: Replay,
     console: Console,
-    check: Callable[[TrainingEngine, Config, int], None] | None = None,
+    check: "Callable[[TrainingEngine, Config, int], None] | None" = None,
     run: str = "",
 ) -> dict[str, Any]:
     """Do one replay (all ranks). Returns what its summary.json has. check: called before each step, with its number.
@@ -398,7 +380,7 @@ class Training:
         return config
 
     def step(
-        self, step: int, batch: list[Group], check: Callable[[TrainingEngine, Config, int], None] | None = None
+        self, step: int, batch: list[Group], check: "Callable[[TrainingEngine, Config, int], None] | None" = None
     ) -> dict[str, Any]:
         """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the
         batch's samples, pi / pi_behav with pi the policy before this step, say about pi.

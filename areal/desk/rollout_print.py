@@ -1,7 +1,5 @@
 """`python -m areal rollouts`: prints rollouts in a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -15,8 +13,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from areal.command_line import output
-from areal.config import UserError
 from areal.desk.rollouts import SORTED_BY, QueryStuck, Rollouts, Where, pictures_of, sql_condition
+from areal.errors import UserError
 from areal.record import Record
 from areal.tokens import token_texts
 from areal.trajectory import pieces
@@ -41,7 +39,7 @@ def print_rollouts(options: Namespace) -> None:
     console.print(f"{total:,} rollouts of {page.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
     tokenizer = record.tokenizer() if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
     for row in page.rows:
-        _print(row, tokenizer, pictures_of(row, record.folder), console)
+        _print(row, tokenizer, [record.pictures.folder / name for name in pictures_of(row)], console)
 
 
 def _print(row: dict[str, Any], tokenizer: Any, pictures: list[Path], console: Console) -> None:

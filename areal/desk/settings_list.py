@@ -1,31 +1,28 @@
 """The keys of a run's configuration, listed: `areal config`."""
 
-from __future__ import annotations
-
+import ast
+import inspect
 import json
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
 from datetime import date
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, Section, UserError, section_in
+from areal.config import Config
+from areal.config.section import Section, section_in
+from areal.errors import UserError
 
-NAMES = {
-    date: "date",
-    str: "text",
-    int: "integer",
-    float: "number",
-    bool: "true, false",
-    Path: "path",
-    Any: "any value",
-}
+NAMES = {date: "date", str: "text", int: "integer", float: "number", bool: "true, false", Path: "path", Any: "anything"}
 # Counts, durations and shares are not negative: nobody has to read that of each.
 OBVIOUS = (("ge", 0), ("ge", 1), ("gt", 0))
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -34,11 +31,10 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 def print_keys(options: Namespace) -> None:
     """`areal config`: the keys with all words in their names or descriptions, their values and meaning."""
     if options.schema:
-        return print(json.dumps(Config.model_json_schema(), indent=2))
+        return print(json.dumps(schema(), indent=2))
     words = [word.lower() for word in options.words]
     table = Table("key", "value", "meaning", box=None, pad_edge=False)
-    for key, field in keys_of(Config):
-        meaning = field.description or ""
+    for key, field, meaning in keys_of(Config):
         if all(word in f"{key} {meaning}".lower() for word in words):
             table.add_row(key, value_of(field).replace("`", ""), meaning)
     if not table.row_count:
@@ -48,13 +44,39 @@ def print_keys(options: Namespace) -> None:
     output(160).print(table)
 
 
-def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """All keys of a section with their dots, those of the sections in it last."""
-    inner = {name: nested for name, field in section.model_fields.items() if (nested := section_in(field.annotation))}
-    yield from ((f"{prefix}{name}", field) for name, field in section.model_fields.items() if name not in inner)
+def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """All keys of a section with their dots and meanings, those of the sections in it last."""
+    fields, texts = section.model_fields, meanings(section)
+    inner = {name: nested for name, field in fields.items() if (nested := section_in(field.annotation))}
+    yield from ((f"{prefix}{name}", fields[name], texts.get(name, "")) for name in fields if name not in inner)
     for name, nested in inner.items():
-        is_mapping = get_origin(section.model_fields[name].annotation) is dict
+        is_mapping = get_origin(fields[name].annotation) is dict
         yield from keys_of(nested, f"{prefix}{name}.{'NAME.' * is_mapping}")
+
+
+@cache
+def meanings(section: type[Section]) -> dict[str, str]:
+    """What is said of each key of a section, and of those that it extends: its description, or the text below it."""
+    texts: dict[str, str] = {}
+    for kind in (kind for kind in reversed(section.__mro__) if issubclass(kind, Section)):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        for key, below in pairwise(cast(ast.ClassDef, tree).body):
+            match key, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts | {name: field.description for name, field in section.model_fields.items() if field.description}
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a configuration, with the meaning of each key."""
+    whole, kinds = Config.model_json_schema(), [Section]
+    parts = whole["$defs"] | {Config.__name__: whole}
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
+        properties = parts.get(kind.__name__, {}).get("properties", {})
+        for name in meanings(kind).keys() & properties.keys():
+            properties[name]["description"] = meanings(kind)[name]
+    return whole
 
 
 def value_of(field: FieldInfo) -> str:

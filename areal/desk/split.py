@@ -4,13 +4,12 @@ Rates are completion tokens per second of one device; the work on prompts and on
 is in bytes per device. Time is in seconds, lengths in tokens, `B` and `G` as in areal.config.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.desk.activations import Activations
+from areal.errors import UserError
 from areal.generation.engine import SHARED
 from areal.training.head import AT_ONCE
 from areal.training.optimizer import BUCKET, LARGEST_BUCKET
@@ -309,8 +308,7 @@ def plan(
     """The split with the highest throughput among those in which training fits.
 
     Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device has both, and is
-    g t / (g + t) fast. For training, the lowest ZeRO stage that fits is used, with gradient checkpointing if that is
-    configured or nothing fits without it.
+    g t / (g + t) fast. Training has the lowest ZeRO stage that fits, with checkpointing if it must.
 
     Raises UserError if nothing fits.
     """
@@ -385,8 +383,7 @@ def _split(
 def _fitting_splits(
     config: Config, model: ModelSizes, lengths: TokenLengths, devices: int, device_bytes: float, alone: bool
 ) -> dict[int, Fit]:
-    """By the number of generators: the cheapest training that fits beside them. alone: one device has both. Raises
-    UserError if there is none."""
+    """By the number of generators: the cheapest training that fits. alone: one device has both. Raises UserError."""
     n = config.generator.tensor_parallel
     together = config.trainer.sequence_parallel
     room = (TRAINER_SHARE - (SHARED if alone else 0)) * device_bytes

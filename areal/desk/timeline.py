@@ -1,7 +1,5 @@
 """The timeline of a run, from its events (areal.storage.events): spans that actors measured, and their activities."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

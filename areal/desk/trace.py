@@ -4,8 +4,6 @@ Every actor is a process of the trace. Its first row has the activities that it 
 that it measured itself, and its numbers are counters. The process `run` has the steps and the evaluations.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace
@@ -82,8 +80,7 @@ def _drawn(spans: Iterable[TimelineSpan], pid: int, row: int, zero: float) -> It
 
 
 def steps(run: Record) -> Iterator[TimelineSpan]:
-    """One span per step, which ends at its commit and begins after the commit before it, and one of no length per
-    evaluation, at its result."""
+    """One span per step, from commit to commit at most, and one of no length per evaluation, at its result."""
     previous = -math.inf
     for record, end in zip(run.records, run.times, strict=True):
         seconds = min(record.get("step_seconds", 0.0), end - previous)

@@ -31,10 +31,12 @@ import numpy as np
 import setproctitle
 from safetensors import SafetensorError
 
-from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError, explain
+from areal.config.engines import GeneratorConfig, SamplingConfig
+from areal.config.training import LoraConfig
 from areal.cpu import generation as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
-from areal.devices import SHARES, visible_devices
+from areal.devices import SHARES, check_transport, visible_devices
+from areal.errors import UserError, explain
 from areal.models import check_mixture, shapes_in
 from areal.processes import importing
 from areal.sampled import Finish, Generation, TokenTable
@@ -53,8 +55,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Shares of a GPU's memory: of an engine that has the GPU to itself, of one that takes turns with the trainer, and of
-# one beside the trainer.
+# Shares of a GPU's memory: of an engine alone on it, of one in turns with the trainer, and of one beside the trainer.
 OWN, TURNS, SHARED = 0.9, 0.8, 0.3
 
 # Time for the engine process to exit. It takes 3 s on a busy core; if killed earlier, it leaks a semaphore and warns.
@@ -141,8 +142,7 @@ class GenerationEngine:
         self._core = core
         self._config = config
         self.keeps_cache = config.kv_on_update == "keep"
-        """Whether sequences keep their KV cache on new weights. An engine that was started with `kv_on_update: keep`
-        can also recompute it."""
+        """Whether sequences keep their KV cache on new weights. One of `kv_on_update: keep` can recompute it."""
         self._model = model
         self._version = version
         # By version, that of its last load. After a rollback other weights may come under the same number.
@@ -161,9 +161,17 @@ class GenerationEngine:
 
     @classmethod
     async def start(
-        cls, model: Path, config: GeneratorConfig, *, version: int, seed: int = 0, lora: LoraConfig | None = None,
-        sleeps: bool = False, transfer: str | None = None, routes: bool = False,
-    ) -> GenerationEngine:  # fmt: skip
+        cls,
+        model: Path,
+        config: GeneratorConfig,
+        *,
+        version: int,
+        seed: int = 0,
+        lora: LoraConfig | None = None,
+        sleeps: bool = False,
+        transfer: str | None = None,
+        routes: bool = False,
+    ) -> GenerationEngine:
         """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`. lora: if given, later
         versions are adapters of this model. sleeps: `sleep` will be called. transfer: the backend of vLLM's weight
         transfer for `receive`; an engine with it does not sleep. routes: whether tokens have the column of this name.
@@ -236,8 +244,7 @@ class GenerationEngine:
                 yield sequence.take()
 
     async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores:
-        """The log-probs of these tokens, and the `top_k` likeliest ones, under the weights in place. No KV cache of
-        other requests is used.
+        """The log-probs of these tokens, and the `top_k` likeliest ones, under these weights, without others' KV cache.
 
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
         """
@@ -274,9 +281,14 @@ class GenerationEngine:
         salt: str | None,
         features: list[MultiModalFeatureSpec] | None = None,
     ) -> AsyncGenerator[_Sequence, None]:
-        """The sequence, each time that it has something new for its reader, who takes it. salt: of `_salt`. features:
-        of `_features`."""
-        self._check_tokens(tokens)
+        """The sequence, each time that it has something new. salt, features: of `_salt` and `_features`."""
+        if not 0 < len(tokens) < self._model.max_len:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens: the model takes 1 to {self._model.max_len - 1} "
+                f"(max_model_len minus one token to sample)"
+            )
+        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
+            raise ValueError(f"the prompt has a token outside the model's vocabulary of {self._model.vocab_size}")
         self._raise_if_failed()
         if self._handed_over:
             raise _handed_over()
@@ -317,8 +329,7 @@ class GenerationEngine:
     async def receive(
         self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None], lost: asyncio.Event | None = None
     ) -> LoadTimes:
-        """Swap in weights that a trainer sends straight into the engine, as in `load`. The engine was started with
-        `transfer`.
+        """Swap in weights that a trainer sends straight into an engine with `transfer`, as in `load`.
 
         calls: those of vLLM's weight transfer, each with its argument, from the first to `finish_weight_update`; asking
         for the next one says that a call is done. Sequences are interrupted at `start_weight_update`, whose argument is
@@ -351,8 +362,7 @@ class GenerationEngine:
             return times
 
     async def _transfer(self, elements: int, lost: asyncio.Event | None, method: str, *args: Any) -> None:
-        """Call a method of all workers, for a transfer of so many elements. Raises WeightLoadError if one has failed,
-        EngineError if they take too long."""
+        """Call a method of all workers, for a transfer of so many elements. Raises WeightLoadError, EngineError."""
         patience = TRANSFER_SECONDS + elements / self._elements_per_second
         call = asyncio.create_task(self._call_workers(method, *args))
         loss = asyncio.create_task((lost or asyncio.Event()).wait())
@@ -444,8 +454,7 @@ class GenerationEngine:
         )
 
     async def close(self, patience: float = CLOSE_SECONDS) -> None:
-        """Stop the engine process, and kill it after `patience` seconds. Sequences still streaming end with an
-        EngineError."""
+        """Stop the engine process, kill it after `patience` seconds. Sequences in it end with an EngineError."""
         self._fail(EngineError("The engine was closed."))
         self._pump.cancel()
         await asyncio.wait({self._pump})
@@ -595,15 +604,6 @@ class GenerationEngine:
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if not 0 < len(tokens) < self._model.max_len:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens: the model takes 1 to {self._model.max_len - 1} "
-                f"(max_model_len minus one token to sample)"
-            )
-        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
-            raise ValueError(f"the prompt has a token outside the model's vocabulary of {self._model.vocab_size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -763,14 +763,13 @@ def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncM
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         cpu.set_environment(config)
-        cpu.check_settings(config, use.transfer)
+        cpu.check_settings(config)
+    check_transport(use.transfer)
     check_mixture(model, use.lora, cuda=not on_cpu)
     vllm_config = _checked_config(model, config, lambda: _engine_args(model, config, use, on_cpu), on_cpu)
-    try:
-        with forked_engines() if on_cpu else contextlib.nullcontext():
-            core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
-    except RuntimeError as error:
-        raise EngineError(f"vLLM did not start on {model}; its own log, above, says why: {error}") from error
+    failure = f"vLLM did not start on {model}; its own log, above, says why: {{why}}"
+    with explain(RuntimeError, failure, EngineError), forked_engines() if on_cpu else contextlib.nullcontext():
+        core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     return core, stop_tokens(model, vllm_config.model_config.try_get_generation_config().get("eos_token_id"))
 
 
@@ -868,8 +867,6 @@ def _max_lora_rank(rank: int) -> int:
 def _read_model_folder(model: Path) -> tuple[Shapes, bool]:
     """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder, and
     whether the head is tied. Raises UserError if the folder does not hold a readable model."""
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
     if not any(model.glob("*.safetensors")):
         raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
     with explain((OSError, ValueError), f"The model in {model} cannot be read: {{why}}."):

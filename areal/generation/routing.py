@@ -8,8 +8,6 @@ the generators' `GeneratorLoad` at intervals and adds the sequences that it has 
 full generators to those that run out of work (`plan_moves`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,12 +15,10 @@ from typing import Protocol, TypeVar
 
 S = TypeVar("S", bound="Sequence")
 
-# Shares of the KV cache in use. From KV_FULL on, waiting sequences are assumed to wait for KV cache. Below KV_ROOMY
-# there is room for more sequences.
+# Shares of the KV cache in use. From KV_FULL on, sequences seem to wait for it. Below KV_ROOMY there is room.
 KV_FULL = 0.95
 KV_ROOMY = 0.92
-# Sequences given to generators, per place that they have: a sequence that waits there takes a free place at once, while
-# the next one is still on its way.
+# Sequences given to generators, per place that they have: one that waits there takes a free place at once.
 GIVEN = 1.125
 # Samples in hand, per place: some of them are being scored or wait for tools.
 IN_HAND = 2
@@ -36,8 +32,7 @@ HALF_SPEED = 0.25
 BEHIND = 0.25
 # A move has to save a sequence this share of the time per token on a full engine. So nothing moves in balance.
 LEAST_GAIN = 0.25
-# Costs of a move, in units of the time per token on a full engine: per token of the prefix that is prefilled again, and
-# per move.
+# Costs of a move, in units of the time per token on a full engine: per token prefilled again, and per move.
 PREFILL = 0.05
 FIXED_COST = 16
 # The least that a sequence is expected still to sample, as a share of the most it may sample in all.
@@ -159,8 +154,7 @@ def plan_moves(
 
 
 def _slowness(sequences: int, load: GeneratorLoad) -> float:
-    """The time per token of each sequence, where 1 is that on an engine with exactly `limit` sequences. Above the limit
-    some sequences wait."""
+    """The time per token of each sequence, where 1 is that with exactly `limit` sequences. Above it some wait."""
     half = HALF_SPEED * load.limit
     return max((sequences + half) / (load.limit + half), sequences / load.limit)
 

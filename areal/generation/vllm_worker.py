@@ -1,11 +1,8 @@
-"""Code that runs inside vLLM's own processes: loading weights in place, separating old from new KV cache, and exit with
-the generator.
+"""Inside vLLM's own processes: loading weights in place, separating old from new KV cache, exit with the generator.
 
 vLLM imports this module by name (`worker_extension_cls`, `scheduler_cls`, `distributed_executor_backend`). Nothing else
 should import it, since that imports vLLM.
 """
-
-from __future__ import annotations
 
 import logging
 import multiprocessing
@@ -17,6 +14,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -95,8 +93,7 @@ class PolicyWorker:
         return None
 
     def load_policy(self) -> None:
-        """Overwrite the weights in place with those in the folder that was opened (Hugging Face names and shapes), or
-        the adapter with the one there."""
+        """Overwrite the weights (or the adapter) in place with those in the opened folder, in Hugging Face's form."""
         tensors = self._opened
         if isinstance(tensors, LoRAModel):
             self._put_adapter(tensors)
@@ -193,8 +190,7 @@ def _set_routes(outputs: Sequence[EngineCoreOutput], scheduled: SchedulerOutput,
 
 def _prepare_reload(model: torch.nn.Module) -> None:
     """To call before vLLM's own reload, as `_finish_reload` after it."""
-    # It warns of every layer without weights in the files, such as rotary embeddings and tied heads. The files have
-    # been compared with the model before.
+    # It warns of every layer without weights, such as tied heads. The files were compared with the model before.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if ON_CPU:
         kernels.forget_packed_experts(model)
@@ -213,6 +209,8 @@ class _Gathers:
     vLLM labels what it sends with the version of the last step. Weights change only in a pause, so tokens from before
     the last pause go in outputs of their own, whose request id ends in `@VERSION`. A pause preempts every sequence;
     the events that tell of it are left out, so that those which remain tell of a KV cache that was full.
+
+    Sequences that see the same picture at the same time hold its patches once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -220,6 +218,12 @@ class _Gathers:
         self._held: dict[str, list[_Held]] = {}
         self._seen: dict[str, int] = {}  # pauses before the last output, by request
         self._pauses = 0
+        self._patches: WeakValueDictionary[str, Any] = WeakValueDictionary()  # by the names of pictures
+
+    def add_request(self, request: Request) -> None:
+        for feature in request.mm_features:
+            feature.data = self._patches.setdefault(feature.identifier, feature.data)
+        super().add_request(request)  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)  # type: ignore[misc]
@@ -251,7 +255,7 @@ class _Gathers:
         of_user = begins and user_of(self.requests[request].cache_salt)  # type: ignore[attr-defined]
         return 1 if of_user else self.scheduler_config.stream_interval  # type: ignore[attr-defined]
 
-    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> Iterator[_Part]:
+    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> "Iterator[_Part]":
         """What to send of this output's sequence now."""
         begins = output.request_id not in self._seen
         if self._seen.get(output.request_id) != self._pauses:
@@ -324,8 +328,7 @@ class KeepingScheduler(AsyncGatheringScheduler):
 
 
 class _DiesWithGenerator:
-    """Kills vLLM's engine process when the generator ends. Without this, the engine process would not notice that its
-    parent was killed, and would keep its memory."""
+    """Kills vLLM's engine process when the generator ends. Else it would keep its memory."""
 
     def _init_executor(self) -> None:
         generator = multiprocessing.parent_process()

@@ -1,7 +1,5 @@
 """Reads kept rollouts (areal.storage.rollouts) for the alerts: each file once, few columns, of many tokens a part."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -22,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
 from areal.record import Record
 from areal.run_files import ROLLOUTS

@@ -14,8 +14,6 @@ The thresholds of single values are the healthy ranges of docs/observe.md, or ha
 ends the run. With all of them the recorded quickstarts are silent at every one of their steps.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -172,7 +170,7 @@ class Curve:
                 self._below[RECENT - 1 :] = (windows[:, :, None] < early).mean((1, 2))
 
     @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]], key: str) -> Curve:
+    def of(cls, records: Sequence[Mapping[str, Any]], key: str) -> "Curve":
         """A metric, or with a dot a part of one, at the steps where it was measured."""
         name, _, part = key.partition(".")
         values = [(record.get(name) or {}).get(part) if part else record.get(name) for record in records]

@@ -6,8 +6,6 @@ does not know, such as those of OpenMP and ZeroMQ. The file has a line for each 
 microseconds: the raw format of py-spy, which speedscope and flame graphs read.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -5,8 +5,6 @@ evaluations.jsonl and passes every record to each sink. Its failure does not fai
 record that was sent from each file, so that a resumed run sends nothing twice.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -25,7 +23,9 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-from areal.config import Config, ObserveConfig, UserError
+from areal.config import Config
+from areal.config.roles import ObserveConfig
+from areal.errors import UserError
 from areal.processes import ROOT, LenientOutput, tied
 from areal.run_files import EVALUATIONS, METRICS
 from areal.storage.disk import DiskRetry, refusal, replace, within
@@ -56,7 +56,7 @@ def check(config: ObserveConfig) -> None:
             raise UserError(f"observe.{name} is set, but {name} is not installed: pip install {name}, or leave it out.")
 
 
-def start(config: Config) -> TrackingProcess | None:
+def start(config: Config) -> "TrackingProcess | None":
     """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if the
     process cannot be started, which does not fail the run."""
     observe = config.observe
@@ -262,9 +262,7 @@ def _mlflow(config: Config, folder: Path) -> Sink:
         mlflow.log_params(dict(params[begin : begin + MLFLOW_PARAMS]))
 
     def send(step: int, numbers: dict[str, float], at: float) -> None:
-        mlflow.log_metrics(
-            {NOT_MLFLOW.sub("_", name): n for name, n in numbers.items()}, step, timestamp=int(1000 * at)
-        )
+        mlflow.log_metrics({NOT_MLFLOW.sub("_", key): n for key, n in numbers.items()}, step, timestamp=int(1000 * at))
 
     return send
 
@@ -279,7 +277,6 @@ def _params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _run_id(folder: Path) -> str:
-    """An id that stays the same when this run is resumed, and differs for the next run of the same name, and once this
-    one has gone back to a checkpoint."""
+    """An id that stays when this run is resumed; the next run of its name, and one that has gone back, have another."""
     rollbacks = len(list((folder / "abandoned").glob("*")))
     return f"{(folder / 'journal.db').stat().st_ino:x}{f'-{rollbacks}' if rollbacks else ''}"

@@ -7,8 +7,6 @@
 * Asserts: `areal.programs.tests_runner` runs them: outside, in a process that the program cannot reach, or inside.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json
@@ -21,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from areal.config import SandboxConfig
+from areal.config.scoring import SandboxConfig
 from areal.programs.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests, solutions_of
 from areal.programs.outside import open_sandbox
 from areal.result import RewardError, passing
@@ -30,8 +28,7 @@ Way = Literal["outside", "inside"]
 
 _FENCE = re.compile(r"`{3,}|^~{3,}", re.MULTILINE)
 _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
-# To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
-# parsed for it in all.
+# To find where Python ends: how many ends of a block are tried, and how many characters are parsed in all.
 _MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 # How many facts about rows are remembered.
@@ -105,8 +102,7 @@ class CodeTests:
         return "inside"
 
     async def weakness(self, row: Mapping[str, Any]) -> str | None:
-        """What happens in a program that passes the row's tests although it computes nothing, or None. Raises
-        RewardError if the row cannot be judged."""
+        """What is in a program that passes the row's tests and computes nothing, or None. Raises RewardError."""
         return await self._once(self._weakness, await self.way(row), read_tests(row))
 
     async def _once(
@@ -169,8 +165,7 @@ class CodeTests:
                 break
 
     async def _run_calls(self, code: str, tests: Calls, results: list[bool]) -> None:
-        """All calls in one run. If a limit ends it after some answers, the other calls get another run: so each call
-        may take as much as a program."""
+        """All calls in one run. If a limit ends it after some answers, the others get another run."""
         files = {"program.py": code.encode(errors="replace"), **self._runner}
         main = "import call_runner\ncall_runner.main()\n"
         job = json.dumps({"function": tests.function, "int_keys": tests.int_keys})
@@ -223,8 +218,7 @@ def _whole(code: str, tests: Asserts) -> str:
 
 
 def program_in(completion: str, language: str = "python") -> str:
-    """The last fenced block of `language`; without one, the last block that names no language; without that, the whole
-    completion."""
+    """The last fenced block of `language`, else the last block that names no language, else the whole completion."""
     blocks = list(_blocks(completion))
     named = [code for label, code in blocks if label in LANGUAGES.get(language, {language})]
     unnamed = [code for label, code in blocks if not label]
@@ -296,8 +290,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def same_result(answer: str, expected: Any) -> bool:
-    """True if the text is the JSON of `expected`; a number that is close to a float in it agrees with it. A comparison
-    that raises, as of huge numbers, is False."""
+    """True if the text is the JSON of `expected`; numbers are compared closely. One that raises is False."""
     try:
         return _same_value(json.loads(answer), expected)
     except (ArithmeticError, ValueError, RecursionError):

@@ -53,8 +53,7 @@ LOOK_SECONDS, BUSY = 2.0, 5
 READ_BYTES = 1 << 18
 PAGE = resource.getpagesize()
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-# In the namespace, user 0 is the user that started the sandbox. Programs run as user 1 if that can be mapped to another
-# user, which needs root.
+# In the namespace, user 0 is the user that started the sandbox. Programs run as user 1 if root can map that.
 PROGRAM_ID = 1
 OVERFLOW_ID = 65534
 # The root of programs: new folders, and those of the system.
@@ -156,11 +155,9 @@ REFUSED = {
     "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1), "uselib": (134, -1), "_sysctl": (156, -1),
     "mbind": (237, 235), "set_mempolicy": (238, 237), "migrate_pages": (256, 238), "move_pages": (279, 239),
 }  # fmt: skip
-# Those that put pages of memory or of files into pipes and sockets, where they are not counted. Where they are invalid,
-# programs read and write instead.
+# Those that put pages into pipes and sockets, where they are not counted. Programs then read and write instead.
 INVALID = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75)}
-# Those that succeed and do nothing. They write to disks, or change what the kernel caches of files that all programs
-# see. A program's own files are in memory.
+# Those that succeed and do nothing. They write to disks, or change what the kernel caches of others' files.
 NEEDLESS = {
     "sync": (162, 81),
     "syncfs": (306, 267),
@@ -464,8 +461,7 @@ class ProgramRunner:
             os.setresgid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
             os.setresuid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
         if not self.plain:
-            # The kernel counts processes per user and user namespace. In its own namespace a program shares its limit
-            # with no other program.
+            # The kernel counts processes per user and user namespace: in its own, a program shares its limit with none.
             call("unshare", CLONE_NEWUSER)
             resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"],) * 2)
         limits = {
@@ -519,8 +515,7 @@ def run_python(path):
     sys.modules["__main__"] = main
     sys.argv = [path]
     sys.path.insert(0, os.getcwd())
-    # New ones: those of the launcher know what kind of file it was started with. The second names keep them open where
-    # a program wraps their buffers.
+    # New ones: the launcher's know its kind of file. The second names keep them open where a program wraps them.
     streams = (("stdin", 0, "r", "strict"), ("stdout", 1, "w", "strict"), ("stderr", 2, "w", "backslashreplace"))
     for name, descriptor, mode, errors in streams:
         buffering = 1 if name == "stderr" else -1
@@ -678,8 +673,7 @@ class PolledUsage:
         return counted - (time.process_time() - self.own_cpu)
 
     def watch_memory(self):
-        """Looks closely at the memory, in a thread of its own: whatever the program does to make that take long, time
-        and CPU time are checked."""
+        """Looks closely at the memory, in a thread: however long that takes, time and CPU time are checked."""
         limit = self.job["memory_bytes"]
         while not self.memory_exceeded:
             cpu_start, self.look_began = time.thread_time(), (time.process_time(), time.monotonic())
@@ -730,8 +724,7 @@ def descendants():
 
 
 def read(path):
-    """The content of a file, cut after READ_BYTES; empty if the process that it tells of has ended, or may not be
-    inspected."""
+    """The content of a file, cut after READ_BYTES; empty if its process has ended, or may not be inspected."""
     try:
         with open(path, "rb", buffering=0) as file:
             text = b""

@@ -8,11 +8,8 @@ On this machine each program runs in its own Linux namespaces (`areal.programs.i
 small working folder that is removed afterwards, and nothing else. Before the first program runs, a probe tries to break
 out of the sandbox; if it succeeds, no program is run. With `sandbox.url`, a SandboxFusion server runs programs instead.
 
-Whatever a program does is returned as an `Outcome`. A failure of the sandbox itself raises SandboxError, which says
-nothing about the program.
+Whatever a program does is returned as an `Outcome`. A failure of the sandbox itself raises SandboxError.
 """
-
-from __future__ import annotations
 
 import asyncio
 import base64
@@ -34,7 +31,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from areal.children import Output
-from areal.config import SandboxConfig, UserError, explain
+from areal.config.scoring import SandboxConfig
+from areal.errors import UserError, explain
 from areal.programs import inside as sandbox_init
 
 # Makes a block that has a slot. What the block gets gives the slot back before its end.
@@ -102,7 +100,7 @@ LANGUAGES = {
 }
 
 
-def open_sandbox(config: SandboxConfig) -> ProgramSandbox:
+def open_sandbox(config: SandboxConfig) -> "ProgramSandbox":
     """The sandbox that the configuration asks for, after a test of it. Raises UserError if the test fails."""
     return RemoteSandbox(config, config.url) if config.url else LocalSandbox(config)
 
@@ -111,8 +109,7 @@ class LocalSandbox:
     """Runs programs on this machine. Several may run at once."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        """Starts the launcher and, in mode namespaces, the probe. Raises UserError if one fails or the probe
-        breaks out."""
+        """Starts the launcher and, in mode namespaces, the probe. Raises UserError if one fails."""
         self._config = config
         self._built: dict[tuple[str, str], bytes | Outcome] = {}
         self._launcher, self._requests = _launch(config)
@@ -163,8 +160,7 @@ class LocalSandbox:
         return outcome
 
     async def _build(self, code: str, language: str, files: Mapping[str, bytes]) -> bytes | Outcome:
-        """The compiled program, or the outcome of the failed compilation. The last result is kept, since each test of a
-        row runs the same program."""
+        """The compiled program, or the outcome of the failed compilation. The last one is kept for further tests."""
         key = (code, language)
         if key not in self._built:
             job = self._job(LANGUAGES[language].compiler, files) | {
@@ -231,7 +227,7 @@ class LocalSandbox:
             its_run.close()
         return run, stdout, stderr
 
-    async def stay(self, slot: Slot, **limits: float) -> Commands:
+    async def stay(self, slot: Slot, **limits: float) -> "Commands":
         """A sandbox for many commands, until it is closed. slot: what each of them runs in. limits: keys of a
         job, in place of the configuration's. Raises SandboxError."""
         folders = os.pathsep.join(f"/packages/{number}" for number in range(len(_packages())))
@@ -275,13 +271,16 @@ class LocalSandbox:
 
 
 class Commands:
-    """Commands that run one after another in the same /tmp, each in a slot until it ends or waits. What a command has
-    started ends with it."""
+    """Commands in turn in the same /tmp, each in a slot until it ends or waits, with all that it started."""
 
     def __init__(
-        self, job: Mapping[str, Any], slot: Slot, run: socket.socket, reader: asyncio.StreamReader,
+        self,
+        job: Mapping[str, Any],
+        slot: Slot,
+        run: socket.socket,
+        reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._job, self._slot, self._run, self._reader, self._writer = job, slot, run, reader, writer
         self._turn = asyncio.Lock()
 
@@ -406,9 +405,7 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
     folders = _folders(config)
     for folder in folders:
         if Path(folder).is_relative_to("/tmp"):
-            raise UserError(
-                f"{folder} is in /tmp, but every program has its own empty /tmp: move the folder, or leave it out"
-            )
+            raise UserError(f"{folder} is in /tmp, but every program has its own empty /tmp: move it, or leave it out")
     requests, its_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     options = [config.mode, os.pathsep.join(_packages()), _delegated(config)]
     arguments = [str(its_requests.fileno()), *options, *folders]

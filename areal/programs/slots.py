@@ -1,7 +1,5 @@
 """The programs and commands of this machine that samples run: so many at once, in one sandbox."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -9,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
-from areal.config import SandboxConfig, UserError
+from areal.config.scoring import SandboxConfig
+from areal.errors import UserError, explain
 from areal.programs.outside import LocalSandbox, ProgramSandbox, SandboxError, open_sandbox
 
 NO_NAMESPACES = "The sandbox `bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode."
@@ -47,10 +46,8 @@ class Programs:
         """Raises SandboxError."""
         if self._sandbox is None:
             self._sandbox = asyncio.create_task(asyncio.to_thread(self._open_sandbox, self._config))
-        try:
+        with explain(UserError, "{why}", SandboxError):
             return await asyncio.shield(self._sandbox)
-        except UserError as error:
-            raise SandboxError(f"{error}") from None
 
     async def namespaces(self) -> LocalSandbox:
         """The sandbox, for commands. Raises SandboxError."""

@@ -1,7 +1,5 @@
 """Reads tests that are Python code without running them: what they need of a program, and whether they can fail."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import collections
@@ -39,8 +37,7 @@ OF_FUNCTIONS = {"__name__", "__doc__"}
 LIBRARIES = {
     *("self", "cls", "request", "capsys", "np", "pytest", PROGRAM, *PURE, *collections.__all__, *typing.__all__),
 }
-# What tests replace in their own process alone or does not cross, what looks into objects, and what arrives as no class
-# of the tests.
+# What tests replace in their own process alone or does not cross, looks into objects, or arrives as no class of theirs.
 BEYOND = {"stdin", "seed", "setrecursionlimit", "__cause__", "__context__"}
 LOOKS = {"hasattr", "getattr", "setattr", "delattr", "vars", "callable"}
 CAUGHT_ALONE = {"AssertionError", "AttributeError", "NameError", "KeyboardInterrupt", "GeneratorExit", "StopIteration"}

@@ -82,8 +82,7 @@ def receive(stream):
 
 
 def load(names=builtins):
-    """Runs the program as the module `solution`, and returns that. names: what it may use without importing it. Raises
-    what the program raises."""
+    """Runs the program as the module `solution`, which it returns. names: not to be imported. Raises what it raises."""
     sys.argv = ["program.py"]
     with open("program.py") as file:
         source = file.read()
@@ -299,9 +298,7 @@ def run_pytest(tests, report, most_failures):
                 return None
             import asyncio  # it takes long
 
-            asyncio.run(
-                function(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(function).parameters})
-            )
+            asyncio.run(function(**{key: pyfuncitem.funcargs[key] for key in inspect.signature(function).parameters}))
             return True
 
         def pytest_runtest_makereport(self, item, call):

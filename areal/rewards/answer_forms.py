@@ -1,7 +1,5 @@
 """What form an answer has, as LaTeX: numbers, words, a choice, a time of the day, intervals. Texts, no algebra."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -150,8 +148,7 @@ def _hours(time: re.Match[str]) -> set[int]:
 
 
 def sides(latex: str) -> list[str]:
-    """The sides of an equation, of which the last is the answer, without what that is about. Several answers are one
-    side."""
+    """The sides of an equation; the last is the answer, without what it is about. Several answers are one side."""
     if _LIST.search(re.sub(r"\([^()]*\)", "", latex)):
         return [latex]
     exact, *about = re.split(r"\\approx(?![A-Za-z])|≈", latex)
@@ -205,8 +202,7 @@ def intervals(latex: str) -> tuple[str, str] | None:
 
 
 def numbers(latex: str) -> list[str] | None:
-    """The numbers of an answer that is one or more numbers and no arithmetic (`x = \\frac{1}{2}`, `(0, 5]`, `72 cm`);
-    None for any other."""
+    """The numbers of an answer of nothing else (`x = \\frac{1}{2}`, `(0, 5]`, `72 cm`); None for any other."""
     text = re.sub(r"10\^\{(-?\d+)\}", r"10^\1", plain(_fractions(latex)))
     if _PRODUCT.search(_ENVIRONMENT.sub(r"\1", text)):
         return None

@@ -14,17 +14,17 @@ Each line of the output is the result of one line of the input, in the same orde
 none. `inside`: its tests run beside the program, which can forge their verdict (docs/sandbox.md).
 """
 
-from __future__ import annotations
-
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from areal.config import ScoringConfig, UserError
+from areal.config.scoring import ScoringConfig
 from areal.data import pictured
 from areal.data.rows import prompt_text, read_prompt
+from areal.errors import UserError
 from areal.pictures import decode
 from areal.programs import code_rows
 from areal.programs.code_tests import FAILS
@@ -47,7 +47,7 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
             f"--check-data checks rows for one reward of code, {', '.join(sorted(WITH_ANSWERS))}, "
             f"not for {', '.join(names)}: name one of them"
         )
-    results, seconds = judge_rows(config, read_rows(file), output, console, "checking", _check)
+    results, seconds = judge_rows(config, read_rows(file), output, console, "checking", partial(_check, file.parent))
     bad = [result for result in results if result["status"] == "bad"]
     for result in bad[:SHOWN]:
         line = shown(f"line {result['line']}: {result['reason']}")
@@ -68,9 +68,9 @@ def check_file(config: ScoringConfig, file: Path, output: Path | None, console: 
     return not bad
 
 
-async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:
+async def _check(folder: Path, pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:
     (name,) = config.reward.functions
-    if reason := _flaw_of_pictures(row):
+    if reason := _flaw_of_pictures(row, folder):
         return {"status": "bad", "reason": reason, "solution": None, "inside": False}
     prompt = prompt_text(row.get("prompt") or "")
 
@@ -96,13 +96,13 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     return {"status": "ok", **facts}
 
 
-def _flaw_of_pictures(row: dict[str, Any]) -> str | None:
-    """What is wrong with the pictures of a row, whose paths begin at the working directory. They are decoded."""
+def _flaw_of_pictures(row: dict[str, Any], folder: Path) -> str | None:
+    """What is wrong with the pictures of a row, whose paths begin at `folder`. They are decoded."""
     prompt, values = read_prompt(row.get("prompt") or "?"), pictured.in_fields(row)
     if prompt is None or not (values or pictured.has_parts(prompt)):
         return None
     try:
-        for content in pictured.place(prompt, values, Path(), "the row")[1]:
+        for content in pictured.place(prompt, values, folder, "the row")[1]:
             decode(content)
     except (UserError, ValueError) as error:
         return str(error)

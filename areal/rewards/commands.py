@@ -1,7 +1,5 @@
 """The tool that scores without a run."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace
@@ -26,7 +24,9 @@ def declare(tools: RoomTools) -> None:
 def score(options: Namespace) -> int:
     from rich.console import Console
 
-    from areal.config import ScoringConfig, UserError, load_config
+    from areal.config import load_config
+    from areal.config.scoring import ScoringConfig
+    from areal.errors import UserError
     from areal.rewards.check_data import check_file
     from areal.rewards.functions import check, with_groups
     from areal.rewards.score import score_file

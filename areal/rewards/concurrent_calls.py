@@ -4,8 +4,6 @@ The deadline of a call starts when the worker has begun it. A call that misses i
 others go on. A worker that does not even take the cancellation, because a call blocks its event loop, is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable

@@ -7,13 +7,10 @@ An answer counts where it is given as one. In this order:
    follows at once, or else the last one of that sentence, if it does not stand in the prompt;
 3. otherwise the last formula or number of the text, if it does not stand in the prompt or is all of the text.
 
-Outside of formulas only a number or a letter is an answer. `4 - 1` is arithmetic that still has to be done. What the
-text itself denies is no answer.
+Outside of formulas only a number or a letter is an answer, not `4 - 1`. What the text denies is none.
 
 A model writes these texts, and is paid for what is found in them: all is read in time that grows with their length.
 """
-
-from __future__ import annotations
 
 import re
 from bisect import bisect_left

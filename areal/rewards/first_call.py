@@ -1,15 +1,15 @@
 """The first call of rewards of the user's own, before a run: a wrong column, or a score that is none, shows at once."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.rows import Row, prompt_text
+from areal.errors import UserError
 from areal.rewards.functions import BUILT_IN
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
@@ -56,10 +56,8 @@ async def _failures(pool: Any, names: Mapping[str, bool], texts: list[str], row:
         return ""
 
     failures: dict[str, list[str]] = {}
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(SECONDS), pool:
             for name, groups in names.items():
                 failures[name] = [await failure(name, call) for call in ([texts] if groups else [texts[:1], texts[1:]])]
-    except TimeoutError:
-        pass
     return failures

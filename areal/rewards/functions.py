@@ -26,8 +26,6 @@ The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `p
 an entry point in the group `areal.rewards` of an installed package. `judge/strict` is `judge` with options of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -37,8 +35,10 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from areal import plugins
-from areal.config import RewardConfig, SamplingConfig, ScoringConfig, UserError, explain
+from areal.config.engines import SamplingConfig
+from areal.config.scoring import RewardConfig, ScoringConfig
 from areal.data import addition, reasoning_tasks
+from areal.errors import UserError, explain
 from areal.programs.code_tests import CodeTests
 from areal.result import Result, RewardError, as_result, as_results
 from areal.rewards import math_answers, verl_rewards
@@ -122,8 +122,7 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 def judge_by(
     answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int, bool]]], name: str, options: Mapping[str, Any]
 ) -> RewardFunction:
-    """The judge called `name`, whose model is in a run. answer: what that answers to a text, as
-    areal.rewards.judge.Answer. Raises UserError."""
+    """The judge called `name`, whose model is in a run. answer: as areal.rewards.judge.Answer. Raises UserError."""
     kind: Any = find(name)
     judge: Judge = _make(name, kind, options)
     judge.answer = partial(answer, judge.sampling)
@@ -131,8 +130,7 @@ def judge_by(
 
 
 def with_groups(config: C) -> C:
-    """`config` whose `reward.groups` has those of the rewards that it serves which score all completions of a group at
-    once. Raises UserError."""
+    """`config` whose `reward.groups` has the served rewards that score a group at once. Raises UserError."""
     kinds = {name: find(name) for name in [*config.own_rewards, *config.judges]}
     groups = [name for name, kind in kinds.items() if _takes_groups(_parameters(_method(kind) or kind))]
     groups += [name for name in config.reward.groups if name not in {*kinds, *groups}]
@@ -263,8 +261,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the completion or its last line equals the row's answer, or one of a list, else 0.0. Surrounding white
-    space is ignored."""
+    """1.0 if the completion or its last line equals the row's answer, or one of a list, else 0.0. Stripped."""
     if row.get("answer") in (None, []):
         raise RewardError("the row has no answer to compare with")
     answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]

@@ -6,8 +6,6 @@ Its address (`url`) is that of any server that speaks OpenAI's protocol, which a
 cannot read, and an address that does not answer, is a failed sample, never a score.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -20,7 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jinja2
 from pydantic import Field
 
-from areal.config import SamplingConfig, Section, UserError, explain, is_in_run, validated
+from areal.config import validated
+from areal.config.engines import SamplingConfig
+from areal.config.scoring import is_in_run
+from areal.config.section import Section, template_conflicts
+from areal.errors import UserError, explain
 from areal.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
@@ -78,10 +80,7 @@ class JudgeOptions(Section):
             yield f"its url, {self.url!r}, is neither http://ADDRESS nor policy nor scorer:NAME: correct it"
         if not (self.model or is_in_run(self.url)):
             yield "it names no model: add model=NAME"
-        try:
-            jinja2.Environment().parse(self.template)
-        except jinja2.TemplateSyntaxError as error:
-            yield f"its template is not a Jinja template ({error}): correct it"
+        yield from template_conflicts("its template", self.template)
 
 
 class VerdictOptions(JudgeOptions):
@@ -102,7 +101,7 @@ class VerdictOptions(JudgeOptions):
             yield "choices belong to verdict=choice, and low is below high: correct them"
 
 
-def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
+def client_of(url: str, api_key: str | None, retries: int) -> "AsyncOpenAI":
     """A client of the model at an address. api_key: by default that in OPENAI_API_KEY."""
     from openai import AsyncOpenAI  # takes a second to import
 
@@ -110,7 +109,7 @@ def client_of(url: str, api_key: str | None, retries: int) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
 
 
-async def _ask_server(client: AsyncOpenAI, request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
+async def _ask_server(client: "AsyncOpenAI", request: Mapping[str, Any], text: str) -> tuple[str, int, bool]:
     """As an Answer. request: the arguments of the request besides the text."""
     from openai import OpenAIError
 
@@ -208,8 +207,7 @@ class GroupJudge(Judge):
     async def group_score(
         self, prompt: str, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> list[Result]:
-        """The mean of each completion's scores, and as the part `tokens` its share of what was read and written. Raises
-        RewardError."""
+        """The mean of each completion's scores, with the part `tokens`, its share of them. Raises RewardError."""
         count, samples = len(completions), self.options.samples
         if count == 1:
             return [Result(0.5, {})]

@@ -5,8 +5,6 @@ about a completion, it is asked in a child process with limits (`areal.programs.
 end this process. Plain numbers are compared without math-verify.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re
@@ -21,8 +19,7 @@ from areal.rewards import answer_forms, final_answer
 from areal.rewards.answer_forms import rounded, tidy
 from areal.rewards.final_answer import MARK
 
-# Decimal places to which math-verify evaluates a difference, beyond those of the row's smallest number. With its
-# default, 15, all numbers below 1e-15 are equal.
+# Decimal places of a difference in math-verify beyond the row's smallest number's. By default 15: 1e-16 is 0.
 DIGITS = 300
 # Decimal places to which decimals are rounded; if the row's number is smaller than 0.001, significant digits.
 PLACES = 6
@@ -64,8 +61,7 @@ def warm() -> None:
 
 
 def answers_of(row: Mapping[str, Any]) -> list[str]:
-    """The answers of a row, of which one suffices: its `answer`, or else its `solutions`; either may be a list. Raises
-    RewardError if there is none."""
+    """The answers of a row, of which one suffices: `answer` or `solutions`, perhaps lists. Raises RewardError."""
     value = row.get("answer") if row.get("answer") is not None else row.get("solutions")
     answers = value if isinstance(value, list) else [value]
     if not answers or None in answers:
@@ -139,9 +135,7 @@ def _boxed(text: str) -> str:
 def _gold(answer: str) -> list[Any]:
     """What the row's answer means to math-verify. Unless it is a number, a child process reads it first."""
     if _number(_after_mark(answer)) is None and not limited(partial(_readable, answer)):
-        raise RewardError(
-            f"math-verify cannot read the row's answer {answer[-100:]!r}: write it as LaTeX that it understands"
-        )
+        raise RewardError(f"math-verify cannot read the row's answer {answer[-100:]!r}: write LaTeX that it reads")
     return _meaning(answer)
 
 
@@ -158,8 +152,7 @@ def _meaning(answer: str) -> list[Any]:
 
 
 def _same(gold: str, expressions: Sequence[Any], latex: str, prompt: str = "") -> bool:
-    """Whether an answer equals the row's, of which the expressions are the meaning. Only for texts of this file, or
-    within `limited`."""
+    """Whether an answer equals the row's, by its expressions. For texts of this file, or within `limited`."""
     *names, value = [latex] if "=" in gold else answer_forms.sides(latex)
     if any(map(answer_forms.is_unsolved, names)):
         return False

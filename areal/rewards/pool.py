@@ -13,18 +13,18 @@ running job, so its answer cannot be taken for the answer to another job. If the
 callers with the same request share one job, and its result is cached for later callers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import msgpack
 import structlog
 
-from areal.config import RewardConfig, UserError
+from areal.config.scoring import RewardConfig
+from areal.errors import UserError, explain
 from areal.result import Result
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
 from areal.rewards.functions import Traits, check_groups
@@ -155,8 +155,7 @@ class RewardPool:
     async def score_all(
         self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: Tokens | None = None
     ) -> list[Result]:
-        """The results of reward `name`: of one completion, or if it is one of groups of all those of a group. Raises
-        RewardFailed."""
+        """The results of reward `name`: of one completion, or of all those of a group. Raises RewardFailed."""
         if name not in self._options:
             raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:
@@ -164,10 +163,9 @@ class RewardPool:
         traits = self._traits[name]
         ids = [*map(int, tokens)] if traits.takes_tokens and tokens is not None else None
         request = name, prompt, completions, row, ids
-        try:
+        no_json = TypeError, ValueError, OverflowError  # an array, or nested too deeply, or too large
+        with explain(no_json, "the row cannot be passed to a worker: {why}", partial(RewardFailed, kind="raised")):
             key = digest(*request)
-        except (TypeError, ValueError, OverflowError) as error:  # an array, or nested too deeply, or too large
-            raise RewardFailed(f"the row cannot be passed to a worker: {error}", "raised") from None
         if cached := self._results.get(key):
             return cached
         self._quarantine.check(key)

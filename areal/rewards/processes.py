@@ -1,10 +1,9 @@
 """The worker processes of the reward pool (areal.rewards.worker), from the side of the pool."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -12,7 +11,7 @@ from typing import Any, Literal, Self
 import msgpack
 
 from areal.children import kill_group
-from areal.config import UserError
+from areal.errors import UserError
 from areal.result import Result, RewardError
 from areal.rewards.functions import Traits
 from areal.rewards.worker import LENGTH
@@ -140,4 +139,5 @@ class WorkerProcess:
 def ending_of(code: int | None) -> str:
     if code is None:
         return "it cannot be killed"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
+    return f"signal {-code}{hint}" if code < 0 else f"exit code {code}"

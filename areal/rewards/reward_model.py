@@ -3,12 +3,10 @@
 Start it with `vllm serve MODEL --runner pooling`. An address that does not answer is a failed sample, never a score.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
-from areal.config import explain
+from areal.errors import explain
 from areal.result import Result, RewardError
 from areal.rewards.judge import client_of
 

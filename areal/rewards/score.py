@@ -9,8 +9,6 @@ output is the result of one line of the input, in the same order:
 `status` is `ok`, or the kind of failure (areal.rewards.pool.RewardFailed); then there is also a `reason`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -24,9 +22,10 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from areal.config import ScoringConfig, UserError, explain
+from areal.config.scoring import ScoringConfig
 from areal.data.files import read_file, unit_of
 from areal.data.rows import prompt_text, read_prompt
+from areal.errors import UserError, explain
 from areal.result import all_scored, combined
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed

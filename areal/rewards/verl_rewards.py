@@ -6,8 +6,6 @@
 of the row. The result is a number, or a dict with `score`, whose other numbers are the scores of parts.
 """
 
-from __future__ import annotations
-
 import inspect
 import numbers
 from collections.abc import Callable, Mapping

@@ -11,8 +11,6 @@ before it begins the next. It answers each with `[number, "begun", None]` and th
 `[number, None]` cancels a call, whose answer is then that it raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect
@@ -29,7 +27,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.processes import die_with_parent
 from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction, resolve
@@ -70,8 +68,7 @@ def main() -> None:
 
 
 def answer(score: Callable[[], Any], results: Callable[[Any], list[Result]], memory: int) -> list[Any]:
-    """The answer to one request. score: calls the reward. results: checks what it has returned. memory: the limit of
-    this process in bytes, 0 for none."""
+    """The answer to one request. score: calls the reward. results: checks what it returned. memory: limit, or 0."""
     kind, value = _judged(score, results)
     if kind != "score" and memory and _bytes_in_use() > FULL * memory:
         kind = "memory"  # whatever the reward has made of the MemoryError
@@ -84,21 +81,17 @@ def _judged(score: Callable[[], Any], results: Callable[[Any], list[Result]]) ->
     except RewardError as error:
         return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
     except BaseException as error:  # the user's function runs here and may raise anything
-        _print_first(error)
+        # Print the traceback of the first error from each place: while a service is down, all calls raise the same.
+        place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+        if place not in _printed:
+            _printed.add(place)
+            traceback.print_exception(error)
         kind = "memory" if isinstance(error, MemoryError) else "raised"
         return [kind, error_text(error)[:MAX_REASON_CHARACTERS]]
     try:
         return ["score", results(value)]
     except RewardError as error:
         return ["not_finite", str(error)]
-
-
-def _print_first(error: BaseException) -> None:
-    """Print the traceback of the first error from each place: while a service is down, all calls raise the same."""
-    place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
-    if place not in _printed:
-        _printed.add(place)
-        traceback.print_exception(error)
 
 
 def _value(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any]) -> Any:

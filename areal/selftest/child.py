@@ -3,8 +3,6 @@
 Two engines in one process disturb each other, and a process that crashes or hangs ends only its own checks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.children import kill_group
-from areal.config import UserError
+from areal.errors import UserError
 from areal.processes import die_with_parent, tied
 
 LINES = 12
@@ -34,8 +32,7 @@ END_SECONDS = 10.0
 
 
 class ChildFailed(Exception):
-    """The process died, did not answer in time, or could not do what it was told. The message says which. From then on
-    it is gone."""
+    """The process died, was late, or could not do what it was told: the message says which. From then on it is gone."""
 
 
 class ChildSlow(ChildFailed):

@@ -1,7 +1,5 @@
 """The tool `python -m areal selftest`: starts the processes of the self-test, and tells what they have found."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.metadata
@@ -22,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal.config import Config, UserError, dump_config, explain, load_config
+from areal.config import Config, dump_config, load_config
 from areal.devices import deal_out, host_memory, visible_devices
+from areal.errors import UserError, explain
 from areal.models import with_folders
 from areal.processes import cache_folder, torchrun
 from areal.roles import ROLES
@@ -140,8 +139,7 @@ class SelfTest:
             self._check_model(name, config, last=number == len(runs))
 
     def _make_tiny_model(self, folder: Path) -> str | None:
-        """The dtype of the tiny model, which a process of its own makes, because torch may not even start here. None if
-        it does not."""
+        """The dtype of the tiny model, which another process makes: torch may not start here, then None."""
         self._print_progress("tiny model")
         command = [sys.executable, "-m", "areal", "selftest-part", "model", str(folder)]
         try:
@@ -151,9 +149,7 @@ class SelfTest:
             output, wrong = "no answer in time", True
         if wrong:
             last = "\n".join(output.strip().splitlines()[-LINES:])
-            advice = (
-                "PyTorch and transformers do not work in this environment: make it again (`make setup`), and report it."
-            )
+            advice = "PyTorch and transformers do not work here: run `make setup` again, and report it."
             self.add("", [Finding("devices", "FAILED", last, advice)])
             return None
         return str(json.loads((folder / "config.json").read_text())["dtype"])
@@ -242,9 +238,7 @@ class SelfTest:
 
     def add(self, model: str, findings: Sequence[Finding]) -> None:
         """Keep the findings that are wanted, and all failures."""
-        self._rows += [
-            (model, finding) for finding in findings if self.selects({finding.name}) or finding.result == "FAILED"
-        ]
+        self._rows += [(model, f) for f in findings if self.selects({f.name}) or f.result == "FAILED"]
 
     def _print_progress(self, what: str) -> None:
         print(f"{what} ...", file=sys.stderr, flush=True)

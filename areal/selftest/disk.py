@@ -1,7 +1,5 @@
 """The folders through which weights reach generators: how fast they are written, checked and copied."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

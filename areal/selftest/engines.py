@@ -1,7 +1,5 @@
 """The order in which the self-test has a trainer and a generator do their checks, sharing devices as in a run."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -3,8 +3,6 @@
 The reference runs when the engine is closed, since both may not fit into one device.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -57,8 +55,7 @@ class GenerationChecks:
         self._asleep: list[asyncio.Task[Sampled]] = []
 
     async def start(self) -> list[Finding]:
-        """Start the engine as the run does. Its KV cache is recomputed on new weights until `keep`: only then are
-        log-probs those of one version."""
+        """Start the engine as the run does. Until `keep`, its KV cache is recomputed: log-probs are of one version."""
         started = time.perf_counter()
         generator = self._config.generator.model_copy(update={"interrupt": True})
         self._engine = await GenerationEngine.start(
@@ -119,8 +116,7 @@ class GenerationChecks:
         return []
 
     async def speed(self, of_token: float, peak_tflops: float | None) -> list[Finding]:
-        """Tokens/s of a full engine, and a load of its own weights while it is full. of_token: operations of a token.
-        peak_tflops: of one device."""
+        """Tokens/s of a full engine, and a load while it is full. of_token: operations. peak_tflops: of one device."""
         rate, load = await speed(self._engine, self._config)
         tflops = rate * of_token / 1e12 / self._config.generator.devices
         mfu = tflops / peak_tflops if peak_tflops else None
@@ -178,8 +174,7 @@ class GenerationChecks:
         return findings
 
     async def compare_received(self, received: str, published: str, scratch: str) -> list[Finding]:
-        """Compare the log-probs of sequences that were sampled by weights received from the trainer with those of the
-        reference. scratch: an empty folder."""
+        """Compare log-probs of sequences sampled by received weights with the reference's. scratch: an empty folder."""
         assert self._receiving is not None
         sequences = read(Path(received))
         model = model_of(Path(self._config.model), Path(published), Path(scratch))
@@ -187,9 +182,7 @@ class GenerationChecks:
         measured, values = load_cost(await self._receiving.times(), size_of(Path(published)))
         measured = f"{self._config.weights.backend}: {measured}"
         if exact is None:
-            return [
-                Finding("transport", "ok", f"{measured}; the model is too large to compare log-probs", values=values)
-            ]
+            return [Finding("transport", "ok", f"{measured}; the model is too large to compare", values=values)]
         return [check_received(sequences, exact, self._config.generator.dtype, measured, values)]
 
 
@@ -241,8 +234,7 @@ async def begin(
 
 
 async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLoad | None]:
-    """Tokens a second while as many sequences run as the engine takes, and a load of the model's weights then. None:
-    the engine takes adapters."""
+    """Tokens a second while as many sequences run as the engine takes, and a load then; None: it takes adapters."""
     prompts = _prompts(config)
     count = config.generator.max_concurrent_rollouts
     arrived = [0] * count
@@ -282,8 +274,7 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
 async def _recovery(
     tasks: list[asyncio.Task[None]], arrived: list[int], least: int
 ) -> tuple[float, set[asyncio.Task[None]]]:
-    """Wait until so many sequences have more chunks than have `arrived` now. Returns the seconds, and tasks that
-    ended."""
+    """Wait until so many sequences have more chunks than have `arrived` now. Returns the seconds, and ended tasks."""
     started, chunks = time.perf_counter(), [*arrived]
     while sum(now > then for now, then in zip(arrived, chunks, strict=True)) < least:
         ended, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)

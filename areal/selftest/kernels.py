@@ -1,14 +1,12 @@
 """What a training step computes with, each by itself, against float64 references in the shapes of the run's model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.desk.activations import of_layers
 from areal.selftest import references
 from areal.selftest.findings import LAYERS, SHARE, Finding, judged
@@ -32,17 +30,13 @@ BEYOND = 1.2
 
 def share_of_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The norm of all errors together, as a share of the norm of what is exact."""
-    pairs = [
-        (tensor.detach().double(), reference.detach().double())
-        for tensor, reference in zip(tensors, exact, strict=True)
-    ]
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(tensors, exact, strict=True)]
     error = sum(float((tensor - reference).square().sum()) for tensor, reference in pairs)
     return (error / sum(float(reference.square().sum()) for _, reference in pairs)) ** 0.5
 
 
 def check_attention(sizes: Any, dtype: str, device: torch.device) -> Finding:
-    """The attention that training will use, forward and backward, on a row of several sequences. It is called with a
-    layer of the model, as the model does it."""
+    """The attention of training, forward and backward, on a row of several sequences, called with a model's layer."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind = choose_attention(dtype)
@@ -168,8 +162,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
 
 
 def _backward_alone(model: Any, flat: FlatBatch, weights: Tensor) -> Tensor:
-    """The log-probs of all tokens, each sequence by itself in float64. Leaves the gradient of their weighted sum in the
-    parameters."""
+    """The log-probs of all tokens, each sequence alone in float64. Parameters get their weighted sum's gradient."""
     exact = torch.zeros(len(flat.tokens), device=weights.device, dtype=torch.float64)
     start = 0
     for length in flat.lengths.tolist():

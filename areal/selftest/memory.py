@@ -1,7 +1,5 @@
 """How far a process's memory rises, and what of a GPU's is free."""
 
-from __future__ import annotations
-
 import resource
 import threading
 import time
@@ -54,8 +52,7 @@ def free_memory(device: Any) -> float | None:
 
 
 def wait_for(free: Callable[[], float | None], needed: float | None, seconds: float) -> float | None:
-    """Wait until nearly `needed` bytes are free; None: nothing is to be waited for. Returns how long it took, or None
-    if it takes longer than `seconds`."""
+    """Wait until nearly `needed` bytes (None: any) are free. Returns how long it took; None: over `seconds`."""
     started = time.monotonic()
     while needed is not None and (free() or 0.0) < NEARLY * needed:
         if time.monotonic() - started > seconds:

@@ -3,8 +3,6 @@
 `areal selftest` under torchrun does this alone, on one node or on several, whose ranks meet as those of a trainer do.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -3,8 +3,6 @@
 They have the precision of the arguments; in float64 their errors are nothing beside those of any training dtype.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequences that a generator has sampled, in a file for other processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 All ranks call the methods of `TrainingChecks` together; the findings of rank 0 count.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os
@@ -17,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.cpu import training as cpu
 from areal.desk.plan import count_parameters, read_model, read_modules
 from areal.desk.split import GIB, row_tokens, training_memory
 from areal.devices import ASK_SECONDS, CORES, settle, visible_devices
+from areal.errors import UserError
 from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import LAYERS, Finding, judged
 from areal.selftest.memory import free_memory, peak, resident, wait_for
@@ -401,7 +400,7 @@ def guarded(name: str, check: Callable[[], Finding]) -> Finding:
         return check()
     except UserError as error:
         return Finding(name, "FAILED", "", str(error))
-    except Exception as error:
+    except Exception as error:  # of libraries that may not work here
         first = (str(error).strip().splitlines() or [""])[0]
         return Finding(name, "FAILED", f"{type(error).__name__}: {first}", "Report this, with selftest.json attached.")
 

@@ -4,8 +4,6 @@ In a run the calls of vLLM's weight transfer go over the bus. Here the self-test
 from the trainer's process to the generator's.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor

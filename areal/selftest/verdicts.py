@@ -1,7 +1,5 @@
 """Verdicts on what a generator has sampled and how long it took: log-probs, versions, loads, turns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +75,7 @@ def check_kept(
 
 
 def check_turns(facts: dict[str, Any], gap: float | None, dtype: str) -> Finding:
-    """Whether trainer and generator leave each other the devices. gap: of log-probs of sequences that the engine slept
-    in; None: not compared.
+    """Whether trainer and generator leave each other the devices. gap: of log-probs around a sleep; None: not compared.
 
     facts: `sleep_seconds`, `wake_seconds`, `offload_seconds`; on a GPU the free bytes `before` the engine started,
     while it was `running` and `asleep`, and in `offloaded` what the trainer had before and after."""
@@ -130,8 +127,7 @@ def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtyp
 def check_received(
     sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str, measured: str, values: dict[str, Any]
 ) -> Finding:
-    """Whether log-probs are those of the reference, `exact`, on the weights that the trainer sent. measured, values:
-    what the transfer took."""
+    """Whether log-probs are those of the reference, `exact`, on the weights sent. measured, values: what that took."""
     gap, limit = gap_of(sequences, exact), LAYERS * GAP[dtype]
     return judged(
         "transport",

@@ -7,8 +7,6 @@ group at a time is tried, until one becomes ready.
 Decisions only, without I/O; the caller hands in the time, in seconds.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -67,8 +65,7 @@ class Failures:
         return self.in_a_row >= self._limit
 
     def end_reason_after_ready(self, filtered: bool, mean: float) -> str | None:
-        """Why the run ends after a group became ready or was `filtered`; None: it goes on. `mean`: the mean reward of
-        the last groups."""
+        """Why the run ends after a group became ready or was `filtered`; None: it goes on. mean: of the rewards."""
         self.in_a_row = self._long = 0
         self.any_succeeded = True
         self.filtered_in_a_row = self.filtered_in_a_row + 1 if filtered else 0
@@ -117,10 +114,7 @@ class Failures:
         first = self._steps.setdefault((step, NUMBERS.sub("", reason)), trainer)
         if first == trainer:  # each of its ranks may say so
             return None
-        return (
-            f"Step {step} failed twice in the same way: {' '.join(reason.split())}. The traceback is in "
-            f"{self._folder}/logs."
-        )
+        return f"Step {step} failed twice alike: {' '.join(reason.split())}. The traceback is in {self._folder}/logs."
 
     def failed(self, cause: str, reason: str, now: float) -> None:
         """A group failed."""
@@ -144,9 +138,7 @@ class Failures:
     def verdict(self, counters: Counters, now: float) -> str | None:
         """An outage lasts too long, or too many prompts fail. `counters`: of the groups until now."""
         if self.outage and now - self._since > self._outage_seconds:
-            return (
-                f"{self.describe_outage(now)}; that has lasted longer than outage_seconds ({self._outage_seconds:g} s)."
-            )
+            return f"{self.describe_outage(now)}; that lasts longer than outage_seconds ({self._outage_seconds:g} s)."
         discarded = counters.discarded - self._discarded_earlier
         trained = counters.trained - self._trained_earlier
         lost = {cause: discarded[cause] for cause in self.last if discarded[cause]}

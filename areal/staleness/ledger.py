@@ -30,8 +30,6 @@ The ledger does no I/O and reads no clock: callers pass in the time. A command c
 the journal, and then applies them. Only `Ledger.apply` changes state, so replaying the journal rebuilds the ledger.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, insort
 from collections import Counter, deque
@@ -94,7 +92,7 @@ class LedgerSettings:
     max_sessions: int = 0
 
     @classmethod
-    def of(cls, config: Any) -> LedgerSettings:
+    def of(cls, config: Any) -> "LedgerSettings":
         """Those of a configuration, which has them by the same names."""
         return cls(**{name: getattr(config, name) for name in cls.__slots__})
 
@@ -223,9 +221,9 @@ def event_record(event: Event) -> tuple[str, dict[str, Any]]:
     return _KINDS[type(event)], _fields(event)
 
 
-def event_of(kind: str, body: dict[str, Any]) -> Event:
-    """Return the event of a record, which may have been through JSON. Raises KeyError for an unknown kind."""
-    return cast(Event, _EVENTS[kind](**_with_tuples(body)))
+def event_of(kind: str, body: dict[str, Any]) -> Event | None:
+    """Return the event of a record, which may have been through JSON; None if it is no event of the ledger."""
+    return cast(Event, _EVENTS[kind](**_with_tuples(body))) if kind in _EVENTS else None
 
 
 def _fields(row: Any) -> dict[str, Any]:
@@ -287,8 +285,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No batch can be formed yet. `ready` groups are ready and `needed` are needed for a batch. The groups `stragglers`
-    have to finish first, earliest deadline first."""
+    """No batch yet: `ready` groups are ready, `needed` are needed. `stragglers` have to finish first, by deadline."""
 
     version: int
     ready: int
@@ -329,8 +326,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Numbers of groups since the run began, `discarded` and `requeued` by reason. They are for reports: no decision
-    reads them."""
+    """Numbers of groups since the run began, `discarded` and `requeued` by reason: for reports, not for decisions."""
 
     admitted: int = 0
     trained: int = 0
@@ -351,8 +347,7 @@ class QueuedPrompt:
 
 
 QueuePosition = tuple[int, int, str]
-"""Deadline, prompt index (without a session's sign) and id of a group. Among groups with the same deadline the lower
-prompt index comes first."""
+"""Deadline, prompt index (without a session's sign) and id of a group. Of one deadline the lower index is first."""
 
 
 class LedgerError(Exception):
@@ -437,8 +432,7 @@ class LedgerState:
 
     @property
     def capacity(self) -> int:
-        """The number of groups of rows that may be admitted now: limited by rule 1, the steps left, and the share that
-        is left to sessions."""
+        """The number of groups of rows that may be admitted now: limited by rule 1, the steps left, and sessions."""
         limit = self._most_alive() - self._most_sessions()
         return max(0, min(self._most_alive() - self.alive, limit - self.alive + self._sessions))
 
@@ -708,9 +702,7 @@ class LedgerState:
             raise self._error(f"broken at version {self.version}: {'; '.join(broken)}", *self._groups)
 
     def _is_in_line(self, state: GroupState) -> bool:
-        return self._lines[state] == sorted(
-            self._position_of(row) for row in self._groups.values() if row.state is state
-        )
+        return self._lines[state] == sorted(self._position_of(r) for r in self._groups.values() if r.state is state)
 
     def _is_sound(self, row: LedgerGroup) -> bool:
         """True if exactly the unfinished groups have a lease, finished ones a start version, and versions are valid."""
@@ -779,8 +771,7 @@ class Ledger(LedgerState):
         return sorted(row.prompt_index for row in rows)
 
     def needs_payload(self, group_id: str) -> bool:
-        """True if the trainer has to keep what it has of the group: it is alive, no checkpoint covers its step, or a
-        later attempt may still go on with its samples."""
+        """True if the trainer has to keep what it has of the group: it is alive, not in a checkpoint, or may go on."""
         if group_id in self._redoable or group_id in self._groups:
             return True
         unfinished: list[LedgerGroup | QueuedPrompt] = [*self._leased(), *self._requeued]
@@ -957,8 +948,7 @@ class Ledger(LedgerState):
         return self._committed(version)
 
     def checkpointed(self, version: int) -> ReportAnswer:
-        """Record that the steps before `version`, which a checkpoint has the weights of, are never redone. The ledger
-        forgets them."""
+        """Record that the steps before `version`, of a checkpoint, are never redone. The ledger forgets them."""
         if version <= self.version and not any(step < version for step in self._steps):
             return ReportAnswer.UNCHANGED
         self._emit(Checkpointed(version))
@@ -1058,8 +1048,7 @@ class Ledger(LedgerState):
         return ReportAnswer.ACCEPTED
 
     def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
-        """True if `version` is below the start version that its deadline assumes, and leaves some group without a step
-        in time."""
+        """True if `version` is below its deadline's start version, and leaves some group without a step."""
         if not self.settings.bounds_groups or version + group.max_staleness >= self.deadline(group):
             return False
         rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]

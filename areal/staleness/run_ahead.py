@@ -14,8 +14,6 @@ The limit never exceeds rule 1. It always leaves room for a whole batch beside t
 `max_staleness` 0, where rule 1 allows one batch only. This module does no I/O and reads no clock.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 # The limit falls by this share of the left-over groups after each step. A higher share means less staleness and more
@@ -36,8 +34,7 @@ class RunAhead:
 
     @property
     def limit(self) -> int:
-        """The number of alive groups allowed now: at least two batches (one with `max_staleness` 0), at most rule 1's
-        number."""
+        """The number of alive groups allowed now: from two batches (one with `max_staleness` 0) to rule 1's number."""
         return int(self._limit)
 
     def stepped(self, waited_seconds: float, step_seconds: float, left_over: int) -> None:

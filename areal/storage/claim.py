@@ -4,8 +4,6 @@ The claim is a lock on the file `address` in the folder, which holds the address
 cannot take the folder, and the roles that a user starts on this machine find the master by the folder.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -13,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.storage.database import try_lock
 from areal.storage.disk import RESERVE_BYTES, free_bytes, mebibytes, refusal, shortage
 
@@ -37,8 +35,7 @@ def can_be_made(folder: Path) -> bool:
 
 
 def check_room(folder: Path, resume: bool) -> None:
-    """Raises UserError if the disk of the run folder, which need not be there, has no room for the first files of a
-    run."""
+    """Raises UserError if the disk of the run folder (to be made) has no room for the first files of a run."""
     there = nearest_existing(folder)
     cause = shortage(refusal(there, ROOM_BYTES), there)
     if cause is not None:

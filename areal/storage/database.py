@@ -4,8 +4,6 @@ A lock keeps a second process out. So SQLite's WAL mode needs no memory that pro
 network file system: with exclusive locking, SQLite keeps the index of the log in the memory of the only user.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import areal
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 
 Store = TypeVar("Store")
 

@@ -4,8 +4,6 @@ Every writer of a run repeats what the disk has refused until the disk takes it:
 leaves no part of a line behind, and `Reserve` has the room in which a run can be ended on a full disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -23,7 +21,7 @@ from typing import ClassVar, TypeVar
 
 import structlog
 
-from areal.config import UserError
+from areal.errors import UserError
 
 T = TypeVar("T")
 
@@ -44,8 +42,7 @@ class DiskShortageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The disk of a folder takes no writes for now. cause: it is full, or read-only, ... free: its bytes. waits: who
-    waits to write what."""
+    """The disk of a folder takes no writes for now. cause: full, read-only, ... free: bytes. waits: whose writes."""
 
     folder: str
     cause: str
@@ -116,8 +113,7 @@ def rename(path: Path, target: Path) -> None:
 
 
 def append(path: Path, text: str, durable: bool = True) -> None:
-    """Append whole lines to a file. durable: they survive a crash of the machine. If the disk refuses them, the file is
-    as it was, and OSError is raised."""
+    """Append whole lines to a file. durable: as a crash of the machine needs it. Raises OSError, and adds nothing."""
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         data = memoryview(text.encode(errors="replace"))
@@ -164,9 +160,7 @@ def leaves(path: Path, folder: Path) -> bool:
 def within(path: Path, folder: Path) -> Path:
     """`path`, which is in `folder`. Raises UserError if a link leads out of it."""
     if leaves(path, folder):
-        raise UserError(
-            f"{path} is a link to {path.resolve()}: remove the link, nothing is read or written through it."
-        )
+        raise UserError(f"{path} is a link to {path.resolve()}: remove the link, nothing is read or written by it.")
     return path
 
 
@@ -238,8 +232,7 @@ class DiskRetry:
         return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}")
 
     async def write(self, write: Callable[[], Awaitable[T]], what: str, folder: Path | None = None) -> T:
-        """Return what `write` returns. what: is written. folder: where. Raises what `write` raises for other
-        reasons."""
+        """Return what `write` returns. what: is written, into folder. Raises what `write` raises for other reasons."""
         mark = object()
         try:
             while True:
@@ -299,8 +292,7 @@ def _free_or_none(folder: Path) -> int:
 
 
 class Reserve:
-    """A file in `folder` that takes room on the disk while the run goes on. `free` gives it back, so that the run can
-    end in order also on a full disk."""
+    """A file in `folder` that takes room on the disk. `free` gives it back, so that a run can end on a full disk."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "reserve"

@@ -6,8 +6,6 @@
 `time` is the master's clock, in seconds since 1970. The size is bounded: the newest `limit` to twice that are kept.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -77,8 +75,7 @@ class EventLog:
                 self._add({"time": began + min(delays), "actor": actor, "span": name, "seconds": seconds})
         written, *last = self._last_written.get(actor, (0.0, "", ""))
         due = EVERY_SECONDS * max(1.0, len(self._last_written) / ACTORS_AT_ONCE)
-        # 0.9: a heartbeat that arrives a little early is still written, and not delayed until the next one. abs: the
-        # clock may be set back.
+        # 0.9: a heartbeat a little early is written now, not with the next one. abs: the clock may be set back.
         if last != [state, activity] or abs(now - written) > due * 0.9:
             self._last_written[actor] = (now, state, activity)
             self._add({"time": now, "actor": actor, "state": state, "activity": activity, "stats": stats})

@@ -9,22 +9,20 @@ share the cost of a disk write. After a crash, each transaction is on disk compl
 is only there if all earlier ones are. SQLite has no checksums of what it stores, so each event has one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 from zlib import crc32
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage.database import copy_store, new_identity, note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.disk import RETRY_SECONDS, DiskRetry, DiskShortageError, Shortage
 from areal.storage.run_folder import ways_out
@@ -47,8 +45,7 @@ class JournalError(Exception):
 class Journal:
     """See the module. All methods must be called from one event loop; a thread of the journal's own writes the file.
 
-    A transaction that the disk refuses because it is full is repeated as a whole until the disk takes it, together with
-    what was appended meanwhile.
+    A transaction that a full disk refuses is repeated until it takes it, with what was appended meanwhile.
 
     connection: usable from several threads; the journal's tables are created unless it has them. lock: a descriptor
     that `close` closes. `size`: the number of events since the last snapshot. `run`: the identity of the run, which is
@@ -163,8 +160,7 @@ class Journal:
             raise JournalError(f"the journal cannot be written: {self._failure}") from self._failure
 
     def close(self) -> None:
-        """Wait for a transaction that is being written, and close the file. Events that no `durable` was awaited for
-        may be lost."""
+        """Wait for a transaction in progress, and close the file. Events without an awaited `durable` may be lost."""
         if self._retry is not None:
             self._retry.cancel()
         self._executor.shutdown()
@@ -243,11 +239,9 @@ def _damaged(file: Path, what: str) -> UserError:
 
 @contextmanager
 def journal_copy(original: Path, folder: Path | None = None) -> Iterator[Journal]:
-    """A copy of a journal that may be in use. folder: for a copy that is kept. Raises UserError if it is damaged, which
-    names the original."""
-    with TemporaryDirectory() as place:
-        journal = Journal.open(copy_store(original, folder or Path(place)), original)
-        try:
-            yield journal
-        finally:
-            journal.close()
+    """A copy of a journal that may be in use. folder: for a copy that is kept. Raises UserError if it is damaged."""
+    with (
+        TemporaryDirectory() as place,
+        closing(Journal.open(copy_store(original, folder or Path(place)), original)) as journal,
+    ):
+        yield journal

@@ -1,7 +1,5 @@
 """Files with a record in each line, JSON with a checksum: metrics, evaluations, events, changes of settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -74,7 +72,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def move_records(path: Path, to: Path, moved: Callable[[dict[str, Any]], bool]) -> None:
     """Move the records for which `moved` is true from one file to another. A call that was interrupted is repeated."""
     lines: dict[bool, list[str]] = {True: [], False: []}
-    for record in read_records(path):
+    for record in whole_records(path):
         lines[moved(record)].append(line_of(record))
     if lines[True]:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +87,7 @@ def metrics_up_to(path: Path, step: int) -> bytes:
 
 
 def _records(path: Path, begin: int = 0) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the whole records of a file from offset `begin` on, the offset of the end of each, and the number of its
-    line."""
+    """Yield the whole records of a file from offset `begin` on, with the offset of its end and its line number."""
     if not path.exists():
         return
     end = begin
@@ -112,7 +109,7 @@ def record_of(line: bytes, file: str = "") -> dict[str, Any] | None:
     """The record in a line of the file with that name; None if the line is not complete, or damaged."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # also a line of many brackets
         return None
     if not isinstance(record, dict) or not line.endswith(b"\n"):
         return None
@@ -124,8 +121,7 @@ def record_of(line: bytes, file: str = "") -> dict[str, Any] | None:
 class NewRecords:
     """Reads the records of a file that is being written, each record once.
 
-    An incomplete last line is left for a later call: a resumed master may write it again at the same position. Damaged
-    lines are skipped.
+    An incomplete last line is left for a later call: a resumed master may write it again. Damaged lines are skipped.
     """
 
     def __init__(self, path: Path) -> None:

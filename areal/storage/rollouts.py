@@ -5,8 +5,6 @@ written whole, or not at all. The trained groups of a step are all in one file, 
 files says where to go on. The oldest files are removed once all together are larger than a limit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -26,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.sampled import COLUMNS, NOT_SAMPLED, Column
 from areal.storage.disk import rename, shortage
 from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory
@@ -35,7 +33,7 @@ log = structlog.get_logger()
 
 Fate = Literal["trained", "filtered", "discarded"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ONE_OF = 16
 """`sample` keeps one group of this many."""
 ROWS_AT_ONCE = 1024

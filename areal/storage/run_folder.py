@@ -5,8 +5,6 @@ tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/, and, whil
 (areal.storage.claim) and reserve (areal.storage.disk).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -18,16 +16,9 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from areal.config import (
-    OBJECTIVE_SETTINGS,
-    Config,
-    TrainerConfig,
-    UserError,
-    dump_config,
-    load_config,
-    overridden,
-    validated,
-)
+from areal.config import Config, dump_config, load_config, overridden, validated
+from areal.config.training import OBJECTIVE_SETTINGS, TrainerConfig
+from areal.errors import UserError
 from areal.hiding import hidden_in, secrets_in, without_secrets
 from areal.models import with_folders
 from areal.run_files import CHANGES, CONFIG, EVALUATIONS, FORK, JOURNAL, METRICS, OLDER, REPORT, SECRETS, SUMMARY
@@ -59,8 +50,7 @@ class RunFolder:
     removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are moved to
     metrics.damaged.jsonl and evaluations.damaged.jsonl.
 
-    run: the identity of the run, which each record has. `filling`: what is to be said of the disk while it will soon be
-    full; otherwise empty."""
+    run: the identity of the run, which each record has. `filling`: what is to be said of a disk that fills."""
 
     def __init__(self, config: Config, run: str = "") -> None:
         self.path = config.folder
@@ -88,8 +78,7 @@ class RunFolder:
         self._flush_events = events.flush
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append one step's record and the time as a line of JSON. It is on disk on return. A record is skipped if its
-        step is there already."""
+        """Append one step's record, with the time. It is on disk on return. One that is there already is skipped."""
         if metrics["step"] <= self._step:
             return
         # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
@@ -105,8 +94,7 @@ class RunFolder:
         self.filling = warning and (self.filling or warning)
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
-        """Append one version's result and the time as a line of JSON. It is on disk on return. A result is skipped if
-        its version is there already."""
+        """Append one version's result, with the time. It is on disk on return. One that is there already is skipped."""
         if evaluation["version"] in self._evaluated:
             return
         append(self._evaluations, self._line(evaluation))
@@ -139,8 +127,7 @@ class RunFolder:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of summary.json of the run in `folder`, or None if the run is not over or the file is
-    damaged: `--resume` writes it anew."""
+    """The contents of summary.json of the run in `folder`; None: it is not over, or the file is damaged."""
     return _object_in(folder / SUMMARY)
 
 
@@ -148,7 +135,7 @@ def _object_in(file: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file cannot be read, or is damaged."""
     try:
         value = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -201,8 +188,7 @@ def ways_out(folder: Path) -> str:
 
 
 def ways_on(folder: Path, without: Path | None = None) -> str:
-    """What to do if the spool of the run in `folder`, or the checkpoint `without`, is not whole, for the end of a
-    sentence."""
+    """What to do if the spool of a run, or the checkpoint `without`, is not whole, for the end of a sentence."""
     checkpoints = [path for path in checkpoints_in(folder) if path != without]
     if not checkpoints:
         return ways_out(folder)
@@ -241,8 +227,7 @@ def store_configuration(config: Config) -> None:
 
 
 def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool = False) -> Config:
-    """Return the configuration of the run in `folder`, with `overrides`. secrets: also what config.yaml hides. Raises
-    UserError if there is no run."""
+    """The configuration of the run in `folder`, with `overrides`. secrets: also what it hides. Raises UserError."""
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(f"There is no run in {folder}, it has no config.yaml: give its folder, runs/NAME.")
@@ -346,8 +331,7 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
 
 
 def end_of(folder: Path, step: int) -> list[str]:
-    """The overrides with which the run in `folder` ends at `step`. The schedule of its learning rate stays as it was,
-    since steps may be redone."""
+    """The overrides with which the run in `folder` ends at `step`. Its learning rates stay: steps may be redone."""
     config = config_of_run(folder)
     return [f"steps={step}", f"trainer.lr_schedule_steps={config.trainer.lr_schedule_steps or config.steps or 'null'}"]
 

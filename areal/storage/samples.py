@@ -3,8 +3,6 @@
 A sample is appended once it is scored, so that an evaluation that was killed goes on with the others.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Chooses samples of kept rollouts as data to train on: the best of each group, or pairs of a good and a bad one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter

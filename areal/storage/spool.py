@@ -3,8 +3,6 @@ group, and what is sampled of those that are not finished.
 
 A group is in it as parts, of one sample each, whose frames are stored as they came."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3
@@ -16,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from zlib import crc32
 
-from areal.config import UserError
+from areal.errors import UserError, explain
 from areal.storage.database import note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked
 from areal.trajectory import Group, Note, Trajectory, of_parts
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _PARTS = """
     CREATE TABLE parts (
@@ -106,9 +104,7 @@ class Spool:
         """Make this the spool of a run. Raises UserError if it is that of another one."""
         with self._transaction() as connection:
             if read_meta(connection, "run") not in ("", run):
-                raise UserError(
-                    f"{self._file} is the spool of another run: move it away, or put back that of this run."
-                )
+                raise UserError(f"{self._file} is the spool of another run: move it away, or put back this run's.")
             write_meta(connection, "run", run)
 
     def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
@@ -189,14 +185,12 @@ class Spool:
                     )
 
     def unfinished(self, prompt_index: int) -> dict[tuple[str, int], int]:
-        """The oldest version in the calls that are stored of each unfinished sample of a prompt, by the id of its group
-        and its place there."""
+        """The oldest version in the stored calls of each unfinished sample of a prompt, by group and place."""
         rows = self._select("SELECT id, place, oldest FROM unfinished WHERE prompt_index = ?", prompt_index)
         return {(group_id, place): oldest for group_id, place, oldest in rows}
 
     def move_calls(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
-        """Make the calls of unfinished samples of earlier groups, of the same prompt, those of this group at the same
-        places, unless these are taken."""
+        """Give this group, at its free places, the calls of unfinished samples of the prompt's earlier groups."""
         with self._transaction() as connection:
             connection.executemany(_MOVE_CALLS, [(group_id, *key) for key in samples])
 
@@ -217,8 +211,7 @@ class Spool:
         return next((name for (name,) in self._select("SELECT holder FROM holders WHERE id = ?", group_id)), "")
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """Return the groups with these ids, in this order. Raises SpoolDamage if some are missing, or one is not as it
-        was stored."""
+        """The groups with these ids, in this order. Raises SpoolDamage if one is missing, or not as it was stored."""
         groups = {group_id: group for group_id in ids if (group := self._group(group_id)) is not None}
         if missing := [group_id for group_id in ids if group_id not in groups]:
             raise SpoolDamage(
@@ -265,12 +258,8 @@ class Spool:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                with self._connection:
-                    yield self._connection
-            except sqlite3.Error as error:
-                raise SpoolError(f"the spool cannot be used: {error}") from error
+        with self._lock, explain(sqlite3.Error, "the spool cannot be used: {why}", SpoolError), self._connection:
+            yield self._connection
 
     def _unpacked(
         self, group_id: str, place: int, prompt_index: int, crc: int, note: str, row: str, frame: bytes

@@ -6,8 +6,6 @@ own. A penalty on a single token (`penalties`) lowers the return of that token a
 tokens did not cause it. With a critic, `gae` takes the place of returns and penalties.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from areal.trajectory import differ
@@ -24,8 +22,7 @@ def advantages(
     mean: str,
     std: str,
 ) -> np.ndarray:
-    """(return - mean) / std of every token, float64 [T]; 0 where the return is the mean but for rounding
-    (areal.trajectory.differ).
+    """(return - mean) / std of every token, float64 [T]; 0 up to rounding (areal.trajectory.differ).
 
     rewards: [M], of each sample. groups: int [M], the group of each sample. Groups may differ in size. samples: int
     [T], the sample of each token; the tokens of a sample are in the order in which they may have caused each other.
@@ -95,8 +92,7 @@ def gae(
 
 
 def _to_go(values: np.ndarray, samples: np.ndarray, discount: float = 1.0) -> np.ndarray:
-    """The sum of each token's value and of all later ones of its sample, each times `discount` for every token between,
-    [T]."""
+    """The sum of each token's value and all later ones of its sample, times `discount` for every token between, [T]."""
     order = samples.argsort(kind="stable")
     lengths = np.bincount(samples)
     longest_first = (-lengths).argsort(kind="stable")

@@ -7,8 +7,6 @@ number of ranks and at another ZeRO stage: each rank reads the parts that it nee
 its author.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from isal import isal_zlib as zlib
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage.records import record_of
 from areal.storage.run_folder import STATE_FILE
 from areal.training.agreement import agree
@@ -81,7 +79,7 @@ class TrainingState:
 
     def __init__(
         self,
-        engine: DeepSpeedEngine,
+        engine: "DeepSpeedEngine",
         parameters: Mapping[str, torch.nn.Parameter],
         stage: int,
         control: dist.ProcessGroup,
@@ -199,7 +197,7 @@ class TrainingState:
         self._set_schedule(stored.facts["optimizer_steps"])
         stored.set_random_states()
 
-    def _load_everything(self, stored: _StoredState, kind: str) -> None:
+    def _load_everything(self, stored: "_StoredState", kind: str) -> None:
         """Every rank reads an equal share and sends it to the others."""
         for rank in range(dist.get_world_size()):
             parts = list(self._equal_share(rank))

@@ -1,7 +1,5 @@
 """The tool that trains without a run. It also works under torchrun."""
 
-from __future__ import annotations
-
 from areal.command_line import CONFIG, OVERRIDES, RoomTools
 
 

@@ -1,12 +1,9 @@
-"""Training with DeepSpeed. Only this module, `optimizer` (setup), `checkpoint` (saved state) and `ulysses` (sequence
-parallelism) use DeepSpeed's API.
+"""Training with DeepSpeed. Only this module, `optimizer`, `checkpoint` and `ulysses` (sequences) use its API.
 
 There is one `TrainingEngine` per rank. Every method that says *all ranks* is a collective: each rank calls it, in the
 same order. If a collective raises on any rank, training is over on all ranks: the other ranks wait inside the call and
 have to be killed.
 """
-
-from __future__ import annotations
 
 import atexit
 import copy
@@ -14,7 +11,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import cache
@@ -27,13 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.config import Config, TrainerConfig, UserError, explain
+from areal.config import Config
+from areal.config.training import TrainerConfig
 from areal.cpu import training as cpu
+from areal.errors import UserError, explain
 from areal.models import check_trainable, flash_computes, routing_of
 from areal.network_interfaces import choose_interface
 from areal.processes import importing
 from areal.sampled import NOT_SAMPLED, TOP
-from areal.sight import Views, sight_of
+from areal.sight import Picture, Views, sight_of
 from areal.storage.disk import DiskRetry
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.advantages import advantages, gae
@@ -174,8 +173,6 @@ class TrainingEngine:
         longest: int | None = None,
         pictures: Path = Path("pictures"),
     ) -> None:
-        if not (model / "config.json").is_file():
-            raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_trainable(model, config.sequence_parallel, longest)
         cuda = torch.cuda.is_available()
         self.config = config = config.for_device(cuda=cuda)
@@ -211,7 +208,7 @@ class TrainingEngine:
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
         self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)
         self.work_done = 0
-        """Micro-batches computed plus parameters gathered since the start. Rises during long work, not if it hangs."""
+        """Micro-batches computed, parameters gathered and pictures read since the start. Rises unless work hangs."""
 
     def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
@@ -250,7 +247,7 @@ class TrainingEngine:
             self._deepspeed.enable_backward_allreduce = False  # useless here, yet a tenth of a small model's step
 
     @classmethod
-    def of_run(cls, config: Config, *, keep_values: bool, disk_retry: DiskRetry | None = None) -> TrainingEngine:
+    def of_run(cls, config: Config, *, keep_values: bool, disk_retry: DiskRetry | None = None) -> "TrainingEngine":
         """The engine with which the run of `config` begins (all ranks)."""
         return cls(
             Path(config.model),
@@ -292,12 +289,12 @@ class TrainingEngine:
     def _fit_rows(self, module: torch.nn.Module, head: Head) -> None:
         """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
 
-        A row is a prefix tree, or several sequences, or, if the model does not keep them apart, a single one. Raises
-        UserError if the model cannot be trained.
+        A row is a prefix tree, or several sequences, or, if the model mixes them, a single one. Raises UserError.
         """
         kinds = (True, False) if self._prefix_tree else (False,)
         windows: list[int | None] = []
-        try:
+        causes = AssertionError, NotImplementedError, TypeError, ValueError
+        with explain(causes, f"{head} cannot be trained: its forward pass failed on a packed row: {{why}}."):
             inputs = row_inputs(empty_row(self.device), self._attention)
             head.measure(module, **inputs, note_window=windows.append)
             if missing := what_is_missing(module, windows, self._reader.longest):
@@ -310,14 +307,9 @@ class TrainingEngine:
             prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)
             if self._together.size > 1:
                 self._check_divided(module, head)
-        except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-            raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
         self._prefix_tree, self._one_a_row = bool(prefix_tree), self._one_a_row or prefix_tree is None
         if self._one_a_row and self.config.microbatches:
-            raise UserError(
-                f"{head} mixes the sequences of a micro-batch, so each needs one of its own: leave out "
-                f"trainer.microbatches."
-            )
+            raise UserError(f"{head} mixes the sequences of a micro-batch: leave out trainer.microbatches.")
         if self.rank == 0:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             settings = {key: getattr(self.config, key) for key in ("dtype", "gradient_checkpointing")}
@@ -347,8 +339,8 @@ class TrainingEngine:
         """Rank 0's groups as a `FlatBatch` on all ranks."""
         arrays: dict[str, np.ndarray] = {}
         if batch is not None:
-            views = self._look_at(batch)
-            flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree, **views)
+            pictures, minibatches = self._look_at(batch), self.config.minibatches
+            flat = FlatBatch.of(batch, minibatches=minibatches, prefix_tree=self._prefix_tree, pictures=pictures)
             arrays = flat.arrays()
         kinds = {name: [array.shape, array.dtype.str] for name, array in arrays.items()}
         header = self.messages.broadcast(kinds if self.rank == 0 else None)
@@ -363,13 +355,20 @@ class TrainingEngine:
             self._tower.look(flat)
         return flat
 
-    def _look_at(self, batch: Sequence[Group]) -> dict[str, Any]:
-        """The pictures of the groups, as `FlatBatch.of` takes them; nothing if none has any."""
-        if not any(map(pictures_of, batch)):
+    def _look_at(self, batch: Sequence[Group]) -> dict[str, Picture]:
+        """The pictures of the groups, by their names."""
+        names = dict.fromkeys(name for group in batch for name in pictures_of(group))
+        if not names:
             return {}
-        sight, names = sight_of(str(self.source)), {name for group in batch for name in pictures_of(group)}
-        views = {name: self._views.get(name) or self._views.add(sight.look(self._pictures.get(name))) for name in names}
-        return {"sight": sight, "pictures": [[views[name] for name in pictures_of(group)] for group in batch]}
+        sight = sight_of(str(self.source))
+
+        def look(name: str) -> Picture:
+            view = self._views.get(name) or self._views.add(sight.look(self._pictures.get(name)))
+            self.work_done += 1
+            return view
+
+        with ThreadPoolExecutor() as threads:
+            return dict(zip(names, threads.map(look, names), strict=True))
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
         """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""
@@ -402,8 +401,7 @@ class TrainingEngine:
         module: torch.nn.Module | None,
         **inputs: Any,
     ) -> tuple[Tensor, ...]:
-        """What the model gives for `what`, which is `row` or this rank's part of it. inputs: in place of those of the
-        row, or beside them."""
+        """What the model gives for `what`: `row` or this rank's part. inputs: in place of the row's, or beside them."""
         if self._replay:
             self._replay.follow(what.routes)
         if self._tower:
@@ -467,8 +465,7 @@ class TrainingEngine:
         return -float(self._pass(flat, trained, None, temperature)[0][trained].mean(dtype=np.float64))
 
     def logprobs(self, batch: Sequence[Group] | None, *, temperature: float) -> np.ndarray:
-        """log pi of the batch's sampled tokens, float32 [T] in the order of `TokenValues`; nothing is trained (all
-        ranks)."""
+        """log pi of the batch's sampled tokens, float32 [T] as in `TokenValues`; nothing is trained (all ranks)."""
         flat = self._share(batch)
         return self._pass(flat, flat.trained(None), None, temperature)[0][flat.by_sample()]
 
@@ -481,8 +478,7 @@ class TrainingEngine:
         tally: Tally | None = None,
         module: torch.nn.Module | None = None,
     ) -> np.ndarray:
-        """Log-probabilities of the tokens in the loss of the sequences `members` (None: of all), and a critic's values
-        (all ranks).
+        """Log-probs of the tokens in the loss of the sequences `members` (None: all), and critic's values (all ranks).
 
         Returns float32 [1 or 2, T] on all ranks, 0 for all other tokens. No gradients are needed, so sequences of
         several minibatches share rows, which takes fewer passes.
@@ -508,8 +504,7 @@ class TrainingEngine:
         """Set what a pass before the step finds for the tokens (all ranks). Returns a critic's values of all sampled
         ones, float32 [T]; None without a critic.
 
-        The first minibatch's own forward pass still runs on these weights. But a mask has to be known before it, and so
-        have values.
+        The first minibatch's forward pass has these weights, too. But a mask and values have to be known before it.
         """
         masked, recompute = self.config.objective == "m2po", self.config.proximal == "recompute"
         first = 0 if masked or self._critic else 1
@@ -537,8 +532,7 @@ class TrainingEngine:
             row.reference = row.pick(reference)
 
     def _set_teacher(self, rows: list[PackedRow], flat: FlatBatch) -> None:
-        """Set the teacher's log-probs, and its likeliest tokens if they are trained on. Those that the policy lacks
-        become unlikely."""
+        """Set the teacher's log-probs, and likeliest tokens if trained on. What the policy lacks is unlikely."""
         teacher = _needed_column(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
         for row in rows:
             row.teacher = row.pick(teacher)
@@ -616,8 +610,7 @@ class TrainingEngine:
     def _train_minibatch(
         self, rows: list[PackedRow], version: int, temperature: float, tally: Tally, *, first: bool
     ) -> None:
-        """One optimizer step, unless every token of the minibatch is masked. first: true if it is the first minibatch
-        of the batch."""
+        """One optimizer step, unless every token is masked. first: true for the first minibatch of the batch."""
         critic, trained = self.config.critic, torch.zeros(1, device=self.device)
         alone = critic is not None and self._deepspeed.lr_scheduler.last_epoch < critic.warmup_steps
         if critic and self._critic:
@@ -759,8 +752,7 @@ class TrainingEngine:
             yield from tensors_in(vars(optimizer))
 
     def close(self) -> None:
-        """Wait until all folders are written, and remove DeepSpeed's hooks and buffers, so that memory can be freed
-        (all ranks)."""
+        """Wait until all folders are written, and remove DeepSpeed's hooks and buffers (all ranks)."""
         self._publisher.close()
         self._saver.close()
         self._deepspeed.destroy()

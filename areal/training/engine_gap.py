@@ -5,8 +5,6 @@ steps have none. For `engine_gap` an engine computes the log-probs of one sample
 which the step begins, as the step does anyway.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from statistics import median

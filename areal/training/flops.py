@@ -6,8 +6,6 @@ attend to each other take, for each pair, four times the size of all heads forwa
 computed again to save memory does not count.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from functools import cache
@@ -18,16 +16,14 @@ import torch
 from areal.models import EXPERTS
 from areal.training.packed import PackedRow
 
-# Dense TFLOP/s in bf16 with sums in fp32, by a part of the device's name in CUDA; the first match counts. From the data
-# sheets of NVIDIA and AMD.
+# Dense TFLOP/s in bf16 with sums in fp32, by a part of the device's name; the first match counts (data sheets).
 KNOWN = {
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "H20": 148, "B200": 2250,
     "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
     "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307,
 }  # fmt: skip
 SMALLEST, LARGEST, LEAST_SECONDS, REPEATS = 64, 1024, 0.01, 5
-"""A product of matrices measures a CPU: their sides, how long it takes at least unless they are the largest, and how
-often it is tried; the fastest counts."""
+"""A product of matrices measures a CPU: their sides, its least time (unless largest), and tries; the fastest counts."""
 
 
 class Operations:
@@ -72,8 +68,7 @@ class Operations:
 
 
 def experts_of(sizes: Any) -> tuple[int, int]:
-    """How many routed experts a layer has, and how many a token takes; 0 if there are none. sizes: the model's text
-    config, which has other names in each family."""
+    """How many routed experts a layer has, and how many a token takes; or 0. sizes: of transformers, by family."""
 
     def first(*names: str) -> int:
         return next((value for name in names if isinstance(value := getattr(sizes, name, None), int) and value), 0)

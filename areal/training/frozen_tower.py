@@ -5,8 +5,6 @@ in place of its placeholders' embeddings, others that are added to what the firs
 arXiv 2406.04334), and rotary angles by time, height and width.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path
@@ -76,8 +74,7 @@ class FrozenTower:
         return self._vectors[number]
 
     def _rotate(self, rotary: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The cosines and sines [1, T, D] of the angles, of which each is by one of the three positions
-        (arXiv 2409.12191, section 2.1)."""
+        """The cosines and sines [1, T, D] of the angles, each by one of the three positions."""
         row = self._row
         if row is None or row.places is None:
             return None
@@ -123,11 +120,8 @@ def _read_tower(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    tower = (
-        _Tiles(config, dtype)
-        if config.model_type == "smolvlm"
-        else AutoModel.from_config(config.vision_config, dtype=dtype)
-    )
+    tiles = config.model_type == "smolvlm"
+    tower = _Tiles(config, dtype) if tiles else AutoModel.from_config(config.vision_config, dtype=dtype)
     name_in_files = re.compile(r"^.*\b(visual\.|(?=(vision_model|connector)\.))")
     stored = {name_in_files.sub("", name): tensor for name, tensor in beside_text(folder, 0, 1)}
     tower.load_state_dict(stored)

@@ -7,13 +7,12 @@ that resumes from it starts with a new guard without streaks. This is correct, b
 the same streak, or the same stop, as before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from areal.config import Config, GuardConfig
+from areal.config import Config
+from areal.config.training import GuardConfig
 from areal.models import architectures_of, is_mixture
 
 FINITE = ("loss", "grad_norm", "entropy")
@@ -66,8 +65,7 @@ def not_finite(metrics: Mapping[str, float | None]) -> str | None:
 
 
 class Guard:
-    """Checks the metrics of every step, including redone steps. config: as `limits_of` gives it. objective:
-    `trainer.objective`."""
+    """Checks the metrics of every step, also redone ones. config: of `limits_of`. objective: `trainer.objective`."""
 
     def __init__(self, config: GuardConfig, objective: str = "") -> None:
         self._config = config
@@ -82,8 +80,7 @@ class Guard:
     def check(self, metrics: Mapping[str, float | None]) -> str | None:
         """Check a step's metrics (areal.training.step_metrics.StepResult); a metric that is missing or None is skipped.
 
-        Returns None if the run may go on. Otherwise the run has to stop, and the returned sentence says why and what
-        to try.
+        Returns None if the run may go on, else a sentence: why it has to stop, and what to try.
         """
         if wrong := not_finite(metrics):
             return f"{wrong}: {self._advice(metrics)}."
@@ -93,8 +90,7 @@ class Guard:
         return next(filter(None, verdicts), None)
 
     def check_first(self, metrics: Mapping[str, float | None], model: Path) -> str | None:
-        """Check the run's first step, whose tokens were sampled by the weights that engines and trainer begin with.
-        Returns as `check` does. model: its folder."""
+        """Check the run's first step, with tokens of the first weights. Returns as `check`. model: its folder."""
         gap, limit = metrics.get("logprob_gap"), self._config.logprob_gap
         if gap is None or limit is None or gap <= limit:  # NaN is beyond it
             return None

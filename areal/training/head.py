@@ -7,8 +7,6 @@ head's weight is then one product over all tokens, summed in fp32 inside the pro
 fp32 before it is rounded: where p is near 1, g - g p is far smaller than each of its terms.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, rms_norm
 
-from areal.config import UserError
+from areal.errors import UserError
 
 AT_ONCE = 1 << 25
 """Most logits that exist at once (128 MiB in fp32)."""
@@ -209,7 +207,7 @@ class Head:
         """The module that makes the embeddings of the model's input."""
         return self._model.get_input_embeddings()
 
-    def add_critic(self) -> ValueHead:
+    def add_critic(self) -> "ValueHead":
         """A new critic, whose values the model returns from now on."""
         self.critic = ValueHead(self._linear.in_features, self._linear.weight.dtype)
         return self.critic
@@ -236,9 +234,7 @@ class Head:
         if logits.shape != probe[0, 0].shape or not torch.allclose(
             curve.scores(probe[0, 0].clone(), 1.0).double(), logits, rtol=1e-4, atol=1e-4
         ):
-            raise UserError(
-                f"{self} cannot be trained: it changes its logits in a way that is neither a scale nor softcapping."
-            )
+            raise UserError(f"{self} cannot be trained: it changes its logits by more than a scale or softcapping.")
         self.curve = curve
 
     def _forward_to_logprobs(
@@ -251,8 +247,7 @@ class Head:
         probe: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """The model's new forward method: log-probs and entropies, [S] each, of the tokens that `PackedRow` describes;
-        and if there is a critic, its values.
+        """The model's new forward method: log-probs, entropies, [S], of a `PackedRow`'s tokens; a critic's values.
 
         probe: given back as what the model makes of these logits.
         """

@@ -5,8 +5,6 @@ in its figure 6a. Everything here is a pure function of the
 lengths and of the number of shared tokens, so every rank computes the same plan by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

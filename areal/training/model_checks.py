@@ -6,8 +6,6 @@ transformers, and of the kernels that it uses on this device, takes the boundari
 convolutions run over the whole row otherwise. Nothing fails then, only the numbers are wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +27,7 @@ standard deviation. In bf16, rounding takes a few hundredths; wrong positions ta
 def what_is_missing(model: Any, windows: Sequence[int | None], longest: int | None) -> str | None:
     """Why the attention of a model cannot be computed, although its config.json shows no reason; None: it can.
 
-    windows: what its attention layers have asked for in a forward pass. longest: the tokens of the longest sequence;
-    None: the model's limit.
+    windows: that attention layers asked for in a pass. longest: tokens of a sequence; None: the model's limit.
     """
     if not windows and any("Attention" in type(part).__name__ for part in model.modules()):
         return "its layers do not call the attention function: take another model"
@@ -98,18 +95,13 @@ def _influence(
     row: PackedRow,
     chosen: Tensor | int,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probs of a row, [S], and the size of the gradient of the chosen ones with respect to the embedding of
-    each token, [T]."""
+    """The log-probs of a row, [S], and the size of the gradient of the chosen ones for each token's embedding, [T]."""
     seen: list[Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
         seen.append(output if output.requires_grad else output.requires_grad_())
 
-    hook = embeddings.register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            logps, *_ = forward(row)
-            (gradient,) = torch.autograd.grad(logps[chosen].sum(), seen)
-    finally:
-        hook.remove()
+    with embeddings.register_forward_hook(keep), torch.enable_grad():
+        logps, *_ = forward(row)
+        (gradient,) = torch.autograd.grad(logps[chosen].sum(), seen)
     return logps, gradient[0].abs().sum(-1)

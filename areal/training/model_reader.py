@@ -1,7 +1,5 @@
 """Reads a model for training: where its weights go, and that it gives the same log-probs in every pass."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from areal.config import TrainerConfig, UserError, explain
+from areal.config.training import TrainerConfig
+from areal.errors import UserError, explain
 from areal.processes import importing
 from areal.text import without_code
 from areal.training.optimizer import deepspeed_config
@@ -51,8 +50,7 @@ def _disable_noise(part: torch.nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelReader:
-    """stage: of ZeRO. attention: its name in transformers. longest: the most tokens of a sequence; None: the model's
-    limit."""
+    """stage: of ZeRO. attention: its name in transformers. longest: tokens of a sequence; None: the model's limit."""
 
     config: TrainerConfig
     stage: int

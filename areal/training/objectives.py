@@ -1,13 +1,10 @@
 """The policy objectives, per token. Symbols are the paper's (arXiv 2505.24298, section 5.2).
 
 An objective is a function `(Tokens, TrainerConfig) -> TokenLoss`. The named objectives are in `LOSSES`. A user's own
-objective is given in `trainer.objective` as `package.module:function`. The other settings of a named objective, such as
-how advantages are normalised, are in `areal.config.OBJECTIVE_SETTINGS`. Averaging over tokens (`trainer.loss_mean`) and
-the KL penalty against the reference model are not part of an objective. docs/objectives.md lists all of this in one
-table.
+objective is given in `trainer.objective` as `package.module:function`. The other settings of a named objective are
+in `areal.config.training.OBJECTIVE_SETTINGS`. Averaging over tokens (`trainer.loss_mean`) and the KL penalty against
+the reference model are not part of an objective. docs/objectives.md lists all of this in one table.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.config import OBJECTIVE_SETTINGS, TrainerConfig, UserError, explain
+from areal.config.training import OBJECTIVE_SETTINGS, TrainerConfig
+from areal.errors import UserError, explain
 from areal.plugins import load
 
 LOG_RATIO_BOUND = 20.0
@@ -128,8 +126,7 @@ def clip(u: Tensor, config: TrainerConfig) -> Tensor:
 def clipped_surrogate(u: Tensor, w: Tensor, A: Tensor, config: TrainerConfig) -> TokenLoss:
     """J = w min(u A, clip(u) A), [S].
 
-    With `eps_clip_dual` = c, the ratio of a token with A < 0 is bounded by c: max(min(u A, clip(u) A), c A)
-    (arXiv 1912.09729, eq. 5).
+    With `eps_clip_dual` = c, A < 0: max(min(u A, clip(u) A), c A) (arXiv 1912.09729, eq. 5).
     """
     free = u * A
     held = torch.minimum(free, clip(u, config) * A)
@@ -149,8 +146,7 @@ def decoupled_ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 def ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     """Plain PPO (arXiv 1707.06347, eq. 7): J = min(u A, clip(u) A) with u = pi_theta / pi_behav.
 
-    The trust region lies around the policy that sampled the token, however old that policy is. PPO collapses under
-    staleness.
+    The trust region lies around the policy that sampled the token, however old. PPO collapses under staleness.
     """
     return decoupled_ppo(replace(tokens, logp_prox=tokens.logp_behav), config)
 
@@ -169,8 +165,7 @@ def gmpo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     """GMPO (arXiv 2507.20673, eq. 4): J = w A g, with g the geometric mean over the sequence of u, which is first held
     at exp(eps_clip_higher) where A > 0 and at exp(-eps_clip) where A < 0.
 
-    In the token form of `gspo`: with `loss_mean` sequence and one advantage per sequence, value and gradient equal
-    those of the sequence form.
+    In `gspo`'s token form: with `loss_mean` sequence and one advantage each, it equals the sequence form.
     """
     low, high = clip_bounds(config)
     held = torch.where(tokens.A > 0, tokens.log_u.clamp(max=high), tokens.log_u.clamp(min=-low))
@@ -296,8 +291,7 @@ def resolve_objective(name: str) -> Objective:
 
 
 def rehearse(config: TrainerConfig) -> Objective:
-    """The objective of `config`, after test calls on micro-batches of three tokens, whose policies differ or are the
-    same as in the first step, and on an empty one.
+    """The objective of `config`, after test calls on three tokens, of equal and other policies, and on none.
 
     A rank without work has empty micro-batches. Raises UserError if the objective does not load, raises, or does not
     return a `TokenLoss` as that class describes it, or one with values or gradients that are not finite.
@@ -350,8 +344,7 @@ def _flaw_of_values(loss: Tensor, logp: Tensor) -> str | None:
 
 
 def interpolated_proximal(logp: Tensor, logp_behav: Tensor, staleness: Tensor) -> Tensor:
-    """log pi_prox, interpolated between behaviour and current policy, [S] without gradient (A-3PO, arXiv 2512.06547,
-    eq. 3).
+    """log pi_prox, between behaviour and current policy, [S] without gradient (A-3PO, arXiv 2512.06547, eq. 3).
 
     alpha log pi_behav + (1 - alpha) log pi_theta, alpha = 1 / staleness; a token of the current version has alpha 0.
     staleness: [S], versions between a token's sampling and this step.

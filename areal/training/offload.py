@@ -1,7 +1,5 @@
 """Moves tensors between the devices and host memory without their owners' knowledge."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

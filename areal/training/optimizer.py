@@ -1,7 +1,5 @@
 """DeepSpeed's configuration and the learning-rate schedule of a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +9,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from areal.config import TrainerConfig, merged
+from areal.config.reading import merged
+from areal.config.training import TrainerConfig
 
 # By default DeepSpeed gathers the mixtures of experts of some models as a whole under ZeRO 3, and reduces their
 # gradients in hooks that also run when no parameter gets a gradient, as in `separation`. In transformers, the experts
@@ -32,8 +31,7 @@ def bucket_elements(sizes: Mapping[str, int]) -> int:
 
 
 def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters as groups for Adam. Norms and biases, which have one dimension, do not decay, as in
-    Megatron and transformers."""
+    """The trained parameters as groups for Adam. Norms and biases (one dimension) do not decay, as in Megatron."""
     if not weight_decay:
         return [{"params": list(parameters)}]
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
@@ -91,8 +89,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
 
 @contextmanager
 def held(engine: Any) -> Iterator[None]:
-    """Until the end of the block, a step of DeepSpeed's `engine` clears the gradients, but moves neither Adam nor the
-    schedule."""
+    """In the block, a step of DeepSpeed's `engine` clears the gradients, but moves neither Adam nor the schedule."""
     parts = engine.basic_optimizer, engine.lr_scheduler
     steps = [part.step for part in parts]
     for part in parts:

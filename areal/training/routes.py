@@ -1,7 +1,5 @@
 """Gives routers the experts that sampling chose (R3, arXiv 2510.11370)."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Published weights may be in a folder of that host alone. Each of these ranks kee
 layer stay together, because in the files they may be cut and joined otherwise than in the model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -110,8 +108,7 @@ class WeightCopies:
     def copy(
         self, copies: dict[str, Tensor], whole: Callable[[torch.nn.Parameter], AbstractContextManager[object]]
     ) -> Copied:
-        """Copy the weights that this rank writes into those in `copies`, which are created if they are missing. whole:
-        has a parameter on each rank.
+        """Copy the weights that this rank writes into `copies`, made if missing. whole: has a parameter everywhere.
 
         Parameters are gathered one after another, all ranks in step. Nothing may be sent or written in between: under
         ZeRO-3 a rank that is late for a gather makes the others hang. Tied parameters appear once.

@@ -1,7 +1,5 @@
 """The metrics of a training step: sums over its tokens on every rank, combined at the end of the step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.training.objectives import TokenLoss, kl
 from areal.training.packed import PackedRow
 
@@ -77,8 +75,16 @@ class StepResult:
 class Tally:
     """Sums over the tokens of a step on one rank, the seconds of its phases, and its floating-point operations."""
 
-    OF_TOKENS = ("entropy", "clip_fraction", "weight_mean", "kl_behaviour", "kl_reference", "kl_teacher",
-                 "teacher_agreement", "token_staleness_mean")  # fmt: skip
+    OF_TOKENS = (
+        "entropy",
+        "clip_fraction",
+        "weight_mean",
+        "kl_behaviour",
+        "kl_reference",
+        "kl_teacher",
+        "teacher_agreement",
+        "token_staleness_mean",
+    )
     OF_STEPS = ("loss", "value_loss")
     SUMS = (*OF_TOKENS, *OF_STEPS, "weight_squared", "gap", "current", "computed")
     """Those of each token and of each optimizer step have the names of their means in `StepResult`."""
@@ -112,8 +118,7 @@ class Tally:
     ) -> None:
         """Add a row's tokens to the sums.
 
-        first: true before the first optimizer step, while `logp` is still that of `version`. errors: [S], the critic's
-        loss.
+        first: before the first optimizer step, while `logp` is that of `version`. errors: [S], the critic's loss.
         """
         weight = torch.exp((row.proximal - row.behaviour).double())
         current = (row.versions == version) & first
@@ -159,8 +164,7 @@ class Tally:
         explained_variance: float | None,
         peak_tflops: float | None,
     ) -> StepResult:
-        """The step's result, which is the same on all ranks except for the seconds and what follows from them (all
-        ranks)."""
+        """The step's result, the same on all ranks but for the seconds and what follows from them (all ranks)."""
         totals, maxima = self.sums.cpu(), self.maxima.cpu()
         operations = torch.tensor([self.operations], dtype=torch.float64)
         dist.all_reduce(operations, group=control)

@@ -6,8 +6,6 @@ functions of `packed`, prefix trees included, work as they are. Everything else 
 At the end the ranks exchange log-probs, so that each has those of the whole row: objectives may look at sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.training.packed import PackedRow
 
 Attention = Callable[..., tuple[Tensor, None]]

@@ -5,8 +5,6 @@ Trainers write adapters, and generators apply them. Programs that load checkpoin
 `merged_tensors` gives.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -19,13 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from areal.config import LoraConfig, UserError, explain
+from areal.config.training import LoraConfig
+from areal.errors import UserError, explain
 from areal.models import shapes_in
 from areal.weights.folders import ADAPTER_CONFIG_FILE, ADAPTER_FILE, write_tensors
 
 FOLDER = "adapter"
-"""The adapter's folder in a checkpoint. If its files were beside the merged weights, transformers would add the adapter
-to them again."""
+"""The adapter's folder in a checkpoint. Beside the merged weights, transformers would add the adapter again."""
 
 _ROOT = "base_model.model."  # prefix of all tensor names in peft
 _NAME = ".default"  # name of the only adapter: part of its parameters' names, but not of the names in files
@@ -91,8 +89,7 @@ def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> Iterator[tu
     """The tensors of a model folder by name, in their order in its safetensors files: all, or if `shards` is given,
     part number `shard` of that many parts of about the same size.
 
-    Every file is open on return, so the folder may be removed then. Raises OSError if there are none or one cannot be
-    opened, SafetensorError if one is damaged.
+    Every file is open on return, so the folder may be removed then. Raises OSError, SafetensorError.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:

@@ -1,7 +1,5 @@
 """Packs of tensors in a direct transfer, and the GPU memory that sending them takes. Formulas only: no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 

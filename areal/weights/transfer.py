@@ -10,8 +10,6 @@ process share its two streams: a generator that does not answer would hold the t
 The trainer uses `Sender`. vLLM imports `GlooEngine` by name in its workers (`areal.generation.vllm_worker`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -170,8 +168,7 @@ class GlooGroup:
         self._store = store  # rank 0's is the server
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Work:
-        """Begin to send rank 0's tensor, or to receive it. Waiting for the result raises RuntimeError if a rank dies or
-        does not join in time."""
+        """Begin to send rank 0's tensor, or to receive it. The result raises RuntimeError if a rank dies or is late."""
         options = BroadcastOptions()
         options.rootRank = src
         return self._group.broadcast([tensor], options)
@@ -213,7 +210,7 @@ class GlooTrainerEngine(NcclTrainerEngine):
     device = "cpu"
 
     @classmethod
-    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> GlooTrainerEngine:
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> "GlooTrainerEngine":
         geometry = {
             "packed": init_info.packed,
             "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,

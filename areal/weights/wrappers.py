@@ -4,15 +4,13 @@ The trainer loads the text model alone. Engines run the wrapper, so what is publ
 transformers gives back to weights that it loaded under others. What is saved has the wrapper's vision, as it was.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.models import TEXT_TYPES, is_wrapper, shapes_in, weight_sizes
 from areal.text import without_code
 from areal.weights.folders import Shapes, saved_buffers
@@ -24,8 +22,7 @@ HEAD = "lm_head."
 
 
 def text_config(model: str | Path) -> Any:
-    """The config of transformers of the text model in a model, which is a folder or a name on the hub. Raises OSError
-    and ValueError."""
+    """The text model's config in a model, a folder or a name on the hub. Raises OSError and ValueError."""
     from transformers import AutoConfig
 
     with without_code():
@@ -88,7 +85,7 @@ def check_names(folder: Path) -> None:
         )
 
 
-def beside_text(folder: Path, shard: int, shards: int) -> Iterator[tuple[str, Tensor]]:
+def beside_text(folder: Path, shard: int, shards: int) -> "Iterator[tuple[str, Tensor]]":
     """The tensors of the wrapper in `folder` that are not its text model's, and a part of them as `stored_tensors` has
     it; none if it is no wrapper."""
     from areal.weights.lora import stored_tensors  # imports torch
@@ -101,8 +98,7 @@ def beside_text(folder: Path, shard: int, shards: int) -> Iterator[tuple[str, Te
 
 
 def _prefixes(folder: Path) -> tuple[str, str | None]:
-    """What the names of the text model's weights begin with in a wrapper's files, and those of its head; None: it has
-    none."""
+    """What the names of the text model's weights and of its head begin with in a wrapper's files, or None."""
     names = sorted(weight_sizes(folder), key=len)
     body = next((name for name in names if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
     head = next((name for name in names if name.endswith("lm_head.weight")), None)

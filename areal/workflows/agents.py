@@ -3,8 +3,6 @@
 An agent is an async function or a command, given by the user. docs/agents.md describes its inputs and its results.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect
@@ -22,8 +20,8 @@ from typing import IO, Annotated, Any
 from pydantic import Field
 
 from areal.children import kill_group
-from areal.config import UserError, explain
 from areal.data.rows import Row
+from areal.errors import UserError, explain
 from areal.plugins import load
 from areal.processes import plain_environment, tied
 from areal.trajectory import Trajectory
@@ -159,8 +157,7 @@ async def _call(function: str, session: Session, api: Access, row: Row, reward_k
 
 
 async def _execute(command: str, pass_env: Sequence[str], api: Access, row: Row, reward_key: str) -> None:
-    """Run a program to its end. It is killed with its process group when this task ends; it is also killed when this
-    process ends. Raises AgentFailed."""
+    """Run a program to its end. It is killed, with its group, when this task or process ends. Raises AgentFailed."""
     access = {"OPENAI_BASE_URL": api.base_url, "OPENAI_API_KEY": api.api_key}
     access |= {"ANTHROPIC_BASE_URL": api.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api.api_key}
     # A file, not a pipe: nothing has to read it meanwhile, and processes that a program leaves cannot keep it open.

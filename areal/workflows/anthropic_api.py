@@ -1,7 +1,5 @@
 """Anthropic's Messages API, translated to and from chat completions."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from typing import Annotated, Any, Literal
@@ -173,8 +171,7 @@ def error_body(status: int, message: str, code: str | None = None) -> Json:
 
 
 def _continued(message_request: MessagesRequest, threads: Threads) -> ChatRequest:
-    """The request with the system prompt, the tools and the messages of the thread that it continues. Raises
-    ApiError."""
+    """The request with system prompt, tools and messages of the thread that it continues. Raises ApiError."""
     request = message_request.chat()
     if message_request.thread is None or message_request.thread.type == "create":
         return request

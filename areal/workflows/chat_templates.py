@@ -5,12 +5,10 @@ placeholder for what was sampled, and what follows the last placeholder is what 
 rendered with them: some templates write the results of tools only beside their calls, or name them by their place.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,8 +17,7 @@ from areal.tokens import special_tokens
 
 Message = dict[str, Any]
 
-# Placeholders for what was sampled, in the last turn and in earlier ones: text that no template changes and no message
-# contains.
+# Placeholders for what was sampled, in the last turn and in earlier ones: no template changes them.
 _LAST, _EARLIER = "content-sampled-6f1d8a", "content-earlier-6f1d8a"
 EXAMPLE_TOOL = {
     "type": "function",
@@ -142,7 +139,7 @@ class ChatTemplate:
         text: str = self._tokenizer.apply_chat_template(
             list(messages), tools=self._tools, add_generation_prompt=continues, tokenize=False
         )
-        pictures = [part for message in messages for part in _pictures(message)]
+        pictures = parts_of(messages)
         if not pictures:
             return text
         sizes = [(picture["width"], picture["height"]) for picture in pictures]
@@ -202,14 +199,14 @@ def _texts_of(message: Message) -> Iterator[str]:
         yield content.rpartition("</think>")[2] if message["role"] == "assistant" else content
 
 
-def _pictures(message: Message) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return [part for part in content if part.get("type") == "image"] if isinstance(content, list) else []
+def parts_of(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """The parts of messages that are pictures, in order."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return [part for content in contents for part in content if part.get("type") == "image"]
 
 
 def _stands(text: str, shown: str) -> bool:
-    """Whether the text stands in what is shown, trimmed, as JSON, or at least most of its words in their order, in
-    whatever case."""
+    """Whether the text stands in what is shown, trimmed, as JSON, or most of its words in order, in whatever case."""
     text, shown = text.strip().casefold(), shown.casefold()
     if text in shown or json.dumps(text)[1:-1] in shown:
         return True

@@ -6,8 +6,6 @@ never rendered. The tokens between two sampled turns are what the template write
 the messages that came in between.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 from collections.abc import Callable, Sequence
@@ -57,7 +55,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.generations: list[Generation] = []
 
-    def copy(self) -> Conversation:
+    def copy(self) -> "Conversation":
         """A conversation that goes on from here by itself."""
         branch = Conversation(self._tokenizer, self._tools, plain=self._template is None)
         branch._openings, branch.messages = self._openings.copy(), self.messages.copy()
@@ -112,8 +110,7 @@ class Conversation:
         return _decoded(self._tokenizer, sampled.tokens)
 
     def trajectory(self, reward: float) -> Trajectory:
-        """All turns as one sample to train on. Raises ValueError if nothing was sampled, or the reward is not a valid
-        score."""
+        """All turns as one sample to train on. Raises ValueError if nothing was sampled, or the reward is no score."""
         if not any(map(len, self.generations)):
             raise ValueError("nothing was sampled")
         turns = zip(map(unsampled, self._openings), self.generations, strict=True)

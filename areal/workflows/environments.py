@@ -10,8 +10,6 @@ The name of this environment is `package.module:MyEnvironment`. Each object of t
 `docker:IMAGE`, `podman:IMAGE`, `bubble`, `http://HOST` and `sandbox:package.module:function` a sandbox.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -19,8 +17,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 from areal import plugins
-from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
+from areal.errors import UserError, explain
 from areal.workflows.gymnasium_environments import GymnasiumEnvironment
 from areal.workflows.openenv_environments import OpenEnvEnvironment
 from areal.workflows.sandbox_environments import SandboxEnvironment
@@ -34,8 +32,7 @@ class Environment(Protocol):
         """Begin the sample. Returns what the policy sees first."""
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Returns what the policy sees next (not used after the last step), the reward of this step, and whether it was
-        the last step."""
+        """What the policy sees next (unused after the last step), the step's reward, and whether it was the last."""
 
 
 class ColumnAddition:
@@ -76,8 +73,7 @@ OUTSIDE: dict[str, Callable[..., SandboxEnvironment | GymnasiumEnvironment | Ope
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """A factory of the environment called `name`: a built-in one, one from outside, or `package.module:Class`. Raises
-    UserError."""
+    """A factory of the environment `name`: built in, from outside, or `package.module:Class`. Raises UserError."""
     prefix, _, outside_name = name.partition(":")
     if name not in (*BUILT_IN, *NAMELESS) and not outside_name:
         raise UserError(
@@ -94,9 +90,7 @@ def _load_class(name: str) -> Any:
     make = BUILT_IN.get(name) or plugins.load(name, "The environment")
     for method in "reset", "step":
         if not inspect.iscoroutinefunction(getattr(make, method, None)):
-            raise UserError(
-                f"The environment {name!r} has no async {method}: docs/workflows.md describes what it needs."
-            )
+            raise UserError(f"The environment {name!r} has no async {method}: docs/workflows.md has what it needs.")
     return make
 
 

@@ -1,7 +1,5 @@
 """Runs environments of the Gymnasium library as the workflow `environment` wants them: `environment: gymnasium:ID`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re
@@ -10,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from areal import plugins
-from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row, extended, seed_of
+from areal.errors import UserError, explain
 
 _INTEGER = re.compile(r"(?<!\d)-?\d+")
 

@@ -4,8 +4,6 @@ A server that is named by a command is a program, started for each sample, so th
 left there. A server that is named by a URL (streamable HTTP) runs elsewhere and serves all samples.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -19,7 +17,7 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel
 
-from areal.config import UserError, explain
+from areal.errors import UserError, explain
 from areal.processes import plain_environment, tied
 
 # What each start of a server and each call of a tool may take, unless the user sets it.
@@ -59,16 +57,13 @@ class Tools:
         """Add a server's tools. Raises ServerFailed if there is one of that name already."""
         for tool in tools:
             if tool.name in self._owners:
-                raise ServerFailed(
-                    f"the MCP servers {self._owners[tool.name][0]!r} and {server!r} both have {tool.name}"
-                )
+                raise ServerFailed(f"MCP servers {self._owners[tool.name][0]!r} and {server!r} both have {tool.name}")
             self._owners[tool.name] = server, client
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             self.shown.append({"type": "function", "function": function})
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result of a tool, or its error, as text. `arguments` are JSON. Raises ServerFailed if the server is
-        lost."""
+        """The result of a tool, or its error, as text. `arguments`: JSON. Raises ServerFailed."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -104,8 +99,7 @@ def check(servers: Mapping[str, Server]) -> None:
 
 
 def rehearse(options: Mapping[str, Any]) -> None:
-    """Starts each server of the workflow's options once. Raises UserError if one does not start, or if two have a tool
-    of the same name."""
+    """Starts each server of the options once. Raises UserError if one fails, or two have a tool of the same name."""
     servers = {name: Server.model_validate(server) for name, server in options["servers"].items()}
 
     async def once() -> None:

@@ -4,8 +4,6 @@ It speaks the server's protocol, JSON over a WebSocket, itself: the `openenv` pa
 of the MCP library, so that both cannot be installed together.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -14,8 +12,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from areal import plugins
-from areal.config import UserError
 from areal.data.rows import Prompt, Row, extended, seed_of
+from areal.errors import UserError, explain
 
 MESSAGE_BYTES = 64 << 20
 """A server that sends a longer message ends its session."""
@@ -107,11 +105,10 @@ class OpenEnvEnvironment:
 
     @contextlib.asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        try:
+        slow = f"{self._url} took longer than timeout_seconds ({self._timeout:g} s)"
+        with explain(TimeoutError, slow, TimeoutError):
             async with asyncio.timeout(self._timeout):
                 yield
-        except TimeoutError:
-            raise TimeoutError(f"{self._url} took longer than timeout_seconds ({self._timeout:g} s)") from None
 
     def _shown(self, result: dict[str, Any]) -> str:
         observation = result["observation"]

@@ -4,8 +4,6 @@ So a policy is read in training as it is by vLLM's server. vLLM is imported for 
 thinking: that takes six seconds and 400 MB, and few runs need it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -21,7 +19,8 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import ValidationError
 
-from areal.config import TOOL_CALL_PARSER, UserError
+from areal.config.roles import TOOL_CALL_PARSER
+from areal.errors import UserError
 from areal.sampled import Generation
 
 log = structlog.get_logger()
@@ -85,8 +84,7 @@ class Parsers:
         self._has_warned = False
 
     def load(self) -> None:
-        """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks what they
-        need, such as a special token."""
+        """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks a token."""
         with self._loading:
             if self._kinds is not None:
                 return
@@ -105,8 +103,7 @@ class Parsers:
                 os.environ.update(environment)
 
     def check(self, tools: list[Json] | None) -> None:
-        """Load what turns with these tools need. Raises UserError as `load`, and ValueError if the tools are not in the
-        form of OpenAI's API."""
+        """Load what turns with these tools need. Raises UserError as `load`, ValueError for tools of another form."""
         if self.reads(tools):
             self.load()
             _request(tools)
@@ -169,8 +166,7 @@ class Parsers:
         return parser(self._tokenizer, request.tools, chat_template_kwargs=self._template_kwargs)
 
     def _text(self, sampled: Generation, stops: Sequence[str], *, special: bool) -> tuple[str, bool]:
-        """The text before the first of `stops`, and whether there is one. special: with special tokens, except for one
-        that ends the turn."""
+        """The text before the first of `stops`, and whether there is one. special: with special tokens but the last."""
         tokens = sampled.tokens
         if special and sampled.finish == "stop" and len(tokens) and int(tokens[-1]) in self._special_ids:
             tokens = tokens[:-1]
@@ -236,8 +232,7 @@ class _TooSlow(BaseException):
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of the call. Raises _TooSlow soon after so many seconds of the processor, where the call calls a
-    function."""
+    """The result of the call. Raises _TooSlow after so many CPU seconds, where the call calls a function."""
     until = time.thread_time() + seconds
     calls = itertools.count(1)
 

@@ -1,7 +1,5 @@
 """OpenAI's Responses API, translated to and from chat completions."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import time

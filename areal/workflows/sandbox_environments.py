@@ -5,8 +5,6 @@ Any program in that sandbox, its `sh` included, may have become the policy's own
 which one folder is copied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -16,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from areal import plugins
-from areal.config import UserError, explain
 from areal.data.rows import Prompt, Row
+from areal.errors import UserError, explain
 from areal.workflows.sandbox_owner import CONTAINERS, PROVIDER, Sandboxes, is_url, run_own, written
 from areal.workflows.sandbox_tasks import RowError, task_of
 from areal.workflows.sandbox_tools import SandboxTools
@@ -66,9 +64,7 @@ class SandboxEnvironment:
         if not shutil.which(self.provider):
             raise UserError(f"{named} needs {self.provider}, which is not installed here: install it.")
         look = [self.provider, *(["image", "inspect", image] if image else ["info"])]
-        with explain(
-            subprocess.TimeoutExpired, f"{named}: {self.provider} does not answer within {self._timeout:g} s."
-        ):
+        with explain(subprocess.TimeoutExpired, f"{named}: {self.provider} has no answer within {self._timeout:g} s."):
             looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
         if looked.returncode:
             why = looked.stderr.strip().rpartition("\n")[2]
@@ -92,8 +88,7 @@ class SandboxEnvironment:
         return "", await self.judge(), True
 
     async def judge(self) -> float:
-        """The reward of the policy's state. Raises RowError if the tests would give none to any state, and SandboxError
-        if a sandbox is lost."""
+        """The reward of the policy's state. Raises RowError if tests never give any, SandboxError if one is lost."""
         if self.task.folder is None:
             reward = await self._graded(self.sandbox)
         else:

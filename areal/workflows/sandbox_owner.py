@@ -4,8 +4,6 @@ What is begun elsewhere has the label of the run and of this place in it. What a
 before the first sandbox of its successor starts, and when this process ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,10 +1,7 @@
 """The kinds of sandboxes: `docker` and `podman`, a service behind `http`, and the namespaces of this machine, `bubble`.
 
-Each is made first and started then, so that `close` also ends what was only half begun. docs/sandboxes.md has the
-protocol of a service.
+Each is made, then started, so that `close` ends what was half begun. Protocol of a service: docs/sandboxes.md.
 """
-
-from __future__ import annotations
 
 import asyncio
 import base64
@@ -17,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal.children import Output, finish
-from areal.config import explain
+from areal.errors import explain
 from areal.processes import tied
 from areal.programs.outside import Commands, SandboxError
 from areal.programs.slots import Programs
@@ -155,8 +152,7 @@ async def end_containers(program: str, label: str) -> None:
 
 
 class SandboxService:
-    """A service that has sandboxes, behind HTTP. A request that was lost is sent again: the service answers it as the
-    first time, by the ids in it."""
+    """A service that has sandboxes, behind HTTP. A lost request is sent again, and answered as at first, by its ids."""
 
     def __init__(self, url: str) -> None:
         import aiohttp  # a library for the web, which few runs need
@@ -190,8 +186,7 @@ class SandboxService:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _send(self, method: str, path: str, body: dict[str, Any], most_bytes: int) -> tuple[int, dict[str, Any]]:
-        """The status and the answer. Raises what aiohttp raises, and ValueError if it is none, or one to another
-        request."""
+        """The status and the answer. Raises what aiohttp raises, and ValueError for one to another request."""
         text = bytearray()
         async with self._http.request(method, self.url + path, json=body) as response:
             async for part in response.content.iter_any():

@@ -4,8 +4,6 @@ Rows of SWE-bench, SWE-smith, SWE-Gym and of sets in their form are read as they
 pytest, and a plug-in of pytest writes the outcome of each: a row whose tests have no names of pytest needs a `command`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 """Tools for a policy in a sandbox: a shell and an editor of files. As OpenAI's API describes tools, which the workflows
 and the other protocols of agents take too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,8 +22,7 @@ class SandboxTools:
     """The tools of the sandbox of a task. timeout_seconds: the most that a call may take. max_output: the most bytes of
     an output, which is cut in the middle.
 
-    Example: `tools.shown` are the tools for a request, and `await tools.call("shell", '{"command": "ls"}')` is the
-    result for the policy.
+    Example: `tools.shown` are for a request, `await tools.call("shell", '{"command": "ls"}')` is a result.
     """
 
     shown: Sequence[dict[str, Any]] = (

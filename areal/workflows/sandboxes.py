@@ -4,8 +4,6 @@
 is lost, or does not answer, raises SandboxError: that fails the sample, which then gets no score.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re
@@ -55,7 +53,7 @@ class Limits:
     disk: str = "256m"
     network: str = "none"
 
-    def changed(self, row: Mapping[str, Any]) -> Limits:
+    def changed(self, row: Mapping[str, Any]) -> "Limits":
         """These limits, with those that a row sets: all but the network. Raises SandboxError."""
         if not row.keys() <= vars(self).keys() - {"network"}:
             raise SandboxError(f"the row's limits are {', '.join(row)}: known are memory, cpus, processes and disk")

@@ -1,7 +1,5 @@
 """A session: what a workflow may use for one sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol

@@ -1,7 +1,5 @@
 """An agent (areal.workflows.agents) that does a task of the verifiers library and reports its reward."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

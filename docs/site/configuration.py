@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from pydantic.fields import FieldInfo
-
-from areal.config import Config, DataConfig, EvaluatorConfig, Section, SourceConfig, section_in
-from areal.desk.settings_list import value_of
+from areal.config import Config
+from areal.config.roles import EvaluatorConfig
+from areal.config.rows import DataConfig, SourceConfig
+from areal.config.section import Section, section_in
+from areal.desk.settings_list import meanings, value_of
 from areal.training.sft import SftConfig, SftData
 
 Listing = Callable[[str, type[Section]], Iterator[str]]
@@ -25,7 +26,7 @@ INTRODUCTION = """\
 
 This page lists the keys of a run and of supervised fine-tuning.
 
-<!-- Written by docs/site/configuration.py from areal/config.py: change it there. -->
+<!-- Written by docs/site/configuration.py from areal/config/: change it there. -->
 
 A run is configured by a YAML file, by arguments such as `trainer.lr=1e-5` and `reward.functions=[math]`, or by both.
 Unknown keys and wrong values are reported before anything is started. `--dry-run` checks and prints the resolved
@@ -98,7 +99,7 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
     yield "|---|---|---|"
     for name, field in section.model_fields.items():
         if name not in same and not section_in(field.annotation):
-            text = _linked(field.description or "").replace("|", "\\|")
+            text = _linked(meanings(section).get(name, "")).replace("|", "\\|")
             yield f"| `{prefix}{name}` | {value_of(field)} | {text} |"
 
 
@@ -107,16 +108,15 @@ def _shared(section: type[Section]) -> dict[str, list[str]]:
     if section is DataConfig or not issubclass(section, SourceConfig):
         return {}
     keys = {
-        name: [key for key, field in section.model_fields.items() if _same(field, described.model_fields.get(key))]
+        name: [key for key in section.model_fields if key in described.model_fields and _same(section, described, key)]
         for name, described in (("data", DataConfig), ("evaluator", EvaluatorConfig))
     }
     return {name: shared for name, shared in keys.items() if shared}
 
 
-def _same(field: FieldInfo, described: FieldInfo | None) -> bool:
-    if described is None:
-        return False
-    return (field.description, value_of(field)) == (described.description, value_of(described))
+def _same(section: type[Section], described: type[Section], key: str) -> bool:
+    of_one, of_other = ((meanings(kind).get(key), value_of(kind.model_fields[key])) for kind in (section, described))
+    return of_one == of_other
 
 
 def _linked(text: str) -> str:

@@ -27,7 +27,8 @@ from actors.sampling.calls import Call
 from actors.sampling.router import Router
 from actors.training.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.result import Result
 from areal.sampled import Generation
 from areal.staleness.ledger import EXPIRED, Batch
@@ -70,10 +71,17 @@ def make_config(**gateway) -> Config:
     }
     gateway = {"keys": keys, "share": 1} | gateway
     return Config(
-        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"source": "addition", "eval_size": 0},
-        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1, "advantage_mean": "batch"}, gateway=gateway,
+        model="m",
+        steps=4,
+        batch_size=2,
+        group_size=4,
+        max_staleness=1,
+        data={"source": "addition", "eval_size": 0},
+        sampling={"max_new_tokens": 64},
+        trainer={"minibatches": 1, "advantage_mean": "batch"},
+        gateway=gateway,
         reward={"functions": ["addition"]},
-    )  # fmt: skip
+    )
 
 
 class City:
@@ -94,11 +102,16 @@ class City:
         self.served: int | None = None  # the version that users get, if it is not the newest
         self.directory = Directory(Policy(lineage=0, version=0, folder=""))
         run = SimpleNamespace(
-            evaluations=self, ledger=self.ledger, state=self.state, config=config, now=lambda: self.now,
+            evaluations=self,
+            ledger=self.ledger,
+            state=self.state,
+            config=config,
+            now=lambda: self.now,
             changed=SimpleNamespace(notify=lambda: None),
             member=lambda request, *roles: SimpleNamespace(identity=request.sender),
-            free_sessions=lambda: self.ledger.session_capacity, meter=SimpleNamespace(begin=lambda: None),
-        )  # fmt: skip
+            free_sessions=lambda: self.ledger.session_capacity,
+            meter=SimpleNamespace(begin=lambda: None),
+        )
         self._requests = SessionRequests(run)
 
     async def ask_master(self, sender: str, message, answer, park=0.0):
@@ -164,11 +177,16 @@ class City:
 
         async with AsyncExitStack() as used:
             member = SimpleNamespace(
-                config=self.config, directory=self.directory, index=index, bus=None,
+                config=self.config,
+                directory=self.directory,
+                index=index,
+                bus=None,
                 state="healthy",
-                spawn=spawn, used=used, become_healthy=lambda: asyncio.sleep(0),
+                spawn=spawn,
+                used=used,
+                become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
-            )  # fmt: skip
+            )
             gateway = Gateway(member, None, None, TOKENIZER, Parsers(TOKENIZER))
             gateway.services.generators = self
             gateway.ask_trainer = self.ask_trainer
@@ -341,8 +359,12 @@ async def test_without_a_permit_a_session_is_served_and_not_trained_or_has_to_wa
         if choice == "serve":
             assert (status, headers["X-Areal-Trained"]) == (200, "no")
             assert (await user.reward(1, session="s4"))[1] == {
-                "id": "anna:s4", "state": "untrained", "version": 0, "tokens": 9, "changed": False
-            }  # fmt: skip
+                "id": "anna:s4",
+                "state": "untrained",
+                "version": 0,
+                "tokens": 9,
+                "changed": False,
+            }
         else:
             assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "no_permit", "5")
 
@@ -756,7 +778,11 @@ async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_
     city.says = ["hello", "fine"]
     async with city.gateway() as user:
         await user.say("hi")
+        asked = []
+        ask, user.gateway._ask_session = user.gateway._ask_session, lambda *about: asked.append(about) or ask(*about)
         first = await user.reward(1, id="a")
+        assert asked == [("anna:s", False, "a")], "one question to the master for a reward with an id"
+        user.gateway._ask_session = ask
         await user.say("hi", "hello", "how?")
         assert await user.reward(1, id="a") == first
         assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
@@ -790,12 +816,17 @@ async def test_a_reward_that_was_taken_and_is_undone_is_not_said_to_count(city):
     assert not city.state.receipts
 
 
-async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
-    city.says = ["hello"]
+@pytest.mark.parametrize("host", ["the same", "another, whose clock is an hour ahead"])
+async def test_a_session_grows_no_younger_at_another_gateway_and_no_hour_older_at_another_host(city, monkeypatch, host):
+    city.says = ["hello", "again"]
+    at, there = time.monotonic(), "a boot"
+    monkeypatch.setattr("actors.sampling.user_sessions._since_boot", lambda: (there, at))
     async with city.gateway(0) as user:
         await user.say("hi")
-    began = time.time()
-    monkeypatch.setattr("actors.sampling.user_sessions.time", SimpleNamespace(time=lambda: began + 1000))
+        user.gateway._sessions["anna:s"].begun -= 200
+        await user.say("and?")
+    at += 1000 if host == "the same" else 3600
+    there = "a boot" if host == "the same" else "another one"
     async with city.gateway(1) as user:
 
         async def waits(message, answer):
@@ -805,7 +836,8 @@ async def test_a_session_grows_no_younger_at_another_gateway(city, monkeypatch):
         user.gateway.ask_trainer = waits
         await user.ask("sessions/s", method="GET")
         session = user.gateway._sessions["anna:s"]
-        assert 1000 <= asyncio.get_running_loop().time() - session.begun < 1100
+        age = asyncio.get_running_loop().time() - session.begun
+        assert 0 <= age - (1200 if host == "the same" else 200) < 100
 
 
 async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():

@@ -13,8 +13,8 @@ from helpers import network
 from actors.generator import Generator, _columns
 from actors.runtime.actor import Notifier
 from actors.sampling.calls import Call, SampleState
-from actors.sampling.flows import Flow, Flows
-from areal.config import SamplingConfig
+from actors.sampling.flows import PICTURES, Flow, Flows
+from areal.config.engines import SamplingConfig
 from areal.pictures import digest_of
 from areal.sampled import Generation, TokenTable
 from areal.sight import Picture, Sight, Views
@@ -39,6 +39,16 @@ class Engine:
         table = TokenTable()
         table.extend(1, {"tokens": [7], "logprobs": [-1.0], "versions": 0})
         yield Generation.of(table, "stop")
+
+
+def seen(sight, content):
+    return Picture(digest_of(content), np.zeros((1, 1), np.float32), (1, 1, 1), (1, 1, 1))
+
+
+def call(*pictures):
+    sample = SampleState(SamplingConfig(max_new_tokens=4), 0, None, None, lambda version: None)
+    sample.pictures = {digest_of(content): content for content in pictures}
+    return Call(sample, np.int32([1, 5]), 4, None, [*sample.pictures])
 
 
 @contextlib.asynccontextmanager
@@ -69,16 +79,22 @@ async def asked(tmp_path):
         await served.close()
 
 
+async def test_no_request_of_several_sequences_brings_more_pictures_than_a_generator_looks_at_in_time(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Sight, "look", seen)
+    many = [bytes([n]) for n in range(20)]
+    async with asked(tmp_path) as (generator, flow, files):
+        await asyncio.gather(*[flow.run_job(call(content)) for content in many for _ in range(2)])
+        assert max(map(len, files)) <= PICTURES and {*itertools.chain(*files)} == {*many}
+        await flow.run_job(call(*many))
+        assert files[-1] == many
+    digests = [digest_of(content) for content in many]
+    assert sorted(generator._engine.seen) == sorted([[name] for name in digests * 2] + [digests])
+
+
 async def test_a_picture_is_sent_to_a_generator_once_and_again_where_it_has_no_room_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Sight, "look", lambda self, file: Picture(digest_of(file), np.zeros((1, 1), np.float32), (1, 1, 1), (1, 1, 1))
-    )
-
-    def call(*pictures):
-        sample = SampleState(SamplingConfig(max_new_tokens=4), 0, None, None, lambda version: None)
-        sample.pictures = pictures
-        return Call(sample, np.int32([1, 5]), 4, None)
-
+    monkeypatch.setattr(Sight, "look", seen)
     async with asked(tmp_path) as (generator, flow, files):
         await asyncio.gather(*[flow.run_job(call(b"a")) for _ in range(16)])
         await flow.run_job(call(b"a"))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from actors.training.sample_store import SampleStore
-from areal.config import Config, TrainerConfig
+from areal.config import Config
+from areal.config.training import TrainerConfig
 from areal.pictures import digest_of
 from areal.trajectory import Trajectory
 from protocols.messages import OfferPictures, ScoredSample, StorePictures, StoreSamples

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from areal.config import UserError
+from areal.errors import UserError
 from simulation.cluster.costs import Costs
 from simulation.cluster.lengths import Lengths
 from simulation.cluster.report import Report, run, run_sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import structlog
 
 import areal
+from actors.start.command import main as run_main
 from areal.__main__ import RUN, command_line, main
 from areal.command_line import output
 from areal.processes import ROOT, START
@@ -43,6 +45,23 @@ def test_a_clone_that_is_not_installed_has_a_version_too(monkeypatch):
     assert not commit or re.fullmatch("[0-9a-f]{10}", commit)
     monkeypatch.setattr("importlib.metadata.Distribution.discover", lambda **where: iter(()))
     assert areal.__version__ == "unknown"
+
+
+@pytest.mark.parametrize("kept", ["in its file", "packed", "detached", "none", "no clone"])
+def test_the_version_of_a_clone_names_its_commit_however_git_keeps_it(tmp_path, kept):
+    commit, branch = "0123456789abcdef", "refs/heads/main"
+    head = commit if kept == "detached" else f"ref: {branch}"
+    files = {
+        "in its file": {"HEAD": head, branch: commit, "packed-refs": f"fedcba9876543210 {branch}"},
+        "packed": {"HEAD": head, "packed-refs": f"# pack-refs\nfedcba9876543210 refs/heads/old\n{commit} {branch}"},
+        "detached": {"HEAD": head},
+        "none": {"HEAD": head, "packed-refs": "# pack-refs"},
+        "no clone": {},
+    }
+    for name, text in files[kept].items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert areal._commit(tmp_path) == ("" if kept in ("none", "no clone") else "+g0123456789")
 
 
 def test_every_tool_is_there():
@@ -189,3 +208,25 @@ def test_a_completion_without_its_library_says_what_to_install(monkeypatch, caps
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "zsh"]) == 2
     assert capsys.readouterr().err == "The completion needs shtab: pip install shtab.\n"
+
+
+@pytest.mark.parametrize("command", [main, run_main])
+def test_a_folder_of_another_user_is_refused_in_a_sentence(command, tmp_path, capsys, monkeypatch):
+    folder, user = tmp_path / "nobodys", os.geteuid()
+    folder.mkdir(mode=0o700)
+    (folder / "config.yaml").touch()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # a run replaces them
+    monkeypatch.setattr(sys, "argv", ["run.py", "--resume", str(folder)])
+    arguments = [["audit", str(folder)]] if command is main else []
+    command(*arguments)  # imports everything
+    folder.chmod(0o700 if user == 0 else 0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        assert command(*arguments) == 2
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("This user has no right to do that (") and str(folder) in line

@@ -10,23 +10,15 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from areal.config import (
-    BenchmarkConfig,
-    Config,
-    EvaluatorConfig,
-    NetworkConfig,
-    RowsConfig,
-    TrainerConfig,
-    UserError,
-    dump_config,
-    from_message,
-    load_config,
-    other_names,
-    overridden,
-    read_yaml,
-)
+from areal.config import Config, dump_config, from_message, load_config, overridden
+from areal.config.mistakes import other_names
+from areal.config.reading import read_yaml
+from areal.config.roles import EvaluatorConfig, NetworkConfig
+from areal.config.rows import BenchmarkConfig, RowsConfig
+from areal.config.training import TrainerConfig
 from areal.desk.settings_list import keys_of
 from areal.engine_options import vllm_conflicts
+from areal.errors import UserError
 from areal.generation.engine import _engine_args
 from areal.roles import ROLES
 
@@ -113,11 +105,27 @@ def test_settings_at_the_limit_of_what_can_be_are_taken(tmp_path):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-3", 0.001), ("5e7", 5e7), ("-2E+3", -2000.0), (".5e1", 5.0), ("3.", 3.0), ("1_000.5", 1000.5),
-        ("010", 10), ("0o17", 15), ("0x1F", 31), ("1_000", 1000), ("-7", -7), ("1:30", "1:30"), ("0b11", "0b11"),
-        ("1e", "1e"), ("e5", "e5"), ("'1e-3'", "1e-3"), ("1.2.3", "1.2.3"), ("-", "-"), ("12a", "12a"),
+        ("1e-3", 0.001),
+        ("5e7", 5e7),
+        ("-2E+3", -2000.0),
+        (".5e1", 5.0),
+        ("3.", 3.0),
+        ("1_000.5", 1000.5),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000", 1000),
+        ("-7", -7),
+        ("1:30", "1:30"),
+        ("0b11", "0b11"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        ("'1e-3'", "1e-3"),
+        ("1.2.3", "1.2.3"),
+        ("-", "-"),
+        ("12a", "12a"),
     ],
-)  # fmt: skip
+)
 def test_numbers_are_those_of_yaml_1_2_in_files_overrides_and_what_is_written(tmp_path, text, value):
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(RUN) + f"reward: {{functions: [addition], options: {{mine: {{x: {text}}}}}}}\n")
@@ -243,7 +251,7 @@ def test_another_source_leaves_behind_what_belongs_to_the_old_one(tmp_path):
 
 
 def test_names_of_other_libraries_are_those_of_the_table_and_lead_to_keys():
-    names, keys = other_names(), {key for key, _ in keys_of(Config)}
+    names, keys = other_names(), {key for key, *_ in keys_of(Config)}
     assert {*names.values()} <= keys
     table = (ROOT / "docs" / "examples.md").read_text().split("| here | TRL |")[1].split("\n\n")[0]
     cells = [[*re.findall("`([^`]+)`", cell)] for cell in re.findall(r"^\| ([^|]+) \| (?:[^|]*)", table, re.M)]
@@ -310,7 +318,8 @@ def test_options_of_the_engines_are_kept_as_they_are(tmp_path):
 
 def test_options_are_checked_without_importing_an_engine():
     code = (
-        "import sys; from areal.config import GeneratorConfig, RolloutManagerConfig, TrainerConfig;"
+        "import sys; from areal.config.engines import GeneratorConfig;"
+        "from areal.config.roles import RolloutManagerConfig; from areal.config.training import TrainerConfig;"
         "GeneratorConfig(engine_options={'quantization': 'fp8'});"
         "TrainerConfig(deepspeed_options={'zero_optimization': {'overlap_comm': False}});"
         "RolloutManagerConfig(tool_call_parser='mistral', reasoning_parser='qwen3');"
@@ -354,7 +363,7 @@ def test_benchmarks_survive_being_written_and_read():
     [
         ("[aime]", "There is no benchmark 'aime' .*: known are aime24, .*write the path of a YAML file"),
         ("[none.yaml]", "There is no benchmark 'none.yaml'"),
-        ("{aime24: 3}", "neither a list of names nor a mapping of names to their keys"),
+        ("{aime24: 3}", "neither a list of names nor a mapping of names to keys"),
         ("3", "neither a list of names nor a mapping"),
         ("{a/b: {source: x.jsonl}}", "The benchmark 'a/b' in evaluator.benchmarks has a name that no file can have"),
         ("{aime24: {sample: 3}}", "Unknown key 'benchmarks.aime24.sample' .*did you mean 'samples'"),

@@ -13,7 +13,8 @@ import torch
 from conftest import ROOT
 
 import areal.devices
-from areal.config import Config, ScorerConfig, UserError, WeightsConfig
+from areal.config import Config
+from areal.config.engines import ScorerConfig, WeightsConfig
 from areal.devices import (
     CORES,
     ENGINE_CORES,
@@ -23,9 +24,12 @@ from areal.devices import (
     deal_out_cores,
     deal_out_devices,
     engine_cores,
+    free_memory,
+    host_memory,
     settle,
     visible_devices,
 )
+from areal.errors import UserError
 from areal.roles import ROLES
 
 ALL = ["trainer", "generator", "reward"]
@@ -265,3 +269,30 @@ def test_a_process_moves_with_its_threads_and_what_it_starts(monkeypatch):
         settle(ENGINE_CORES)
         go_on.set()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    "line, top, files",
+    [
+        ("0::/slurm/job_7/step_0", "", ("memory.max", "memory.current", "inactive_file")),
+        ("4:memory:/job_7", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+        ("0::/a/path/of/the/host", "", ("memory.max", "memory.current", "inactive_file")),  # of a container's group
+    ],
+)
+def test_the_memory_that_is_left_is_that_of_the_smallest_group_of_this_process(line, top, files, tmp_path, monkeypatch):
+    limit, use, cache = files
+    monkeypatch.setattr(areal.devices, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(areal.devices, "OWN_GROUPS", tmp_path / "own")
+    free, whole = free_memory(), host_memory()
+    (tmp_path / "own").write_text(f"7:cpu:/x\n{line}\n")
+    job = tmp_path / "groups" / top / ("" if "host" in line else line.split("/")[1])
+    job.mkdir(parents=True)
+    (job / limit).write_text("max")
+    assert host_memory() == whole and free_memory() > free / 2
+    (job / limit).write_text(f"{1 << 20}\n")
+    (job / use).write_text("700000\n")
+    (job / "memory.stat").write_text(f"inactive 3\n{cache} 100000\nactive_file 5\n")
+    assert host_memory() == 1 << 20
+    assert free_memory() == (1 << 20) - 600_000
+    (job / use).write_text("9000000\n")
+    assert free_memory() == 0

@@ -46,9 +46,10 @@ def test_a_picture_of_any_mode_is_seen_in_rgb(mode):
     assert (np.asarray(picture) == colour).all()
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_is_upright_as_its_exif_says_and_its_size_is_known_before(orientation):
-    content = stored(Image.new("RGB", (3, 2)), exif=exif(orientation))
+def test_a_picture_is_upright_as_its_exif_says_and_its_size_is_known_before(orientation, kind):
+    content = stored(Image.new("RGB", (3, 2)), kind, exif=exif(orientation))
     assert decode(content).size == size_of(content) == ((2, 3) if orientation >= 5 else (3, 2))
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from rollout_files import write_run
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.record import Record, has_begun, has_finished, new_steps
 from areal.storage.records import line_of
 

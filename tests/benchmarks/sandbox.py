@@ -22,7 +22,7 @@ from statistics import median
 
 from results import ratio, show, write
 
-from areal.config import SandboxConfig
+from areal.config.scoring import SandboxConfig
 from areal.programs.code_tests import CodeTests
 from areal.programs.inside import ENVIRONMENT
 from areal.programs.outside import LANGUAGES, LocalSandbox

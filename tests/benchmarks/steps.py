@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from runs import QUICKSTART
 
-from areal.config import TrainerConfig, load_config
+from areal.config import load_config
+from areal.config.training import TrainerConfig
 from areal.data import addition, quickstart
 from areal.sampled import NOT_SAMPLED
 from areal.training.engine import TrainingEngine

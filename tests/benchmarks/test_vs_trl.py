@@ -47,7 +47,13 @@ def test_ours_is_compared_with_the_fastest_of_each_kind_in_the_rounds_that_both_
     assert (results["ratio_async"], results["ratio_async_unbiased"]) == (1.5, 2)
     assert results["spread_async_unbiased"] == [2, 2]
     assert (results["rows"]["async"]["rounds"], results["rows"]["async-unbiased"]["rounds"]) == (3, 2)
-    assert vs_trl.summary(runs[:5]) == {}
+
+
+def test_without_rounds_of_the_synchronous_modes_there_is_no_ratio_of_theirs():
+    runs = [{"mode": mode, "seed": 0} | a_run(mode, 0) for mode in ("ours", "async", "async-unbiased")]
+    results = vs_trl.summary(runs)
+    assert (results["ratio_async"], results["ratio_async_unbiased"], "ratio" in results) == (1.5, 2, False)
+    assert list(results["rows"]) == ["ours", "async", "async-unbiased"]
 
 
 def test_a_run_that_the_file_holds_is_not_made_again(measured, tmp_path):

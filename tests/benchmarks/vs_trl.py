@@ -115,20 +115,20 @@ def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summary(runs_done: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each contestant beside ours of the same seeds; nothing before all have run once."""
+    """Each contestant that has run beside ours of the same seeds."""
     speeds: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
     for result in runs_done:
         speeds[result["mode"]][result["seed"]] = result["samples_per_second"]
-    pairs = {mode: sorted(speeds[mode].keys() & speeds[OURS].keys()) for mode in MODES}
-    if not all(pairs.values()):
-        return {}
+    pairs = {mode: seeds for mode in MODES if (seeds := sorted(speeds[mode].keys() & speeds[OURS].keys()))}
     ratios = {
         mode: ratio([speeds[OURS][seed] for seed in seeds], [speeds[mode][seed] for seed in seeds])
         for mode, seeds in pairs.items()
     }
     figures: dict[str, Any] = {}
     for name, modes in {"": SYNCHRONOUS, "_async": ASYNCHRONOUS, "_async_unbiased": UNBIASED}.items():
-        best = min(modes, key=lambda mode: ratios[mode][0])
+        best = min((mode for mode in modes if mode in ratios), key=lambda mode: ratios[mode][0], default=None)
+        if best is None:
+            continue
         figures[f"ratio{name}"], figures[f"spread{name}"] = ratios[best]
         figures[f"best{name}"] = best
     return figures | {
@@ -181,5 +181,9 @@ if __name__ == "__main__":
             "ours is faster by",
         ],
         [[mode, *("–" if cell is None else cell for cell in row.values())] for mode, row in found["rows"].items()],
-        [f"ours / {found[f'best{name}']}: {found[f'ratio{name}']:.2f}" for name in ("", "_async", "_async_unbiased")],
+        [
+            f"ours / {found[f'best{name}']}: {found[f'ratio{name}']:.2f}"
+            for name in ("", "_async", "_async_unbiased")
+            if f"ratio{name}" in found
+        ],
     )

@@ -20,9 +20,10 @@ from zlib import crc32
 
 import numpy as np
 
-from areal.config import GeneratorConfig, SamplingConfig, UserError
+from areal.config.engines import GeneratorConfig, SamplingConfig
 from areal.data.rows import Row
 from areal.data.sources import PromptSource
+from areal.errors import UserError
 from areal.generation.engine import EngineError, EngineStats, LoadTimes, WeightLoadError
 from areal.result import Result
 from areal.rewards.processes import RewardFailed

@@ -91,7 +91,7 @@ class Model:
     lease_seconds: float = 6.0
     lost_seconds: float = 14.0
     stall_seconds: float = 240.0
-    evaluation_seconds: float = 20.0
+    evaluation_seconds: float | None = 20.0
     compact_events: int = 10_000
     hang_seconds: float = 120.0
     drain_seconds: float = 3.0
@@ -254,8 +254,10 @@ def with_gateways(model: Model, random: Random) -> Model:
 
 
 def with_hangs(model: Model) -> Model:
-    """`model` with a limit of standstills, and with the patience that a hang without a history needs."""
-    return replace(model, hang_seconds=HANG_SECONDS, patience=model.patience + 2 * UNKNOWN * HANG_SECONDS)
+    """`model` with a limit of standstills, and with the patience that a hang without a history needs: of a user's
+    limit of an evaluation, three pass before the only generator is fenced, and the evaluation is given up."""
+    patience = model.patience + 2 * UNKNOWN * HANG_SECONDS
+    return replace(model, hang_seconds=HANG_SECONDS, evaluation_seconds=None, patience=patience)
 
 
 def draw_model(random: Random) -> Model:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from logging import CRITICAL, DEBUG
 from random import Random
-from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 from unittest.mock import patch
 
@@ -85,8 +84,7 @@ def quiet(world: Simulated) -> Iterator[None]:
         intervals: dict[str, Any] = {"BALANCE_SECONDS": BALANCE_SECONDS, "STORE_AFTER_SECONDS": STORE_AFTER_SECONDS}
         settings.enter_context(patch.multiple(rollout_manager, plan_moves=moves, **intervals))
         settings.enter_context(patch.multiple(sessions, place_of=_place_in_checkout))
-        clock = SimpleNamespace(time=lambda: world.scheduler.now)
-        settings.enter_context(patch.multiple(user_sessions, time=clock))
+        settings.enter_context(patch.multiple(user_sessions, _since_boot=lambda: ("", world.scheduler.now)))
         settings.enter_context(
             patch.multiple(disk, free_bytes=lambda _: 0, _inodes=lambda _: "", _same_disk=lambda *_: False)
         )

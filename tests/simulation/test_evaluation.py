@@ -13,8 +13,9 @@ from actors.generator import Generator
 from areal.data.rows import Row
 from areal.trajectory import Trajectory
 from simulation.engines import HELDOUT, Mishaps, Pace
-from simulation.faults import Fault, Kill, Leave, Plan
-from simulation.model import Model
+from simulation.faults import Fault, Hang, Kill, Leave, Plan
+from simulation.model import Model, with_hangs
+from simulation.oracle import Oracle
 from simulation.watched import WatchedEvaluator
 from simulation.world import World
 
@@ -140,6 +141,22 @@ def test_version_0_has_no_result_if_its_generator_leaves_for_good() -> None:
     assert order(world)[0] == ("published", 1)
     assert list(world.summary["not_evaluated"]) == ["0"]
     assert world.summary["accuracy_after"] is not None
+
+
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_the_last_version_is_given_up_for_its_users_limit_and_not_for_a_generator_that_hangs(
+    limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def the_last_version_comes_next(kind: str, body: dict[str, Any]) -> Hang | None:
+        return Hang(0.0, "generator-0", "loading") if kind == "published" and body["policy"]["version"] == 5 else None
+
+    if limit:  # else the oracle expects that it has a result
+        monkeypatch.setattr(Oracle, "_check_fates_of_evaluations", lambda oracle, book: None)
+    settings = replace(with_hangs(model(generators=1, eval_size=4)), evaluation_seconds=limit)
+    world = run(settings, after=the_last_version_comes_next)
+    assert any(life.toil.hangs for life in world.incarnations)
+    assert list(world.summary["not_evaluated"]) == (["6"] if limit else [])
+    assert (world.summary["accuracy_after"] is None) == bool(limit)
 
 
 def test_no_sequence_has_the_name_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:

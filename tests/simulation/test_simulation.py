@@ -25,7 +25,7 @@ from actors import trainer
 from actors.runtime.actor import HandlesRequests
 from actors.runtime.membership import Membership
 from actors.weights.weight_service import WeightFetcher
-from areal.config import UserError
+from areal.errors import UserError
 from areal.generation.engine import LoadTimes
 from areal.roles import ROLES
 from areal.sampled import Generation

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.generation.engine import EngineError, WeightLoadError
 from areal.result import Result
 from areal.rewards.processes import RewardFailed

@@ -35,7 +35,7 @@ from actors.runtime.addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.scorer import Scorer
 from actors.trainer import Trainer
-from areal.config import UserError
+from areal.errors import UserError
 from areal.generation.engine import EngineError
 from areal.storage.run_folder import checkpoint_of
 from areal.storage.saved_calls import unpacked
@@ -109,6 +109,8 @@ LAST_SECONDS = 12.0
 NEAR_SECONDS = 1.0
 # The share of the runs with large groups, whose managers die again and again, so that stored samples are used again.
 SIBLINGS = 0.06
+# Number of parts of all samples that a score of a group may have, which is one message.
+GROUP_PARTS = 10_000
 # Time after which the supervisor restarts a process that ended by itself.
 SUPERVISOR_SECONDS = 0.3
 # Approximate duration of a commit.
@@ -179,7 +181,8 @@ class World:
         if model is None:
             self.model = replace(self.model, save_every=Random(f"save {seed}").choice((0, 2, 8)))
             groups = Random(f"groups {seed}").random() < GROUPS and not self.model.branching
-            self.model = replace(self.model, groups=groups)
+            parts = min(self.model.reward_parts, GROUP_PARTS // self.model.group_size if groups else GROUP_PARTS)
+            self.model = replace(self.model, groups=groups, reward_parts=parts)
             sampler = Random(f"sampler {seed}").choice(tuple(SAMPLERS))
             self.model = replace(self.model, sampler=sampler, size=3 if sampler == SKIPS_FLAT else None)
         scorers = Random(f"scorers {seed}")
@@ -697,7 +700,7 @@ class World:
         self._disturb(_seconds_of(fault))
         self.counters[type(fault).__name__.lower()] += 1
         now = self.scheduler.now
-        self.oracle.fault, self.oracle.fault_until = type(fault).__name__.lower(), now + NEAR_SECONDS
+        self._come_near(type(fault).__name__.lower())
         match fault:
             case faults.Kill(_, name, restart_after, silent, steps):
                 if life := self._running(name):
@@ -755,6 +758,10 @@ class World:
             case _:
                 assert_never(fault)
 
+    def _come_near(self, fault: str) -> None:
+        """The fault happens now: events soon afterwards are counted with it."""
+        self.oracle.fault, self.oracle.fault_until = fault, self.scheduler.now + NEAR_SECONDS
+
     def _has_time_to_save(self, life: Incarnation) -> bool:
         """True if a trainer that is told to leave can end its step and save a checkpoint before it has to end."""
         pace, works = self.model.pace, life.role == "trainer" and life.actor.state == "healthy"
@@ -767,6 +774,7 @@ class World:
         if fault.back is not None and not self.oracle.disk.checkpoint:
             self.scheduler.call_at(self.scheduler.now + 0.1, self._resume, fault)
             return
+        self._come_near("resume")
         for life in self.incarnations:
             if life.ended and life.process.running is life:
                 self._restart(life.process, SUPERVISOR_SECONDS * self.random.random())
@@ -816,6 +824,7 @@ class World:
     def _damage(self) -> None:
         book, life = self.oracle.disk, self._running("trainer-0")
         if book.covered < book.checkpoint and life:
+            self._come_near("damage")
             self.files.damaged.add(str(checkpoint_of(self.config.folder, book.checkpoint)))
             self.kill(life, SUPERVISOR_SECONDS)
         elif not self.over:

@@ -26,7 +26,9 @@ from actors.master import Master
 from actors.runtime.addresses import open_network, take_folder
 from actors.sampling.flows import Flow
 from actors.sampling.jobs import ScoreJob
-from areal.config import RewardConfig, UserError, dump_config
+from areal.config import dump_config
+from areal.config.scoring import RewardConfig
+from areal.errors import UserError
 from areal.processes import KEYS, ROOT
 from areal.rewards.functions import of_object
 from areal.rewards.processes import RewardFailed
@@ -398,7 +400,7 @@ async def test_a_reward_that_cannot_score_an_empty_completion_is_told_in_a_note(
         (lambda: areal.train(model="m", data=[{"prompt": "1"}]), "Rows of your own need a reward"),
         (
             lambda: areal.train(model="quickstart", **{"trainer.objective": lambda tokens, config: 0.0}),
-            "The objective <lambda> is no plain function: define it by def, without decorators, or write it to a file",
+            "The objective <lambda> is no plain function: use def, without decorators, or write it to a file",
         ),
         (
             lambda: areal.train(model="quickstart", trainer={"objective": needs_a_lock}),

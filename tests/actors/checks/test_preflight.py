@@ -9,8 +9,9 @@ from scripted_policy import byte_tokenizer
 from tiny_training import make_model
 
 from actors.checks import preflight, row_checks
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.sources import open_source
+from areal.errors import UserError
 
 
 def config_of(rows, **changes):

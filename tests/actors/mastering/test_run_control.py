@@ -1,7 +1,5 @@
 """Requests that the master parks."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -9,8 +9,9 @@ import pytest
 import structlog
 
 from actors.record.record import check_rows_kept
-from areal.config import Config, UserError
+from areal.config import Config
 from areal.data.sources import open_source
+from areal.errors import UserError
 from areal.storage.journal import Journal
 
 

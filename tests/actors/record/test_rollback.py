@@ -18,7 +18,8 @@ from actors.mastering.run_state import RunState
 from actors.record import rollback
 from actors.record.fork import OTHER_DATA, configuration_of_fork, fork
 from actors.record.record import check_record
-from areal.config import Config, UserError, dump_config
+from areal.config import Config, dump_config
+from areal.errors import UserError
 from areal.run_files import CHANGES, ROLLOUTS
 from areal.staleness.ledger import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
 from areal.storage import rollouts

@@ -9,7 +9,7 @@ from helpers import network
 
 from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage.disk import DiskRetry
 from protocols.errors import BusyError
 from protocols.transport import Bus

@@ -10,7 +10,8 @@ from helpers import keys_folder
 
 from actors.runtime import addresses
 from actors.runtime.addresses import ListenAddress, check_place, find_master, open_network, take_folder
-from areal.config import UserError, load_config
+from areal.config import load_config
+from areal.errors import UserError
 from areal.processes import KEYS
 from protocols.addresses import is_loopback, on_this_machine, reachable
 from protocols.security import make_keys

@@ -17,6 +17,7 @@ import pytest
 from helpers import descendants, network, processes_mentioning
 from rich.console import Console
 
+import areal.devices
 from actors.runtime import supervisor
 from actors.runtime.supervisor import Deaths, Supervisor
 from areal.config import Config
@@ -219,6 +220,21 @@ async def test_a_killed_child_is_started_again_with_nothing_of_it_left(stage, at
     play.supervisor.interrupt(signal.SIGINT)
     assert (await running).reason == "told to stop by SIGINT"
     assert not processes_mentioning(str(tmp_path))
+
+
+async def test_a_child_that_died_while_the_kernel_killed_for_lack_of_memory_is_told_with_that(
+    stage, at_once, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(areal.devices, "VMSTAT", tmp_path / "vmstat")
+    count = "(folder / 'vmstat').write_text(f'nr_free_pages 7\\noom_kill {start + 3}\\n')"
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    play = stage(reward=f"{count} if start < 3 else None\nsys.exit(4) if start < 4 else stay()")
+    running = asyncio.create_task(play.supervisor.run_roles(["reward"], [], {}))
+    await until(lambda: len(play.starts("reward")) == 4)
+    play.supervisor.interrupt(signal.SIGINT)
+    await running
+    deaths = [line for line in play.output.splitlines() if "exited with 4" in line]
+    assert ["the kernel has killed 1 for lack of memory" in line for line in deaths] == [True, True, False]
 
 
 async def test_a_child_for_which_the_machine_has_no_process_left_is_started_again(stage, at_once, monkeypatch):

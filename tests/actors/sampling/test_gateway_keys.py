@@ -6,7 +6,7 @@ import pytest
 
 from actors.sampling import gateway_keys
 from actors.sampling.gateway_keys import UserKeys
-from areal.config import KeyConfig
+from areal.config.roles import KeyConfig
 from areal.workflows.openai_api import ApiError
 
 DIGEST = sha256(b"secret").hexdigest()

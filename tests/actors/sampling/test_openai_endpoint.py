@@ -27,9 +27,10 @@ from transformers import PreTrainedTokenizerFast
 from actors.runtime.actor import Notifier
 from actors.sampling import openai_endpoint
 from actors.sampling.openai_endpoint import OpenAIEndpoint
-from areal.config import DataConfig, UserError
+from areal.config.rows import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.errors import UserError
 from areal.sampled import Generation
 from areal.workflows import Limits, SandboxTools, Task
 from areal.workflows.agents import AgentFailed, agent
@@ -75,7 +76,7 @@ class Policy(Recorded):
     def parsers(self) -> Parsers:
         return self._parsers
 
-    async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
+    async def generate(self, tokens, max_new_tokens=None, keep=None, pictures=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens))
         says = self._says.pop(0)
         self.busy += 1
@@ -297,7 +298,10 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
         ({"stop": "x" * 1025}, "stop"),
         ({"messages": []}, "messages: "),
         ({"response_format": {"type": "json_object"}}, "response_format.type: only text can be trained"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "have no picture"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "neither a data URL nor of the row",
+        ),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "oracle"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool call"),
     ],

@@ -9,7 +9,8 @@ from scripted_policy import Characters
 from actors.sampling.calls import SampleFailed
 from actors.sampling.jobs import RoutedRewards
 from actors.sampling.policy_judges import PolicyJudges
-from areal.config import Config, UserError
+from areal.config import Config
+from areal.errors import UserError
 from areal.sampled import Generation
 
 ROW = {"answer": "4"}

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -92,6 +93,21 @@ def test_a_run_that_was_killed_is_said_to_be_silent(folder):
     os.utime(folder / "events.jsonl", (0, time.time() - 100))
     data = RunView(folder).since(0)
     assert data["ended"] is None and data["silent"].startswith("silent for 100 s")
+
+
+@pytest.mark.parametrize("ahead", [3600, -3600])
+def test_a_run_that_goes_on_is_not_said_to_be_silent_where_its_host_has_another_clock(folder, ahead, monkeypatch):
+    add(folder, "events.jsonl", {"time": 1.0, "actor": "a/0", "state": "healthy", "activity": "", "stats": {}})
+    now = [1e6]
+    monkeypatch.setattr("actors.watching.dashboard.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
+    view = RunView(folder)
+    for second in range(3):
+        now[0] += 1.0
+        os.utime(folder / "events.jsonl", (0, 1e9 + ahead + second))
+        silent = view.since(0)["silent"]
+    assert silent is None
+    now[0] += 70.0
+    assert view.since(0)["silent"].startswith("silent for 70 s")
 
 
 async def test_alerts_come_with_their_rollouts_if_the_run_keeps_any(folder):

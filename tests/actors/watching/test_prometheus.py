@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from actors.watching import prometheus
-from areal.config import ObserveConfig
+from areal.config.roles import ObserveConfig
 
 
 @pytest.fixture

@@ -33,8 +33,10 @@ from actors.generator import Generator
 from actors.runtime.directory import Directory
 from actors.runtime.membership import Membership
 from actors.weights.direct_weights import DirectReceiver, DirectSender, load_transport
-from areal.config import GeneratorConfig, SamplingConfig, TrainerConfig, UserError, WeightsConfig
+from areal.config.engines import GeneratorConfig, SamplingConfig, WeightsConfig
+from areal.config.training import TrainerConfig
 from areal.cpu.fork_server import IMPORTED
+from areal.errors import UserError
 from areal.generation import engine as engines
 from areal.generation.engine import EngineError, GenerationEngine, WeightLoadError
 from areal.sampled import Generation

@@ -10,7 +10,8 @@ from helpers import fill_disk, mounted_small_disk, network
 from actors.checks.preflight import check_folder
 from actors.weights import weight_service
 from actors.weights.weight_service import WeightFetcher, WeightServer
-from areal.config import UserError, WeightsConfig
+from areal.config.engines import WeightsConfig
+from areal.errors import UserError
 from areal.storage import disk
 from areal.weights import chunks as weight_files
 from areal.weights.chunks import HeldVersion, Manifest, TornWeights

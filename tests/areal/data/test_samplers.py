@@ -6,11 +6,12 @@ from itertools import islice
 
 import pytest
 
-from areal.config import DataConfig, RowsConfig, UserError
+from areal.config.rows import DataConfig, RowsConfig
 from areal.data import samplers
 from areal.data.history import History
 from areal.data.samplers import open_sampler
 from areal.data.sources import open_source
+from areal.errors import UserError
 
 SIZE = 40
 SIZES = ((30, 2), (10, 9))  # and digits

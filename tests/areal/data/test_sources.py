@@ -15,9 +15,11 @@ import pytest
 from PIL import Image
 from tiny_pictures import bomb, png
 
-from areal.config import DataConfig, RowsConfig, UserError, load_config
+from areal.config import load_config
+from areal.config.rows import DataConfig, RowsConfig
 from areal.data.rows import prompt_text
 from areal.data.sources import open_source, read_row
+from areal.errors import UserError
 from areal.pictures import DIGESTS, digest_of
 
 
@@ -381,21 +383,35 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"
         (f" {json.dumps(CHAT)}\n", CHAT),
         ([CHAT], CHAT),  # BFCL
         ([{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2 + 2?"}], CHAT),  # ShareGPT
-        (json.dumps([{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}, {"from": "human", "value": "z"}]),
-         [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]),
+        (
+            json.dumps(
+                [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}, {"from": "human", "value": "z"}]
+            ),
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}],
+        ),
         ([{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]}], CHAT[1:]),
         ([CHAT[1] | {"tool_calls": None, "name": None}], CHAT[1:]),  # a table has nulls for what others have
-        ([CHAT[1],
-          {"role": "assistant", "content": None,
-           "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"n": 1}'}}]},
-          {"role": "tool", "tool_call_id": "a", "content": "4"}],
-         [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]},
-          {"role": "tool", "tool_call_id": "a", "content": "4"}]),
+        (
+            [
+                CHAT[1],
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"n": 1}'}}],
+                },
+                {"role": "tool", "tool_call_id": "a", "content": "4"},
+            ],
+            [
+                CHAT[1],
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "a", "content": "4"},
+            ],
+        ),
         ("[1, 2] + [3]", "[1, 2] + [3]"),
         ("[1, 2, 3]", "[1, 2, 3]"),
         ('[{"name": "Bo"}]', '[{"name": "Bo"}]'),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_is_read_in_the_forms_of_published_data_sets(tmp_path, prompt, read):
     source = open_source(DataConfig(source=jsonl(tmp_path, [{"prompt": prompt, "answer": 4}]), eval_size=0), 0)
     assert source.row(0).prompt == read
@@ -458,9 +474,9 @@ def test_pictures_of_the_hub_are_the_files_as_they_were_and_a_bomb_is_not_decode
         {"prompt": f"{name}?", "answer": "1", "images": [{"bytes": file}] if file else []}
         for name, file in files.items()
     ]
-    features = datasets.Features({
-        "prompt": datasets.Value("string"), "answer": datasets.Value("string"), "images": [datasets.Image()]
-    })  # fmt: skip
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "answer": datasets.Value("string"), "images": [datasets.Image()]}
+    )
     datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     for source in tmp_path / "saved", tmp_path / "rows.parquet":
@@ -487,6 +503,8 @@ def test_several_pictures_without_marks_come_first_as_in_trl(tmp_path):
         ({"prompt": "<image>?", "images": [URL, URL]}, "more pictures than places"),
         ({"prompt": "<image>?", "images": ["https://a.example/b.png"]}, "is not on this machine"),
         ({"prompt": "<image>?", "images": [URL[:-3]]}, "its data URL is not base64"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}]}], "images": [URL]}, "neither"),
+        ({"prompt": "?", DIGESTS: [digest_of(PNG)]}, "'picture_digests', which name pictures that the row has"),
     ],
 )
 def test_a_picture_that_cannot_be_used_is_told(tmp_path, row, message):

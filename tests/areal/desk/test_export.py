@@ -164,7 +164,7 @@ def test_a_mistake_gets_one_sentence_and_no_file(plain, tmp_path, capsys, option
     assert sentence in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"plain"}
     assert main(["export", str(plain.folder), "--output", str(tmp_path / "rows.txt")]) == 2
-    assert "rows.txt is no kind of file that is written: end it in .jsonl" in capsys.readouterr().err
+    assert "rows.txt is no kind of file to write: end it in .jsonl" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "--output", str(tmp_path / "rows.jsonl")]) == 2
     assert "There are no rollouts in" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text(json.dumps({}))

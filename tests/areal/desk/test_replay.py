@@ -224,11 +224,11 @@ def test_samples_count_by_how_much_likelier_they_have_become():
         (["trainer.checkpoint_every=1"], "trainer.checkpoint_every cannot be changed"),
         (["trainer.objektive=ppo"], "did you mean 'objective'?"),
         (["trainer.objective=nothing"], "Unknown objective 'nothing'"),
-        (["--steps", "3:5"], "There is no checkpoint of step 3"),
+        (["--steps", "3:5"], "No checkpoint of step 3 is in"),
         (["--steps", "1:2"], "begin --steps at 2 or 4 or 0, the run's model"),
-        (["--steps", "4:2"], "--steps 4:2 is not within the 5 steps"),
+        (["--steps", "4:2"], "--steps 4:2 is not in the 5 steps"),
         (["--steps", "4"], "write A:B"),
-        (["--steps", "0:9"], "--steps 0:9 is not within the 5 steps"),
+        (["--steps", "0:9"], "--steps 0:9 is not in the 5 steps"),
         (["--sweep", "trainer.lr"], "'trainer.lr' is not of the form key=value"),
         (["--sweep", "trainer.lr=1e-3,1e-3"], "twice: write each value once"),
         (["--sweep", "trainer.lr=[1e-3"], "'trainer.lr=[1e-3' sets is not YAML"),
@@ -237,7 +237,7 @@ def test_samples_count_by_how_much_likelier_they_have_become():
         (["--without", "step > 9"], "leaves out no group of the steps 1 to 5"),
         (["--without", "step > 0"], "leaves out all groups"),
         (["--without", "stepp > 0"], "The rollouts cannot be queried"),
-        (["--until", "entropy=1"], "'entropy=1' is no condition on a metric"),
+        (["--until", "entropy=1"], "'entropy=1' is no condition"),
         (["--until", "entrophy<1"], "A replay has no metric 'entrophy'"),
     ],
 )
@@ -254,10 +254,10 @@ def test_rollouts_that_are_not_complete_are_told(run, tmp_path, capsys):
     assert "nowhere is not the folder of a run" in capsys.readouterr().err
     (run / "rollouts" / "000001.parquet").unlink()
     assert main(["replay", str(run)]) == 2
-    assert "has 0 of the 4 groups of step 1, because the oldest files were removed" in capsys.readouterr().err
+    assert "has 0 of 4 groups of step 1, since the oldest files were removed" in capsys.readouterr().err
     (run / "rollouts" / "000004.parquet").unlink()
     assert main(["replay", str(run), "--steps", "2:"]) == 2
-    assert "has 0 of the 4 groups of step 4, because they were not written" in capsys.readouterr().err
+    assert "has 0 of 4 groups of step 4, since they were not written" in capsys.readouterr().err
     config = load_config(run / "config.yaml", ["observe.rollouts=sample"])
     (run / "config.yaml").write_text(dump_config(config))
     assert main(["replay", str(run)]) == 2

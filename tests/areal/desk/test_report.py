@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 import pytest
 
 from areal.__main__ import main
-from areal.config import UserError
 from areal.desk.report import (
     Panel,
     draw,
@@ -24,6 +23,7 @@ from areal.desk.report import (
     write_figure,
     write_report,
 )
+from areal.errors import UserError
 from areal.record import Record
 from areal.storage.records import line_of
 

@@ -12,7 +12,9 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from areal.__main__ import main
-from areal.config import Config, TrainerConfig, UserError, WeightsConfig, dump_config, load_config
+from areal.config import Config, dump_config, load_config
+from areal.config.engines import WeightsConfig
+from areal.config.training import TrainerConfig
 from areal.desk import activations
 from areal.desk import plan as command
 from areal.desk.activations import Activations, measure_activations
@@ -28,6 +30,7 @@ from areal.desk.split import (
     plan,
     training_memory,
 )
+from areal.errors import UserError
 from areal.storage.records import line_of
 from areal.training.optimizer import bucket_elements
 

@@ -16,8 +16,11 @@ import yaml
 from helpers import processes_mentioning
 
 from areal.__main__ import main
-from areal.config import TrainerConfig, UserError, load_config, read_values
+from areal.config import load_config
+from areal.config.reading import read_values
+from areal.config.training import TrainerConfig
 from areal.desk.sweep import Sweep, read_sweep
+from areal.errors import UserError
 from areal.processes import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -9,7 +9,7 @@ import torch
 import transformers
 from tiny_training import sampled, settings
 
-from areal.config import GeneratorConfig, SamplingConfig
+from areal.config.engines import GeneratorConfig, SamplingConfig
 from areal.generation.engine import GenerationEngine
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Group

@@ -39,9 +39,11 @@ from transformers import (
 )
 
 import areal.generation.engine
-from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
+from areal.config.engines import GeneratorConfig, SamplingConfig
+from areal.config.training import LoraConfig
 from areal.cpu.generation import BLOCK_SIZE
 from areal.devices import SHARES
+from areal.errors import UserError
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, WeightLoadError, _Use, stop_tokens
 from areal.sampled import Generation
 from areal.selftest.transport import Receiving, Sending

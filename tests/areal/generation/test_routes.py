@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from areal.config import GeneratorConfig, SamplingConfig
+from areal.config.engines import GeneratorConfig, SamplingConfig
 from areal.cpu.generation import BLOCK_SIZE
 from areal.generation.engine import EngineError, GenerationEngine
 from areal.models import Routing, routing_of

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 import pytest
 from helpers import fill_disk, mounted_small_disk
 
-from areal.config import ObserveConfig, UserError, load_config
+from areal.config import load_config
+from areal.config.roles import ObserveConfig
+from areal.errors import UserError
 from areal.observe import tracking
 from areal.observe.tracking import Tracker, TrackingProcess, flat, open_sinks
 from areal.processes import ROOT, tied

@@ -18,7 +18,8 @@ import attacks
 import pytest
 from helpers import an_eighth_or_all, descendants, drawn, needs_namespaces
 
-from areal.config import SandboxConfig, UserError
+from areal.config.scoring import SandboxConfig
+from areal.errors import UserError
 from areal.programs import outside as sandbox_module
 from areal.programs.code_tests import CodeTests, continued, program_in, same_output
 from areal.programs.outside import LocalSandbox, SandboxError, open_sandbox
@@ -413,7 +414,8 @@ async def test_a_program_whose_caller_is_cancelled_is_ended(sandbox):
 
 def test_all_programs_end_with_the_worker():
     code = (
-        "import asyncio, os\nfrom areal.config import SandboxConfig\nfrom areal.programs.outside import open_sandbox\n"
+        "import asyncio, os\nfrom areal.config.scoring import SandboxConfig\n"
+        "from areal.programs.outside import open_sandbox\n"
         "s = open_sandbox(SandboxConfig())\n"
         "async def main():\n"
         "    print(flush=True)\n    await s.run('import time; time.sleep(60)')\n"
@@ -432,7 +434,7 @@ def test_all_programs_end_with_the_worker():
 
 UNPRIVILEGED = f"""
 import asyncio, attacks, contextlib
-from areal.config import SandboxConfig
+from areal.config.scoring import SandboxConfig
 from areal.programs.outside import open_sandbox
 
 async def main():

@@ -8,8 +8,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from areal.config import Config, DataConfig, RewardConfig, ScoringConfig, UserError
+from areal.config import Config
+from areal.config.rows import DataConfig
+from areal.config.scoring import RewardConfig, ScoringConfig
 from areal.data.sources import open_source, reasoning_tasks
+from areal.errors import UserError
 from areal.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 from areal.rewards.functions import BUILT_IN, check, check_groups, find, resolve, with_groups
 

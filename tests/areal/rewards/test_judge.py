@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.result import RewardError
 from areal.rewards.functions import check, resolve
 

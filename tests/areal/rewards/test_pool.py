@@ -11,8 +11,9 @@ from random import Random
 import pytest
 from helpers import descendants
 
-from areal.config import RewardConfig, UserError
+from areal.config.scoring import RewardConfig
 from areal.data import addition
+from areal.errors import UserError
 from areal.rewards.functions import Traits
 from areal.rewards.pool import Quarantine, RewardPool, digest
 from areal.rewards.processes import RewardFailed
@@ -429,7 +430,7 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
         textwrap.dedent(
             """
             import asyncio, os
-            from areal.config import RewardConfig
+            from areal.config.scoring import RewardConfig
             from areal.rewards.pool import RewardPool
 
             async def main():

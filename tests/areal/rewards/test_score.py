@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers import needs_namespaces, read_jsonl
+from tiny_pictures import png
 
 from areal.__main__ import main
 
@@ -164,14 +165,16 @@ def test_a_row_is_good_if_only_some_of_the_programs_that_compute_nothing_cannot_
     assert (code, result["status"]) == (0, "ok")
 
 
-def test_data_with_answers_are_checked_with_these(score):
+def test_data_with_answers_are_checked_with_these(score, tmp_path):
     assert check_data(score, {"answer": "#### 18"}, {"answer": "\\frac{1}{2}"}, reward="math")[:2] == (0, [GOOD, GOOD])
     code, results, _ = check_data(score, {"answer": ""}, {"question": "?"}, {"answer": "Paris"}, reward="exact_match")
     assert (code, [status for status, *_ in results]) == (1, ["bad", "bad", "ok"])
     assert results[0][2] == "if the completion is empty, the score is full"
     assert results[1][2] == "the row has no answer to compare with"
-    (pictured,) = check_data(score, {"answer": "1", "images": ["1.png"]}, reward="math")[1]
-    assert pictured[:2] == ("bad", None) and "the row has a picture that cannot be read" in pictured[2]
+    (tmp_path / "here.png").write_bytes(png(6, 4, 0))
+    rows = [{"answer": "1", "images": [f"{name}.png"]} for name in ("here", "none")]
+    good, bad = check_data(score, *rows, reward="math")[1]
+    assert good == GOOD and bad[:2] == ("bad", None) and "the row has a picture that cannot be read" in bad[2]
 
 
 def test_only_rewards_that_compare_with_the_row_check_it(score, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from areal.selftest.child import CheckProcess, ChildFailed, ChildGone, ChildSlow
 
 CHECKS = """
 import os, sys, time
-from areal.config import UserError
+from areal.errors import UserError
 from areal.selftest.child import serve
 from areal.selftest.findings import Finding
 

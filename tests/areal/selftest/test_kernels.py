@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.selftest import kernels
 from areal.selftest.findings import SHARE
 from areal.selftest.synthetic import TINY

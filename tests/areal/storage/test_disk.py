@@ -20,7 +20,7 @@ from helpers import fill_disk, mounted_small_disk, put, use_up_inodes
 from safetensors import SafetensorError
 from structlog.testing import capture_logs
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage import claim, disk
 from areal.storage.claim import check_room
 from areal.storage.disk import Backlog, DiskRetry, Reserve, append, rename, replace, running_out, shortage

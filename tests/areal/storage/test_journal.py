@@ -15,7 +15,7 @@ import pytest
 
 import areal.storage.database
 import areal.storage.journal
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage.database import copy_store
 from areal.storage.journal import FORMAT_VERSION, Journal, JournalError
 from areal.storage.spool import Spool

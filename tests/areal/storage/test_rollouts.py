@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import BRANCHED
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage import rollouts
 from areal.storage.rollouts import ONE_OF, RolloutWriter, batches, files
 from areal.trajectory import Group, Note, TokenValues, Trajectory, row_text

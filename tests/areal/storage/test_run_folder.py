@@ -12,13 +12,14 @@ import pytest
 import structlog
 from helpers import read_jsonl
 
-from areal.config import Config, UserError, dump_config, load_config
+from areal.config import Config, dump_config, load_config
+from areal.errors import UserError
 from areal.hiding import secrets_in, without_secrets
 from areal.record import Record
 from areal.run_files import METRICS, OLDER
 from areal.storage.claim import announce, check_free, claim, claimed_address
 from areal.storage.database import try_lock
-from areal.storage.records import NewRecords, line_of, read_records
+from areal.storage.records import NewRecords, line_of, move_records, read_records
 from areal.storage.run_folder import (
     RunFolder,
     changed_back,
@@ -320,16 +321,25 @@ def test_a_damaged_byte_costs_the_line_that_has_it_and_not_the_later_ones(config
 
 def test_damaged_evaluations_are_moved_aside_each_to_the_end_of_the_same_file(config):
     path = RunFolder(config).path / "evaluations.jsonl"
-    for version, damaged in ((0, b"\xff\n"), (5, b'{"version": 5}\n'), (10, b"")):
+    for version, damaged in ((0, b"\xff\n"), (5, b'{"version": 5}\n'), (10, b""), (15, b"[" * 100_000 + b"\n")):
         RunFolder(config).append_evaluation({"version": version, "reward": 0.5})
         with path.open("ab") as file:
             file.write(damaged)
         RunFolder(config).append_evaluation({"version": version + 1, "reward": 0.5})
-    assert [e["version"] for e in read_jsonl(path)] == [0, 1, 5, 6, 10, 11]
+    assert [e["version"] for e in read_jsonl(path)] == [0, 1, 5, 6, 10, 11, 15, 16]
     assert not (path.parent / "evaluations.jsonl.tmp").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "null", "\0\0"])
+def test_a_run_that_goes_back_moves_damaged_lines_aside_too(config, tmp_path):
+    path = RunFolder(config).path / "metrics.jsonl"
+    lines = [line_of(record(step)).encode() for step in range(1, 5)]
+    path.write_bytes(lines[0] + b"\xff\n" + b"".join(lines[1:]))
+    move_records(path, tmp_path / "abandoned" / "metrics.jsonl", lambda record: record["step"] > 2)
+    assert path.read_bytes() == b"".join(lines[:2])
+    assert (path.parent / "metrics.damaged.jsonl").read_bytes() == b"\xff\n"
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "\0\0", "[" * 100_000])
 def test_a_damaged_summary_is_none(config, text):
     folder = RunFolder(config).path
     (folder / "summary.json").write_text(text)

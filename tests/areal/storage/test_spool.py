@@ -16,7 +16,7 @@ import pytest
 from helpers import put
 
 import areal.storage.database
-from areal.config import UserError
+from areal.errors import UserError
 from areal.sampled import Generation
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, packed, unpacked
 from areal.storage.spool import Spool, SpoolError, SpoolPart

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.training.advantages import advantages
 
 MEANS = ["batch", "group", "leave_one_out", "none"]

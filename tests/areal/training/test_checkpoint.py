@@ -35,7 +35,7 @@ from tiny_training import (
 )
 from transformers import AutoModelForCausalLM
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.storage.records import line_of
 from areal.training import checkpoint, shards
 from areal.training.engine import TrainingEngine

@@ -18,7 +18,7 @@ from tiny_training import (
     weights_of,
 )
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.training.advantages import gae
 from areal.training.engine import TrainingEngine
 from areal.training.objectives import value_loss

@@ -30,7 +30,8 @@ from tiny_training import (
 )
 from transformers import AutoModelForCausalLM
 
-from areal.config import TrainerConfig, UserError
+from areal.config.training import TrainerConfig
+from areal.errors import UserError
 from areal.sampled import TOP
 from areal.training.engine import TrainingEngine
 from areal.training.model_reader import ModelReader

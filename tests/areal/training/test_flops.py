@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal.config import LoraConfig
+from areal.config.training import LoraConfig
 from areal.sampled import NOT_SAMPLED
 from areal.training.flops import Operations, experts_of, peak_tflops
 from areal.training.packed import FlatBatch, pack

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from areal.config import Config, GuardConfig
+from areal.config import Config
+from areal.config.training import GuardConfig
 from areal.training.guard import Guard, limits_of
 
 SOUND = {

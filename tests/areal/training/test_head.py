@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal.config import UserError
 from areal.cpu.processor import avoid_broken_amx
+from areal.errors import UserError
 from areal.training import head
 from areal.training.head import Head, LogitCurve, linear_logprobs
 

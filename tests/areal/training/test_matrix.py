@@ -27,7 +27,7 @@ from tiny_training import (
     step_and_gradients,
 )
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.models import check_trainable
 from areal.training.engine import TrainingEngine
 

@@ -30,7 +30,7 @@ from tiny_training import (
 from torch.nn.functional import pad
 from transformers import modeling_utils
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.selftest import references
 from areal.training.engine import TrainingEngine
 from areal.training.model_checks import what_is_missing

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal.config import OBJECTIVE_SETTINGS, TrainerConfig, UserError, dump_config, load_config
+from areal.config import dump_config, load_config
+from areal.config.training import OBJECTIVE_SETTINGS, TrainerConfig
+from areal.errors import UserError
 from areal.training.objectives import (
     LOSSES,
     TokenLoss,

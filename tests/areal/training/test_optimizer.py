@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal.config import TrainerConfig
+from areal.config.training import TrainerConfig
 from areal.training.optimizer import learning_rates
 
 

@@ -33,7 +33,7 @@ from tiny_training import (
 )
 from torch.overrides import TorchFunctionMode
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.models import Routing, routing_of
 from areal.training.engine import TrainingEngine
 from areal.training.packed import FlatBatch, pack

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.config import UserError
 from areal.data.sources import open_source
+from areal.errors import UserError
 from areal.tokens import load_tokenizer
 from areal.training.sft import SftConfig, SftData, _demonstrations, _encode, _end_where_trained
 

@@ -25,7 +25,7 @@ from tiny_training import (
     step_and_gradients,
 )
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.sampled import TOP
 from areal.training.engine import TrainingEngine
 

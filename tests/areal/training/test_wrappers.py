@@ -19,7 +19,7 @@ from tiny_training import (
 )
 from transformers import AutoModelForImageTextToText
 
-from areal.config import UserError
+from areal.errors import UserError
 from areal.models import check_trainable
 from areal.training.engine import TrainingEngine
 from areal.weights.wrappers import check_names, published_shapes

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from tiny_training import TEMPERATURE, assert_same_state, make_batch, make_model, settings
 from transformers import AutoModelForCausalLM
 
-from areal.config import LoraConfig, UserError
+from areal.config.training import LoraConfig
+from areal.errors import UserError
 from areal.training.engine import TrainingEngine
 from areal.weights.folders import write_weights
 from areal.weights.lora import add_adapters, write_adapter

@@ -7,8 +7,8 @@ import functools
 import pytest
 from scripted_policy import EOS, Characters, Session
 
-from areal.config import UserError
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.text import python_call
 from areal.workflows.builtin import resolve_workflow, texts_of
 

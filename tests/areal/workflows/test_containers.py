@@ -12,8 +12,8 @@ import pytest
 from imitated_docker import make_docker, make_image
 from scripted_policy import Session
 
-from areal.config import UserError
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.programs.outside import SandboxError
 from areal.workflows import sandboxes as sandboxes_module
 from areal.workflows.builtin import rehearse, resolve_workflow

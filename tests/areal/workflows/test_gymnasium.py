@@ -10,8 +10,8 @@ import threading
 import pytest
 from scripted_policy import Session
 
-from areal.config import UserError
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.workflows.builtin import rehearse, resolve_workflow
 
 installed = pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")

@@ -15,8 +15,8 @@ import pytest
 from helpers import processes_mentioning
 from scripted_policy import Session, byte_tokenizer
 
-from areal.config import UserError
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.workflows.builtin import rehearse, resolve_workflow
 from areal.workflows.mcp_tools import ServerFailed
 
@@ -166,7 +166,7 @@ def test_a_mistake_in_the_servers_is_told(servers, sentence):
         ({"a": {"command": sys.executable, "args": ["-c", "import no_such"]}}, "No module named 'no_such'"),
         ({"a": {"url": "http://127.0.0.1:9/mcp"}}, "'a' did not start: All connection attempts failed"),
         ({"a": {"command": "sleep", "args": ["3600"]}}, "'a' did not start: it took too long"),
-        ({"a": NOTES, "b": NOTES}, "the MCP servers 'a' and 'b' both have note"),
+        ({"a": NOTES, "b": NOTES}, "MCP servers 'a' and 'b' both have note"),
     ],
 )
 def test_a_server_that_does_not_start_is_told_before_the_run(servers, sentence):

@@ -9,8 +9,8 @@ import time
 import pytest
 from scripted_policy import Session
 
-from areal.config import UserError
 from areal.data.rows import Row
+from areal.errors import UserError
 from areal.workflows.builtin import rehearse, resolve_workflow
 
 installed = pytest.mark.skipif(importlib.util.find_spec("openenv") is None, reason="openenv is not installed")

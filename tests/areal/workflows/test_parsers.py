@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from scripted_policy import END, byte_tokenizer
 
-from areal.config import RolloutManagerConfig, UserError, load_config
+from areal.config import load_config
+from areal.config.roles import RolloutManagerConfig
+from areal.errors import UserError
 from areal.sampled import Generation
 from areal.workflows import parsers
 from areal.workflows.parsers import Parsed, Parsers

@@ -20,7 +20,7 @@ import pytest
 from conftest import ROOT
 from imitated_docker import make_docker, make_image
 
-from areal.config import SandboxConfig
+from areal.config.scoring import SandboxConfig
 from areal.programs.outside import SandboxError
 from areal.programs.slots import Programs
 from areal.workflows import sandbox_owner, sandbox_providers

@@ -6,8 +6,9 @@ import importlib.util
 
 import pytest
 
-from areal.config import DataConfig, UserError
+from areal.config.rows import DataConfig
 from areal.data.sources import open_source
+from areal.errors import UserError
 
 is_installed = importlib.util.find_spec("verifiers") is not None
 

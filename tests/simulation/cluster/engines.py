@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from areal.config import SamplingConfig
+from areal.config.engines import SamplingConfig
 from areal.data.rows import Row
 from areal.generation.engine import EngineStats, LoadTimes
 from areal.result import Result

@@ -1,0 +1,94 @@
+"""Overrides of a command line, such as `generator.count=2`."""
+
+import re
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+
+from areal.config.reading import OF_SOURCE, RepeatedKeyError, is_replaced, read_yaml
+from areal.config.section import Section, section_in
+from areal.errors import UserError, explain
+
+
+def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:
+    """The key and the value of an override such as `generator.count=2`; `kind` has the keys. Where the key is text, the
+    value is the text as it is, without a pair of quotes around it; else it is YAML. Raises UserError."""
+    key, text = split_override(override)
+    annotation = _annotation(kind, key)
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = {get_args(part)[0] if get_origin(part) is Annotated else part for part in parts}
+    if kinds <= {str, Path, type(None)}:
+        return key, None if text in ("null", "~") and type(None) in kinds else _unquoted(text)
+    return key, _yaml(text, override)
+
+
+def parsed_values(override: str) -> tuple[str, list[Any]]:
+    """The key and the values of a text such as `generator.count=1,2`. Raises UserError."""
+    key, text = split_override(override)
+    return key, _yaml(f"[{text}]", override)
+
+
+def split_override(override: str) -> tuple[str, str]:
+    """The key of `key=value`, and its text. Raises UserError."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"The override {override!r} is not of the form key=value, such as generator.count=2.")
+    return key, text
+
+
+def _yaml(text: str, override: str) -> Any:
+    with (
+        explain((yaml.YAMLError, ValueError), f"What the override {override!r} sets is not YAML: quote it."),
+        explain(RepeatedKeyError, f"The override {override!r} {{why}}: remove one."),
+    ):
+        return read_yaml(text)
+
+
+def _unquoted(text: str) -> str:
+    quote, inner = text[:1], text[1:-1]
+    if len(text) < 2 or quote not in ("'", '"') or text[-1] != quote or quote in inner.replace("''", ""):
+        return text
+    return inner.replace("''", "'") if quote == "'" else inner
+
+
+def _parts(key: str) -> list[str]:
+    """The parts of a key. The name of a reward is one, whatever dots it has: reward.options.judges.py:Judge.model."""
+    named = re.fullmatch(r"(reward|data)\.(options|functions|reward)\.([^:]+:[^.]+)(.*)", key)
+    return [*named.groups()[:3], *named[4].split(".")[1:]] if named else key.split(".")
+
+
+def _annotation(kind: type[Section], key: str) -> Any:
+    """The type of a key with dots; None if it is not known."""
+    annotation: Any = kind
+    for part in _parts(key):
+        if get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+        elif (section := section_in(annotation)) and part in section.model_fields:
+            annotation = section.model_fields[part].annotation
+        else:
+            return None
+    return annotation
+
+
+def forget_source(values: dict[str, Any], key: str, value: Any) -> None:
+    """If an override replaces a `source`, remove what belongs to the old one."""
+    section: Any = values
+    *names, last = key.split(".")
+    for name in names:
+        section = section.get(name) if isinstance(section, dict) else None
+    if last == "source" and isinstance(section, dict) and is_replaced(section, value):
+        for name in OF_SOURCE:
+            section.pop(name, None)
+
+
+def set_value(values: dict[str, Any], key: str, value: Any, override: str) -> None:
+    *sections, last = _parts(key)
+    for section in sections:
+        if values.get(section) is None:  # left out, or written as null
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            raise UserError(f"The override {override!r} sets a key inside {section!r}, which is no section.")
+    values[last] = value

@@ -1,0 +1,156 @@
+"""Configurations as text: YAML, files, and the files that they are based on."""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal.errors import UserError, explain
+
+# A link to the folder of a clone; in a wheel a copy of it.
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+# Benchmarks that `evaluator.benchmarks` names without a file.
+BENCHMARKS = CONFIGS / "benchmarks"
+
+# The most values of a configuration, of which each use of an alias counts: nine levels of nine would stop every reader.
+MOST_VALUES = 100_000
+
+
+class RepeatedKeyError(yaml.YAMLError):
+    """A mapping has a key twice."""
+
+
+# YAML 1.2's numbers, with `_` between digits. By YAML 1.1, as in `safe_load`, 1e-3 is text, 010 is 8, 1:30 is 90.
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
+
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+
+_NUMBERS = {"tag:yaml.org,2002:int": _INTEGER, "tag:yaml.org,2002:float": _FLOAT}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML as `safe_load` does, but numbers as YAML 1.2 has them, and refuses a key that a mapping has twice."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag not in _NUMBERS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if _size(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES} values")
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise RepeatedKeyError(f"has the key {key.value!r} twice, in lines {lines[key.value]} and {line}")
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that are numbers by YAML 1.1 or 1.2."""
+
+
+for _tag, _form in _NUMBERS.items():
+    # Each resolver is compared with a whole scalar, by its first character.
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(_tag, re.compile(f"(?:{_form.pattern})$"), list("-+.0123456789"))
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+
+
+def read_yaml(text: str) -> Any:
+    """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
+    aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
+    with explain(RecursionError, "it is nested too deeply", yaml.YAMLError):
+        return yaml.load(text, _Loader)
+
+
+def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
+    """How many values the node holds, its aliases written out; infinite if it holds itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
+        sizes[id(node)] = 1 + sum(_size(child, sizes) for child in children)
+    return sizes[id(node)]
+
+
+def write_yaml(values: Any) -> str:
+    """The text in YAML that `read_yaml` reads as `values`, with keys in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
+def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
+    first. `configs/NAME` is also there outside a clone. Raises UserError if the file cannot be read."""
+    if file.parts[:1] == ("configs",) and not file.is_file() and (CONFIGS.parent / file).is_file():
+        file = CONFIGS.parent / file
+    if not file.is_file():
+        how = f"correct the base in {bases[-1]}" if bases else "correct its path"
+        raise UserError(f"There is no configuration file {file}: {how}.")
+    if file.resolve() in [base.resolve() for base in bases]:
+        raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
+    no_yaml = yaml.YAMLError, ValueError  # the latter: bytes that are no text, or a date that cannot be
+    with (
+        explain(
+            no_yaml, f"{file} is not YAML: {{why}}.", lambda text: UserError(text.replace('"<unicode string>", ', ""))
+        ),
+        explain(RepeatedKeyError, f"{file} {{why}}: remove one."),
+        explain(OSError, f"{file} cannot be read ({{strerror}}): give another one."),
+    ):
+        values = read_yaml(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise UserError(f"{file} must contain keys and values, as configs/quickstart.yaml does.")
+    return with_bases(values, file.parent, (*bases, file))
+
+
+def with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
+    """`values` with every `base` in it replaced by what the base, relative to `folder`, holds."""
+    if isinstance(values, list):
+        return [with_bases(value, folder, files) for value in values]
+    if not isinstance(values, dict):
+        return values
+    names = values.get("base")
+    names = names if isinstance(names, list) else [names]
+    if not all(isinstance(name, str) and name.endswith((".yaml", ".yml")) for name in names):
+        names = []  # `base` is an option of a reward, a task or the like
+    resolved = {key: with_bases(value, folder, files) for key, value in values.items() if key != "base" or not names}
+    for name in reversed(names):
+        resolved = merged(read_values(folder / name, files), resolved)
+    return resolved
+
+
+def is_replaced(section: Mapping[str, Any], source: Any) -> bool:
+    """Whether `source` is another data set than that of the section; not if it is another split of it."""
+    names = [name.split(":")[:2] for name in (section.get("source"), source) if isinstance(name, str)]
+    return len(names) == 2 and names[0] != names[1]
+
+
+# Keys beside `source` that hold for it alone.
+OF_SOURCE = ("options", "split", "eval_source")
+
+
+def merged(below: Any, above: Any) -> Any:
+    """`above`, and the keys of `below` that it lacks; if it names another `source`, without those of the old one."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    if is_replaced(below, above.get("source")):
+        below = {key: value for key, value in below.items() if key not in OF_SOURCE}
+    return below | {key: merged(below.get(key), value) for key, value in above.items()}
