@@ -16,6 +16,7 @@ import asyncio
 import secrets
 from collections import Counter, deque
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -28,7 +29,7 @@ from actors.sampling.gateway_keys import UserKeys
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import load_parsers
 from actors.sampling.user_sessions import UserSession, note_error
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.tokens import load_tokenizer
 from areal.trajectory import row_text
 from areal.workflows.openai_api import ApiError
@@ -105,10 +106,8 @@ class Gateway(Sampler):
         self.member.used.push_async_callback(self._endpoint.close)
 
     async def main(self) -> None:
-        try:
+        with explain(OSError, "the gateway cannot listen: {strerror}: choose another gateway.port"):
             port = await self._endpoint.listen()
-        except OSError as error:
-            raise UserError(f"the gateway cannot listen: {error.strerror}: choose another gateway.port") from None
         address = f"http{'s' if self._settings.certificate else ''}://{self._settings.host}:{port}/v1"
         self.member.activity = f"serving at {address}"
         log.info("gateway ready", address=address)
@@ -226,8 +225,8 @@ class Gateway(Sampler):
 
     async def state(self, name: str) -> dict[str, Any]:
         session = await self._find(name)
-        if isinstance(session, str):
-            return {"id": name, "state": session}
+        if isinstance(session, SessionAnswer):
+            return {"id": name, "state": session.state or GONE}
         version = session.sample.newest_version
         state = "untrained" if session.group is None else "ended" if session.ended else "open"
         return {"id": name, "state": state, "version": version, "tokens": session.sample.tokens_sampled}
@@ -237,9 +236,10 @@ class Gateway(Sampler):
     ) -> dict[str, Any]:
         """The reward of a session ends it: once its sample is ready, or given up, that is the answer. That of a call is
         stored with its session. mark: the client's id for it, or empty: a repeat has the same answer."""
-        session = await self._find(name)
-        if isinstance(session, str):
-            return await self._known_reward(name, call, mark) or {"id": name, "state": session, "changed": False}
+        session = await self._find(name, mark)
+        if isinstance(session, SessionAnswer):
+            earlier = _known_reward(session, name, call, mark)
+            return earlier or {"id": name, "state": session.state or GONE, "changed": False}
         return await self._see_through(self._reward(session, value, parts, call, mark))
 
     async def _reward(
@@ -247,32 +247,25 @@ class Gateway(Sampler):
     ) -> dict[str, Any]:
         name = session.name
         async with session.rewarding:
-            taken = mark and mark not in session.marks and (await self._ask_session(name, False, mark)).taken
-            if taken or session.group is None or session.rewarded:  # its lease may have ended meanwhile
-                return await self._known_reward(name, call, mark) or await self.state(name) | {"changed": False}
+            earlier = None
+            if mark and (session.rewarded or mark not in session.marks):
+                earlier = _known_reward(await self._ask_session(name, False, mark), name, call, mark)
+            if earlier or session.group is None or session.rewarded:  # its lease may have ended meanwhile
+                return earlier or await self.state(name) | {"changed": False}
             if call is not None:
                 session.give_reward(value, call, mark)
                 await session.save()
                 return _taken(name, call)
+            is_first = not (session.group.resumed or session.is_over)
             accepted = await self._finish(session, value, parts, mark)
-            if mark:  # what the trainer has may be of a request before
-                accepted = await self._known_reward(name, call, mark) is not None
+            if mark and not (is_first and accepted):  # what the trainer has may be of a request before
+                accepted = bool(_known_reward(await self._ask_session(name, False, mark), name, call, mark))
             return _taken(name, call) if accepted else {"id": name, "state": GONE, "changed": False}
-
-    async def _known_reward(self, name: str, call: str | None, mark: str) -> dict[str, Any] | None:
-        """The answer to a reward that came before with this mark; None: there is none. Raises ApiError if another one
-        has ended the session."""
-        if not mark or not self.config.max_sessions:
-            return None
-        answer = await self._ask_session(name, False, mark)
-        if not answer.taken and answer.state in REWARDED:
-            raise ApiError(f"session {name} has its reward already: it came with another id", "rewarded", 409)
-        return _taken(name, call) if answer.taken else None
 
     async def end(self, name: str) -> dict[str, Any]:
         session = await self._find(name)
-        if isinstance(session, str):
-            return {"id": name, "state": session}
+        if isinstance(session, SessionAnswer):
+            return {"id": name, "state": session.state or GONE}
         await self._see_through(self._end(session))
         return await self.state(name)
 
@@ -281,21 +274,20 @@ class Gateway(Sampler):
             session.close()
         self._count("deleted")
         if self.config.max_sessions:
-            try:
+            in_training = partial(ApiError, code="in_training", status=409)
+            with explain(RefusedError, "it cannot be deleted any more: {why}", in_training):
                 await self.member.ask_master(DiscardSession(session=name, reason="deleted"), Done)
-            except RefusedError as error:
-                raise ApiError(f"it cannot be deleted any more: {error}", "in_training", 409) from None
 
-    async def _find(self, name: str) -> UserSession | str:
-        """The session, if it is here or another gateway has left it; else its state."""
+    async def _find(self, name: str, mark: str = "") -> UserSession | SessionAnswer:
+        """The session, if it is here or another gateway has left it; else what the master knows of it."""
         async with self._opening.setdefault(name, asyncio.Lock()):
             if name in self._sessions or not self.config.max_sessions:
-                return self._sessions.get(name, GONE)
-            answer = await self._ask_session(name, opens=False)
+                return self._sessions.get(name, SessionAnswer())
+            answer = await self._ask_session(name, False, mark)
             if answer.session is not None:
-                return await self._adopt(answer.session) or (await self._ask_session(name, opens=False)).state or GONE
+                return await self._adopt(answer.session) or await self._ask_session(name, False, mark)
             _check_holder(answer)
-            return answer.state or GONE
+            return answer
 
     # --- the end of a session
 
@@ -337,10 +329,8 @@ class Gateway(Sampler):
         session.ended = True
         if not session.sample.calls:
             raise ApiError("nothing was sampled in this session", "no_calls")
-        try:
+        with explain(ValueError, "the session cannot be trained: {why}", partial(ApiError, code="bad_reward")):
             trajectory = session.sample.trajectory(reward)
-        except ValueError as error:
-            raise ApiError(f"the session cannot be trained: {error}", "bad_reward") from None
         fields = {"session": session.name, "messages": session.sample.messages}
         sample = ScoredSample(
             place=0,
@@ -467,6 +457,14 @@ class Gateway(Sampler):
             await self._end(session)
         elif session.group is not None and now - session.begun >= self._settings.session_seconds:
             await self._discard(session, "expired")
+
+
+def _known_reward(answer: SessionAnswer, name: str, call: str | None, mark: str) -> dict[str, Any] | None:
+    """The answer to a reward that came before with this mark; None: there is none. Raises ApiError if another one has
+    ended the session."""
+    if mark and not answer.taken and answer.state in REWARDED:
+        raise ApiError(f"session {name} has its reward already: it came with another id", "rewarded", 409)
+    return _taken(name, call) if answer.taken else None
 
 
 def _taken(name: str, call: str | None) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from actors.weights.weight_service import WeightFetcher
 from areal.config import Config
 from areal.config.engines import SamplingConfig
 from areal.devices import shares_devices
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
 from areal.pictures import digest_of
@@ -330,7 +330,7 @@ class Generator(Actor):
         self, name: str, sender: str, new: NewSequence, prompt: "_Prompt", add: "Callable[[_New], None]"
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
-        sampling = SamplingConfig(**{name: getattr(new, name) for name in SAMPLING})
+        sampling = SamplingConfig.model_construct(**{name: getattr(new, name) for name in SAMPLING})
         self._sequences[name] = sender
         try:
             await self._loaded.until(
@@ -368,14 +368,13 @@ class Generator(Actor):
             raise BusyError("this generator computes no log-probs: it is draining")
         ask = request.message
         required = ask.lineage, ask.version
-        try:
+        with (
+            explain(ValueError, "{why}", RefusedError),
+            explain((EngineError, TimeoutError), "this generator computed no log-probs: {why}", BusyError),
+        ):
             async with parked(request):
                 await self._loaded.until(lambda: self._loaded_policy() >= required or self.member.state != "healthy")
                 scores = await self._engine.score(f"{request.sender} log-probs", ask.tokens.tolist())
-        except ValueError as error:
-            raise RefusedError(str(error)) from None
-        except (EngineError, TimeoutError) as error:
-            raise BusyError(f"this generator computed no log-probs: {error}") from None
         return Logprobs(version=scores.version, logprobs=scores.logprobs)
 
     def _steps(self) -> float:

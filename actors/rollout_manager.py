@@ -13,14 +13,12 @@ dies, another one samples what is missing. It never decides admission.
 | balance | 2 s | moves sequences to emptier generators |
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,9 +29,9 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.generation.routing import groups_that_fit, plan_moves
-from areal.pictures import DIGESTS, digest_of
+from areal.pictures import digests_in
 from areal.programs.outside import SandboxError
 from areal.sight import check_pictures
 from areal.storage.saved_calls import SavedCall, packed, unpacked
@@ -239,7 +237,7 @@ class RolloutManager(Sampler):
                 await group.close()
 
     def _open_sessions(
-        self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: _GroupStart
+        self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: "_GroupStart"
     ) -> list[SampleSession]:
         """A session for the sample at each of these places."""
         sessions = self._sessions[permit.group] = [
@@ -275,10 +273,8 @@ class RolloutManager(Sampler):
             log.error("row failed", row=index, exc_info=error)
             raise SampleFailed("row", f"row {index} of the data cannot be used: {error}") from None
         if row.pictures:
-            try:
+            with explain(UserError, "{why}", functools.partial(SampleFailed, "row")):
                 check_pictures(self.config)
-            except UserError as error:
-                raise SampleFailed("row", str(error)) from None
         if too_long := self.services.too_long(row):
             raise SampleFailed("long", too_long)
         return row
@@ -317,8 +313,8 @@ class RolloutManager(Sampler):
         return scored
 
     async def _run_sample(
-        self, permit: Permit, place: int, session: SampleSession, row: Row, start: _GroupStart, begun: bool
-    ) -> _Scored | SampleFailed:
+        self, permit: Permit, place: int, session: SampleSession, row: Row, start: "_GroupStart", begun: bool
+    ) -> "_Scored | SampleFailed":
         """Sample and score one sample. begun: the trainer may have calls of it."""
         began, at = time.time(), time.monotonic()
         try:
@@ -331,7 +327,7 @@ class RolloutManager(Sampler):
             note = Note(session.reward_parts, max(0, discarded))
             if self._keeps_rollouts:
                 note = Note(*note[:2], (*session.generators,), began, time.monotonic() - at)
-            return _Scored(place, sample, note)
+            return _Scored(place, sample, note, session.pictures)
         except SampleFailed as failure:
             if session.first_version is None:
                 start.count()
@@ -348,13 +344,11 @@ class RolloutManager(Sampler):
         for column, name in self._scorers(row).items():
             branches = [self._scoring.score_tokens(name, branch.tokens) for branch in sample.sequences()]
             scores = await asyncio.gather(*branches)
-            try:
+            with explain(ValueError, f"scorer {name!r}: {{why}}", functools.partial(SampleFailed, "scorer")):
                 sample = sample.with_scores(column, [score.logprobs for score in scores])
                 if column == "teacher_logprobs" and self.config.trainer.teacher_top_k:
                     sample = sample.with_scores("teacher_top_tokens", [score.top_tokens for score in scores])
                     sample = sample.with_scores("teacher_top_logprobs", [score.top_logprobs for score in scores])
-            except ValueError as error:
-                raise SampleFailed("scorer", f"scorer {name!r}: {error}") from None
         penalty = self.services.overlong(sample)
         return sample.lowered(penalty) if penalty else sample
 
@@ -376,10 +370,8 @@ class RolloutManager(Sampler):
         if not permit.resumed:
             return StoredSamples(places=(), start_version=None)
         request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, all_or_none=all_or_none)
-        try:
+        with explain(RefusedError, "the trainer refused the group: {why}", functools.partial(SampleFailed, "trainer")):
             return await self.ask_trainer(request, StoredSamples)
-        except RefusedError as error:
-            raise SampleFailed("trainer", f"the trainer refused the group: {error}") from None
 
     async def _calls(self, permit: Permit, place: int) -> list[SavedCall]:
         """The calls that the trainer has of a sample. Without them it is sampled anew."""
@@ -409,15 +401,13 @@ class RolloutManager(Sampler):
                 session.save_every = math.inf
                 log.warning("the trainer refused the calls of a sample", group=permit.group, error=str(error))
 
-    async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
+    async def _store(self, permit: Permit, row: Row, scored: "Sequence[_Scored]") -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
-        digests = {name: row.fields[name] for name in row.fields.keys() & {DIGESTS}} if row.pictures else {}
-        fields = row.fields if self._keeps_rollouts else digests
         request = StoreSamples(
             group=permit.group,
             prompt_index=permit.prompt_index,
-            row=row_text(fields) if fields else "",
+            row=row_text(row.fields) if self._keeps_rollouts else "",
             samples=tuple(
                 ScoredSample(
                     place=sample.place, frame=np.frombuffer(sample.sample.frame(), np.uint8), **sample.note._asdict()
@@ -426,19 +416,19 @@ class RolloutManager(Sampler):
             ),
         )
         try:
-            if row.pictures:
-                await self._store_pictures(row.pictures)
+            await self._store_pictures(scored)
             await self.ask_trainer(request, GroupAccepted)
         except RefusedError as error:
             return error
         return None
 
-    async def _store_pictures(self, contents: Sequence[bytes]) -> None:
-        """Have the trainer store those of the pictures that it lacks. Raises RefusedError."""
-        files = {digest_of(content): np.frombuffer(content, np.uint8) for content in contents}
-        lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names
+    async def _store_pictures(self, scored: "Sequence[_Scored]") -> None:
+        """Have the trainer store those of the samples' pictures that it lacks. Raises RefusedError."""
+        files = {name: item.pictures[name] for item in scored for name in digests_in(item.sample.pictures)}
+        lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names if files else ()
         if lacking:
-            await self.ask_trainer(StorePictures(files=tuple(files[name] for name in lacking)), Done)
+            contents = tuple(np.frombuffer(files[name], np.uint8) for name in lacking)
+            await self.ask_trainer(StorePictures(files=contents), Done)
 
     @property
     def _keeps_rollouts(self) -> bool:
@@ -446,11 +436,12 @@ class RolloutManager(Sampler):
 
 
 class _Scored(NamedTuple):
-    """A scored sample, its place in its group, and what is noted of it."""
+    """A scored sample, its place in its group, what is noted of it, and the files of pictures by their names."""
 
     place: int
     sample: Trajectory
     note: Note
+    pictures: Mapping[str, bytes] = {}
 
     @property
     def tokens_sampled(self) -> int:

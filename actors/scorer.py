@@ -26,7 +26,7 @@ from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
 from areal.config.engines import SamplingConfig
 from areal.config.scoring import SCORER
-from areal.errors import UserError, explain
+from areal.errors import explain
 from areal.generation.engine import EngineStats, GenerationEngine
 from areal.result import Result, RewardError, as_score
 from areal.rewards.functions import judge_by
@@ -66,9 +66,7 @@ class Scorer(Serving):
         load_tokenizer: Callable[[str], Any] = load_tokenizer,
     ) -> Self:
         """name: what it serves, one of the run's `scorers`."""
-        scorer = member.config.scorers.get(name)
-        if scorer is None:
-            raise UserError(f"The run has no scorer {name!r} (--scorer): its configuration names others.")
+        scorer = member.config.scorers[name]
         member.activity = "starting the engine"
         tokenizer = None if scorer.kind == "logprobs" else await asyncio.to_thread(load_tokenizer, scorer.model)
         engine = await start_engine(Path(scorer.model), scorer.engine, version=0, seed=member.engine_seed)
@@ -140,11 +138,10 @@ class Scorer(Serving):
         add(Scored(job=completion.job, scores=scores, parts=parts))
 
     async def _classify(self, key: str, completion: Completion, row: Mapping[str, Any]) -> Result:
-        try:
+        # Templates and tokenizers may raise anything.
+        with explain(Exception, f"{self._name} cannot read the completion: {{why}}", RefusedError):
             (text,) = completion.completions
             tokens = self._tokens(completion.prompt, text, row)
-        except Exception as error:  # templates and tokenizers may raise anything
-            raise RefusedError(f"{self._name} cannot read the completion: {error}") from None
         outputs = await self._wait_for_engine(self._engine.classify(key, tokens, self._settings.activation))
         with explain(
             (IndexError, RewardError), f"{self._name} gives no output {self._settings.output}: {{why}}", RefusedError

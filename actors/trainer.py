@@ -315,21 +315,18 @@ class Trainer(Actor):
 
     async def _load_checkpoint(self, recovery: Recovery) -> int:
         """Load the last checkpoint, or if damaged the one before. Returns its version. Raises UserError if both are."""
-        newest, older = recovery.checkpoint_version, recovery.covered
-        try:
-            await self._load(newest, recovery.run)
-            return newest
-        except UserError as error:
-            damage = error
-        try:
-            if older == newest:
-                raise damage
-            await self._load(older, recovery.run)
-        except UserError:
-            ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
-            raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}") from None
-        log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.")
-        return older
+        newest, damage = recovery.checkpoint_version, ""
+        for version in dict.fromkeys((newest, recovery.covered)):
+            try:
+                await self._load(version, recovery.run)
+            except UserError as error:
+                damage = damage or str(error)
+                continue
+            if damage:
+                log.error(f"{damage} The run goes on from version {version}: the steps since are trained again.")
+            return version
+        ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
+        raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}")
 
     async def _load(self, version: int, run: str) -> None:
         """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
@@ -582,10 +579,7 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     group = min(groups, key=lambda group: group.start_version)
     if oldest is None or group.start_version >= oldest:
         return None
-    return (
-        f"group {group.id} has tokens of version {group.start_version}, and max_staleness allows none older than "
-        f"version {oldest}"
-    )
+    return f"group {group.id} has tokens of version {group.start_version}: max_staleness allows none before {oldest}"
 
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:

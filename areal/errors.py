@@ -1,6 +1,6 @@
 """Mistakes by the user, and errors that are told as such."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from areal.text import reason_of
@@ -16,7 +16,7 @@ NOT_PERMITTED = "This user has no right to do that ({why}): start it as the owne
 
 
 @contextmanager
-def explain(causes: Causes, message: str, error: type[Exception] = UserError) -> Iterator[None]:
+def explain(causes: Causes, message: str, error: Callable[[str], Exception] = UserError) -> Iterator[None]:
     """Raise `error` in place of errors of these kinds. `{why}` in its message stands for what they say, in one line.
 
     If they are errors of all kinds, as of the user's code, their type comes first. `{strerror}` stands for what the

@@ -1,11 +1,9 @@
 """The files of pictures: which are read, and how they are decoded."""
 
-from __future__ import annotations
-
 import base64
 import io
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +25,15 @@ def digest_of(content: bytes) -> str:
     return blake2b(content, digest_size=16).hexdigest()
 
 
+def digests_in(column: np.ndarray | None) -> list[str]:
+    """The digests in a column `pictures` of `areal.sampled.COLUMNS`, each once, in order."""
+    if column is None:
+        return []
+    rows = column[column.any(1)]
+    changes = np.append(True, (rows[1:] != rows[:-1]).any(1))[: len(rows)]
+    return list(dict.fromkeys(row.tobytes().hex() for row in rows[changes]))
+
+
 def size_of(content: bytes) -> tuple[int, int]:
     """Width and height in pixels as `decode` gives them; nothing is decoded. Raises ValueError."""
     opened = _open(content)
@@ -35,7 +42,7 @@ def size_of(content: bytes) -> tuple[int, int]:
     return (height, width) if turned else (width, height)
 
 
-def decode(content: bytes) -> Image:
+def decode(content: bytes) -> "Image":
     """The picture in a file, in RGB and upright as its EXIF says. Of several frames it is the first; what is
     transparent is white; of 16 bits the upper 8 count. Raises ValueError."""
     from PIL import Image, ImageOps
@@ -55,6 +62,12 @@ def decode(content: bytes) -> Image:
     return picture.convert("RGB")
 
 
+def part_of(content: bytes) -> dict[str, Any]:
+    """The part of a message that shows the picture in a file. Raises ValueError."""
+    width, height = size_of(content)
+    return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
+
+
 def thumbnail(content: bytes, side: int) -> str:
     """A PNG of at most `side` x `side` pixels as a data URL. Raises ValueError."""
     picture = decode(content)
@@ -63,7 +76,7 @@ def thumbnail(content: bytes, side: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _open(content: bytes) -> Image:
+def _open(content: bytes) -> "Image":
     from PIL import Image, UnidentifiedImageError
 
     if len(content) > MAX_BYTES:
@@ -79,7 +92,7 @@ def _open(content: bytes) -> Image:
     return opened
 
 
-def _orientation(picture: Image) -> int:
+def _orientation(picture: "Image") -> int:
     try:
         orientation = picture.getexif().get(_ORIENTATION, 1)
     except Exception:  # EXIF that is damaged raises anything, and the picture can be read without it

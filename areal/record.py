@@ -15,10 +15,11 @@ from areal.config.reading import read_values
 from areal.data.files import read_object
 from areal.errors import UserError
 from areal.models import QUICKSTART_FOLDER
-from areal.run_files import CHANGES, CONFIG, EVALUATIONS, EVENTS, JOURNAL, METRICS, OLDER, ROLLOUTS, SUMMARY
+from areal.run_files import CHANGES, CONFIG, EVALUATIONS, EVENTS, JOURNAL, METRICS, OLDER, PICTURES, ROLLOUTS, SUMMARY
 from areal.storage import rollouts
 from areal.storage.disk import leaves, within
 from areal.storage.journal import Journal, journal_copy
+from areal.storage.pictures import PictureStore
 from areal.storage.records import NewRecords, read_records
 from areal.storage.run_folder import (
     STEADY,
@@ -53,6 +54,7 @@ class Record:
             raise UserError(f"{folder} is not the folder of a run: it has no {CONFIG}, {METRICS} or {SUMMARY}.")
         self.folder = folder
         self.name = folder.resolve().name
+        self.pictures = PictureStore(folder / PICTURES)
         self.new_events = NewRecords(folder / EVENTS).read
         """The events since the last call, in the order in which they were written."""
         self._new_steps, self._new_evaluations = NewRecords(folder / METRICS), NewRecords(folder / EVALUATIONS)
@@ -246,8 +248,7 @@ class Record:
         return journal_copy(file)
 
     def compare(self, run: str, version: int) -> None:
-        """Compare its parts with its journal, which is of the run with the identity `run` and has trained `version`.
-        Raises UserError if they do not fit together."""
+        """Compare its parts with its journal, of the run `run` at `version`. Raises UserError."""
         compare_record(self.folder, run, version)
 
     @property

@@ -36,6 +36,7 @@ COLUMNS = {
     "teacher_top_tokens": Column(np.int32, wide=True),
     "teacher_top_logprobs": Column(np.float32, wide=True),
     "routes": Column(np.uint8, unsampled=None, wide=True),
+    "pictures": Column(np.uint8, unsampled=None, wide=True),
 }
 """The columns of a sample: fields of `areal.trajectory.Trajectory`, and columns of the rollouts that a run keeps."""
 
@@ -84,6 +85,11 @@ class TokenTable:
     def versions(self) -> np.ndarray:
         """int32 [n], the policy version that sampled each; -1 if not sampled."""
         return self._columns["versions"][: self._length]
+
+    @property
+    def pictures(self) -> np.ndarray | None:
+        """uint8 [n, 16], as `areal.trajectory.Trajectory` has it."""
+        return self._columns["pictures"][: self._length] if "pictures" in self._columns else None
 
     @property
     def nbytes(self) -> int:
@@ -151,10 +157,11 @@ class Generation(TokenTable):
         return rows
 
 
-def unsampled(tokens: Tokens) -> TokenTable:
-    """Tokens that are not the policy's. tokens: [n]."""
+def unsampled(tokens: Tokens, pictures: np.ndarray | None = None) -> TokenTable:
+    """Tokens that are not the policy's. tokens: [n]. pictures: their column of this name."""
     column = np.asarray(tokens, np.int32)
-    return TokenTable({"tokens": column} | {name: _filled(name, len(column)) for name in ENGINE_COLUMNS[1:]})
+    columns = {"tokens": column} | {name: _filled(name, len(column)) for name in ENGINE_COLUMNS[1:]}
+    return TokenTable(columns if pictures is None else columns | {"pictures": pictures})
 
 
 def _filled(name: str, count: int, width: tuple[int, ...] = ()) -> np.ndarray:

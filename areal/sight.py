@@ -7,7 +7,7 @@ each part, which takes the place of the placeholder's embedding. This module kno
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from areal.config import Config
 from areal.errors import UserError, explain
 from areal.pictures import decode, digest_of
+from areal.trajectory import DIGEST_BYTES
 
 # The names of a processor's sizes, and their defaults; those of the tower of SmolVLM.
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
@@ -96,6 +97,19 @@ class Sight:
         """What vLLM's model takes of a picture: by its patches, and of the whole."""
         return {"pixel_values": picture.patches}, {"image_grid_thw": np.array(picture.grid)}
 
+    def column(self, tokens: np.ndarray, parts: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
+        """The column `pictures` of the tokens of a prompt, whose first placeholders stand for the pictures that these
+        parts of messages show; None if it has no placeholder. Raises ValueError if they do not."""
+        places, ends = np.flatnonzero(tokens == self.token), 0
+        column = np.zeros((len(tokens), DIGEST_BYTES), np.uint8)
+        for part in parts if len(places) else ():
+            count = self.tokens(part["width"], part["height"])
+            run, ends = places[ends : ends + count], ends + count
+            if len(run) < count or run[-1] - run[0] != count - 1:
+                raise ValueError(f"the placeholders of a prompt are not those of its {len(parts)} pictures")
+            column[run] = np.frombuffer(bytes.fromhex(part["digest"]), np.uint8)
+        return column if ends else None
+
     def starts(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> list[int]:
         """Where the placeholders of each picture begin among the tokens of a sequence, int [n]; none if it has no
         placeholder. Those after the last picture's are tokens like any other. Raises ValueError if the first
@@ -141,6 +155,20 @@ class SquareSight(Sight):
 
 # By the types of models that see.
 SEEING = {"qwen2_5_vl": Sight, "qwen3_vl": Sight, "smolvlm": SquareSight}
+
+
+def pictures_in(column: np.ndarray | None, views: Mapping[str, Picture]) -> tuple[list[int], list[Picture]]:
+    """Where the pictures of a sequence with this column `pictures` begin, and these. views: by their names. Raises
+    ValueError if the model sees one in more or fewer parts."""
+    places, starts, pictures = np.flatnonzero(() if column is None else column.any(1)), list[int](), list[Picture]()
+    while column is not None and len(places):
+        picture = views[column[places[0]].tobytes().hex()]
+        run, places = places[: picture.tokens], places[picture.tokens :]
+        if run[-1] - run[0] != picture.tokens - 1 or (column[run] != column[run[0]]).any():
+            raise ValueError(f"the placeholders of the picture {picture.name} are not as many as it has parts")
+        starts.append(int(run[0]))
+        pictures.append(picture)
+    return starts, pictures
 
 
 def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:

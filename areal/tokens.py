@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from areal.config.rows import RowsConfig
 from areal.errors import UserError, explain
-from areal.text import reason_of, without_code
+from areal.text import without_code
 
 
 def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
@@ -26,12 +26,9 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
         from transformers import PreTrainedTokenizerFast as Tokenizer
     else:
         from transformers import AutoTokenizer as Tokenizer
-    try:
-        with without_code():
-            tokenizer = Tokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises this very class
-        reason = reason_of(error)
-        raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({reason}).") from None
+    wrong = f"The model folder {folder} has no tokenizer that can be loaded ({{why}})."
+    with explain(Exception, wrong), without_code():  # the tokenizers library raises this very class
+        tokenizer = Tokenizer.from_pretrained(folder, trust_remote_code=False)
     if data is not None and data.sets_template:
         _set_template(tokenizer, folder, data)
     return tokenizer
@@ -63,13 +60,12 @@ def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
             )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **data.chat_template_kwargs)
     messages = [{"role": "user", "content": "Hello"}]
-    try:
+    with explain(  # templates may raise anything
+        Exception,
+        f"The chat template of {data.chat_template or folder} does not render one message of the user ({{why}}): "
+        f"correct it, or data.chat_template_kwargs.",
+    ):
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates may raise anything
-        raise UserError(
-            f"The chat template of {data.chat_template or folder} does not render one message of the user "
-            f"({' '.join(str(error).split())}): correct it, or data.chat_template_kwargs."
-        ) from None
 
 
 def read_template(file: Path) -> str:

@@ -3,8 +3,6 @@
 A token that the policy did not sample (the prompt, a tool's answer) has version -1 and takes no part in the loss.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP, Finish, check, pack, unpack
+from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP, Finish, TokenTable, check, pack, unpack
 
 LARGEST_REWARD = 1e9
 """The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
@@ -23,6 +21,9 @@ ROUNDING = 1e-9
 
 LARGEST_FIELD = 16 << 10
 """The largest size of a value of a row in what is kept of it, as JSON."""
+
+DIGEST_BYTES = 16
+"""Of the digest of a picture."""
 
 FINISHES: tuple[Finish, ...] = ("stop", "length")
 _OF_SAMPLE = {"reward": np.float64, "finish": np.uint8, "shared": np.int32, "own": np.int32}
@@ -76,6 +77,7 @@ class Trajectory:
     teacher, and their log-probs (`trainer.teacher_top_k`); 0 where not sampled.
     routes: uint8 [T, width], the experts that the pass which sampled a token took, as `areal.models.Routing` says
     (`trainer.routing`); 0 where not sampled.
+    pictures: uint8 [T, 16], the digest of the picture that a token is a placeholder of; 0 if of none.
     """
 
     tokens: np.ndarray
@@ -90,6 +92,7 @@ class Trajectory:
     teacher_top_tokens: np.ndarray | None = None
     teacher_top_logprobs: np.ndarray | None = None
     routes: np.ndarray | None = None
+    pictures: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         lengths = {}
@@ -125,6 +128,8 @@ class Trajectory:
             raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
         if self.returns is not None and not (np.abs(self.returns) <= LARGEST_REWARD).all():
             raise ValueError("the return of a token is no score")
+        if self.pictures is not None and self.pictures.shape[1] != DIGEST_BYTES:
+            raise ValueError("the pictures of a sample have other digests")
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -139,7 +144,7 @@ class Trajectory:
         return pack(self.columns | of_sample)
 
     @classmethod
-    def of_frame(cls, frame: bytes | memoryview) -> Trajectory:
+    def of_frame(cls, frame: bytes | memoryview) -> "Trajectory":
         """A sample that came from outside; its arrays are not copied. Raises ValueError if it is none."""
         arrays = unpack(frame)
         if missing := _OF_SAMPLE.keys() - arrays.keys():
@@ -170,7 +175,7 @@ class Trajectory:
         array: np.ndarray | None = getattr(self, name)
         return np.full((len(self), *width), self.reward if name == "returns" else 0) if array is None else array
 
-    def sequences(self) -> Iterator[Trajectory]:
+    def sequences(self) -> "Iterator[Trajectory]":
         """Each branch as a trajectory, from its first token on. Only the owner of a sampled token has it as sampled."""
         if not self.branches:
             yield self
@@ -182,7 +187,7 @@ class Trajectory:
                     array[: branch.shared] = unsampled
             yield replace(self, branches=(), **arrays)
 
-    def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> Trajectory:
+    def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> "Trajectory":
         """The same trajectory with the column `name`, of SCORED or TOP. branches: [T - 1] or [T - 1, k] for each of
         `sequences`, what all its tokens but the first get. Raises ValueError for what no model gives."""
         lengths = self.branches or (Branch(0, len(self)),)
@@ -193,7 +198,7 @@ class Trajectory:
         arrays: dict[str, Any] = {name: column}
         return replace(self, **arrays)
 
-    def lowered(self, penalty: float) -> Trajectory:
+    def lowered(self, penalty: float) -> "Trajectory":
         """The same trajectory with a lower reward."""
         returns = None if self.returns is None else self.returns - penalty
         return replace(self, reward=self.reward - penalty, returns=returns)
@@ -221,10 +226,15 @@ def pieces(versions: Sequence[int]) -> list[Piece]:
     return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
 
 
-def common(first: np.ndarray, second: np.ndarray) -> int:
-    """The number of first tokens that two sequences have in common."""
+def common(first: TokenTable | Trajectory, second: TokenTable | Trajectory) -> int:
+    """The number of first tokens that two sequences have in common, of the same pictures."""
     length = min(len(first), len(second))
-    return int(np.append(first[:length] != second[:length], True).argmax())
+    differ = first.tokens[:length] != second.tokens[:length]
+    if first.pictures is not None or second.pictures is not None:
+        none = np.zeros((length, DIGEST_BYTES), np.uint8)
+        columns = [none if s.pictures is None else s.pictures[:length] for s in (first, second)]
+        differ |= (columns[0] != columns[1]).any(1)
+    return int(np.append(differ, True).argmax())
 
 
 def check_scores(name: str, column: np.ndarray) -> None:

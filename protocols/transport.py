@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from types import AsyncGeneratorType
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, Self, TypeVar, cast
 
 from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
 from protocols.errors import (
@@ -521,7 +521,8 @@ class Subscriber(_EventLink):
 
 
 class Bus:
-    """One actor's connection to the others: its server, its links, its events. Closes `network` with itself.
+    """One actor's connection to the others: its server, its links, its events. Closes `network` with itself, at the end
+    of an `async with` too.
 
     secret: what the tokens are made from; by default a random one.
     """
@@ -575,6 +576,12 @@ class Bus:
         subscriber = Subscriber(self.network, address, on_event, self._on_crash)
         self._event_links.append(subscriber)
         return subscriber
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Cancel what is being answered, fail what waits for answers, and close the network."""

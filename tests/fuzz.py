@@ -300,7 +300,7 @@ class Talkative(Session):
         super().__init__()
         self.tokenizer = byte_tokenizer()
 
-    async def generate(self, tokens, max_new_tokens=None, keep=None):
+    async def generate(self, tokens, max_new_tokens=None, keep=None, pictures=None):
         self.turns.append('yes <tool_call>{"name": "f", "arguments": {}}</tool_call>')
         return await super().generate(tokens, max_new_tokens, keep)
 

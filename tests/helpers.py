@@ -231,4 +231,5 @@ BRANCHED = Trajectory(
     teacher_top_tokens=np.array([(0, 0), (0, 0), (2, 7), (5, 6), (0, 0), (8, 1), (0, 0), (9, 5)], np.int32),
     teacher_top_logprobs=np.array([(0, 0), (0, 0), (-1, -2), (-2, -3), (0, 0), (-1, -4), (0, 0), (-1, -5)], np.float32),
     routes=np.array([(0, 0), (0, 0), (1, 0), (3, 1), (0, 0), (0, 255), (0, 0), (2, 1)], np.uint8),
+    pictures=np.repeat(np.array([[0], [7], [0], [0], [0], [0], [255], [0]], np.uint8), 16, 1),
 )

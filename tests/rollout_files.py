@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import yaml
 from scripted_policy import byte_tokenizer
 
-from areal.pictures import DIGESTS
 from areal.run_files import ROLLOUTS
 from areal.storage.rollouts import RolloutWriter
 from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory, row_text
@@ -71,9 +71,13 @@ def write_model(run: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"name": "demo", "model": str(run / "model")}))
 
 
-def write_pictured_run(run: Path, names: list[Any]) -> None:
-    """A step of one group, whose prompt has pictures of these names."""
-    one = group(0, sample([("user: <image>\n", False), ("red", True)], 1.0), **{DIGESTS: names})
+def write_pictured_run(run: Path, names: list[str]) -> None:
+    """A step of one group, whose prompt has pictures of these names, each of one token."""
+    plain = sample([("user: " + "<" * len(names) + "\n", False), ("red", True)], 1.0)
+    seen = np.zeros((len(plain), 16), np.uint8)
+    for place, name in enumerate(names, start=6):
+        seen[place] = [*bytes.fromhex(name)]
+    one = group(0, replace(plain, pictures=seen))
     rollout_writer = writer(run)
     rollout_writer.add_trained(1, [one], values(one))
     rollout_writer.write()

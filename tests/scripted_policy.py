@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.config.engines import SamplingConfig
 from areal.config.scoring import Credit, SandboxConfig
+from areal.pictures import part_of
 from areal.programs.slots import Programs
 from areal.sampled import Generation
+from areal.sight import sight_of
 from areal.trajectory import Trajectory
 from areal.workflows.forest import Forest
 from areal.workflows.parsers import Parsers
@@ -51,10 +55,10 @@ class Recorded:
     """The part of a session that keeps all calls."""
 
     sampling = SamplingConfig(max_new_tokens=64)
-    pictures: tuple[bytes, ...] = ()
 
     def __init__(self, credit: Credit = "sample", discount: float = 1.0) -> None:
         self.forest = Forest()
+        self.shown: dict[str, Any] = {}
         self.sandboxes = Sandboxes("test", Programs(SandboxConfig()))
         self._credit = credit, discount
 
@@ -65,6 +69,10 @@ class Recorded:
     @property
     def calls(self) -> list[Generation]:
         return self.forest.calls
+
+    def show(self, content: bytes) -> dict[str, Any]:
+        part = part_of(content)
+        return self.shown.setdefault(part["digest"], part)
 
     def reward(self, call: Generation, value: float) -> None:
         self.forest.reward(call, value)
@@ -86,7 +94,7 @@ class Session(Recorded):
         self.ran: list[str] = []
         self.sandboxes = sandboxes or self.sandboxes
 
-    async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
+    async def generate(self, tokens, max_new_tokens=None, keep=None, pictures=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
         text = self.turns.pop(0)
         words = self.tokenizer.encode(text.rstrip("…"), add_special_tokens=False)
@@ -96,7 +104,9 @@ class Session(Recorded):
         n = len(words)
         versions = np.full(n, 7, np.int32)
         sampled = Generation(np.array(words, np.int32), np.zeros(n, np.float32), versions, finish)
-        self.forest.add(np.array(tokens, np.int32), sampled)
+        prompt = np.array(tokens, np.int32)
+        seen = sight_of(self.tokenizer.name_or_path).column(prompt, pictures) if pictures else None
+        self.forest.add(prompt, sampled, seen)
         return sampled
 
     async def score(self, completion: str, tokens=None) -> float:

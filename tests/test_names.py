@@ -8,10 +8,38 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BARE = {
-    "found", "told", "own", "one", "asked", "given", "known", "left", "its", "other", "others", "both", "each", "this",
-    "wanted", "said", "made", "whole", "before", "after", "kept", "more", "most", "rest", "several", "either", "sent",
-    "done", "ours", "theirs", "that",
-}  # fmt: skip
+    "found",
+    "told",
+    "own",
+    "one",
+    "asked",
+    "given",
+    "known",
+    "left",
+    "its",
+    "other",
+    "others",
+    "both",
+    "each",
+    "this",
+    "wanted",
+    "said",
+    "made",
+    "whole",
+    "before",
+    "after",
+    "kept",
+    "more",
+    "most",
+    "rest",
+    "several",
+    "either",
+    "sent",
+    "done",
+    "ours",
+    "theirs",
+    "that",
+}
 MOST_BARE, MOST_BARE_IN_TESTS = 0.003, 0.01
 """The largest share of bound names that may be bare."""
 

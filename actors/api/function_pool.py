@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from areal.config.scoring import RewardConfig
+from areal.errors import explain
 from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction
 from areal.rewards.processes import RewardFailed
@@ -54,10 +55,8 @@ class FunctionPool:
                     raise RewardFailed(f"no score within {self._config.timeout_seconds:g} s", "timeout") from None
                 traceback.print_exc()
                 raise RewardFailed(error_text(error)[:500], "raised") from None
-        try:
+        with explain(RewardError, "{why}", functools.partial(RewardFailed, kind="not_finite")):
             return reward.results(value, completions)
-        except RewardError as error:
-            raise RewardFailed(str(error), "not_finite") from None
 
 
 def _value(call: Callable[[], Any]) -> Any:
@@ -78,7 +77,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     def work() -> None:
         try:
             outcome, value = done.set_result, context.run(_value, call)
-        except BaseException as error:
+        except BaseException as error:  # the caller gets it
             outcome, value = done.set_exception, _raisable(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a late call
             loop.call_soon_threadsafe(settle, outcome, value)

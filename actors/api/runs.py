@@ -1,7 +1,5 @@
 """Runs from Python: `train`, `start` and `join` return a `LiveRun`."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -14,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -29,7 +28,7 @@ from actors.runtime.addresses import locate
 from actors.watching.monitor import render
 from actors.watching.runs import STOP_SECONDS, run_in, stop_run
 from areal.config import Config
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.processes import START, SUPERVISED
 from areal.record import Record, new_steps
 from areal.rewards.functions import RewardFunction, check_groups, of_object
@@ -58,11 +57,9 @@ def _named(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*values: P.args, **keys: P.kwargs) -> T:
         signature = inspect.signature(function)
-        try:
+        names = ", ".join(signature.parameters)
+        with explain(TypeError, f"areal.{function.__name__}: {{why}}: write NAME=VALUE, of {names}."):
             signature.bind(*values, **keys)
-        except TypeError as error:
-            names = ", ".join(signature.parameters)
-            raise UserError(f"areal.{function.__name__}: {error}: write NAME=VALUE, of {names}.") from None
         return function(*values, **keys)
 
     return call
@@ -78,7 +75,7 @@ def train(
     workflow: Workflow | str | None = None,
     steps: int | None = None,
     **keys: Any,
-) -> LiveRun:
+) -> "LiveRun":
     """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run, and
     so does the end of this process, however it ends; a run of `start` goes on without it.
     Raises UserError, and RunFailed if it does not reach its end."""
@@ -98,7 +95,7 @@ def start(
     workflow: Workflow | str | None = None,
     steps: int | None = None,
     **keys: Any,
-) -> LiveRun:
+) -> "LiveRun":
     """Start a run on this machine, in processes of its own.
 
     config: a YAML file, its keys, or a Config; by default some keys that suit a first try. data: rows (dicts, a
@@ -110,7 +107,7 @@ def start(
     return _start(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
 
 
-def _start(settings: Settings, show: bool) -> LiveRun:
+def _start(settings: Settings, show: bool) -> "LiveRun":
     run = LiveRun(settings.config.folder, settings.config, _launch(settings, outlives=not show), show)
     try:
         run.find_master(LOOK_SECONDS)
@@ -128,7 +125,7 @@ def _start(settings: Settings, show: bool) -> LiveRun:
 
 
 @_named
-def join(folder: str | Path, patience: float = 10.0) -> LiveRun:
+def join(folder: str | Path, patience: float = 10.0) -> "LiveRun":
     """The run in a folder of this machine, in progress or over. patience: seconds until it begins. Raises UserError."""
     folder = Path(folder)
     config = config_of_run(folder)
@@ -183,7 +180,7 @@ class LiveRun:
         return _table(Record(self.folder).records)
 
     @property
-    def rollouts(self) -> RolloutTable:
+    def rollouts(self) -> "RolloutTable":
         return RolloutTable(Record(self.folder))
 
     @property
@@ -416,8 +413,8 @@ def _text(file: Path) -> str:
 
 
 def _table(records: list[dict[str, Any]]) -> Any:
-    try:
-        import pandas
-    except ImportError:
+    if find_spec("pandas") is None:
         return records
+    import pandas
+
     return pandas.DataFrame(records)

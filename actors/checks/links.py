@@ -6,6 +6,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -47,19 +48,16 @@ class Receiver:
 
     async def receive(self, sender: str, keys: str, policy: str, folder: str) -> dict[str, float]:
         """Fetch the policy's weights as a generator does. Returns seconds and bytes."""
-        bus = Bus("generator/0#selftest", ZmqNetwork(Keys(Path(keys))))
         trainer = Member(identity="trainer/0#selftest", role="trainer", index=0, address=sender, state="healthy")
         published, config = Policy.model_validate_json(policy), WeightsConfig(transport="stream", delta=False)
-        fetcher = WeightFetcher(
-            bus, 0, config, Path(folder), lambda role: [trainer] if role == trainer.role else [], lambda: published
-        )
-        try:
+        async with Bus("generator/0#selftest", ZmqNetwork(Keys(Path(keys)))) as bus:
+            fetcher = WeightFetcher(
+                bus, 0, config, Path(folder), lambda role: [trainer] if role == trainer.role else [], lambda: published
+            )
             started = time.perf_counter()
-            await fetcher.fetch(published)
+            with closing(fetcher):
+                await fetcher.fetch(published)
             return {"seconds": time.perf_counter() - started, "bytes": fetcher.bytes_received}
-        finally:
-            await bus.close()
-            fetcher.close()
 
 
 def check_streams(ask: Ask, folder: Path, size: int) -> list[Finding]:
@@ -74,8 +72,7 @@ def check_streams(ask: Ask, folder: Path, size: int) -> list[Finding]:
 
 async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
     server, crashes = WeightServer(2), []  # type: tuple[WeightServer, list[BaseException]]
-    bus = Bus("trainer/0#selftest", ZmqNetwork(Keys(keys)))
-    try:
+    async with Bus("trainer/0#selftest", ZmqNetwork(Keys(keys))) as bus:
         address = bus.serve(LOOPBACK, server.dispatch, crashes.append)
         manifest = Manifest.of(version)
         server.offer((0, 1), HeldVersion(version, manifest))
@@ -83,8 +80,6 @@ async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
         received = await asyncio.to_thread(
             ask, "receive", sender=address, keys=str(keys), policy=policy.model_dump_json(), folder=str(version.parent)
         )
-    finally:
-        await bus.close()
     rate = received["bytes"] / received["seconds"]
     return judged(
         "stream",
@@ -146,17 +141,17 @@ def _interface(master: str) -> Finding:
 
 
 async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
-    bus = new_bus("monitor/0", network)
     trips, offsets = [], []
     try:
-        prepares = partial(status_of, bus, master, ANSWER_SECONDS)
-        await ask_until(prepares, lambda error: isinstance(error, PreparingError), pause=0.2, seconds=ANSWER_SECONDS)
-        for _ in range(ASKS):
-            begun, sent_at = time.perf_counter(), time.time()
-            status = await status_of(bus, master, ANSWER_SECONDS)
-            trips.append(time.perf_counter() - begun)
-            offsets.append(status["time"] - sent_at - trips[-1] / 2)
-        answer = await bus.peer(master).ask(AskConfig(), ANSWER_SECONDS)
+        async with new_bus("monitor/0", network) as bus:
+            ask = partial(status_of, bus, master, ANSWER_SECONDS)
+            await ask_until(ask, lambda error: isinstance(error, PreparingError), pause=0.2, seconds=ANSWER_SECONDS)
+            for _ in range(ASKS):
+                begun, sent_at = time.perf_counter(), time.time()
+                status = await ask()
+                trips.append(time.perf_counter() - begun)
+                offsets.append(status["time"] - sent_at - trips[-1] / 2)
+            answer = await bus.peer(master).ask(AskConfig(), ANSWER_SECONDS)
     except BusError as error:
         return [
             Finding(
@@ -167,8 +162,6 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
                 "(AREAL_KEYS, docs/security.md).",
             )
         ]
-    finally:
-        await bus.close()
     offset, trip = median(offsets), median(trips)
     return [
         Finding("master", "ok", f"{master} answers in {1000 * trip:.1f} ms", values={"round_trip_seconds": trip}),

@@ -301,15 +301,13 @@ def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None
     chats = workflow == "tools" or (has_turns and not isinstance(source.row(0).prompt, str))
     if not chats or not tokenizer.chat_template:
         return
-    try:
+    # Templates may raise anything.
+    advice = "set data.chat_template, or another model"
+    with explain(Exception, f"The workflow {workflow} cannot talk to this model ({{why}}): {advice}."):
         if workflow == "tools":
             check_shown(tokenizer, [user("Hello")], [EXAMPLE_TOOL])
         else:
             ChatTemplate(tokenizer).check()
-    except Exception as error:  # templates may raise anything
-        raise UserError(
-            f"The workflow {workflow} cannot talk to this model ({error}): set data.chat_template, or another model."
-        ) from None
 
 
 def check_quickstart(config: Config, source: PromptSource) -> None:
@@ -325,10 +323,7 @@ def check_quickstart(config: Config, source: PromptSource) -> None:
         texts[f"a prompt in {config.data.named}"] = [prompt_text(source.row(0).prompt)]
     for place, written in texts.items():
         if unknown := [character for character in "".join(written) if character not in ALPHABET]:
-            raise UserError(
-                f"model=quickstart reads only the characters {ALPHABET}, but {place} has {unknown[0]!r}: "
-                f"use another model."
-            )
+            raise UserError(f"model=quickstart reads only {ALPHABET}, but {place} has {unknown[0]!r}: use another.")
 
 
 def check_context(config: Config, context: int | None, model: str) -> None:

@@ -5,9 +5,8 @@ from contextlib import contextmanager
 
 from actors.checks.preflight import check, check_options, free_port
 from actors.runtime.addresses import check_keys
-from actors.weights.direct_weights import check_transport
 from areal.config import Config
-from areal.devices import deal_out, visible_devices
+from areal.devices import check_transport, deal_out, visible_devices
 from areal.errors import UserError
 from areal.models import lacks_quickstart
 from areal.roles import ROLES
@@ -42,7 +41,7 @@ def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> d
     them. Returns environment variables of its actors, by their names. Raises UserError."""
     if len(config.own_rewards) > MAX_SERVED:
         raise UserError(f"reward.functions names more than {MAX_SERVED} rewards, the most of an actor: leave some out.")
-    check_transport(config)
+    check_transport(config.weights.transport)
     check(config, weights=weights, rows=rows)
     roles = roles_here(config)
     environments = deal_out(config, roles)

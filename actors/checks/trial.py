@@ -169,7 +169,7 @@ class OneEngine:
         """Raises SampleFailed."""
         number = f"{next(self._numbers)}"
         try:
-            pictures = [self._look(content) for content in call.sample.pictures]
+            pictures = [self._look(content) for content in call.files.values()]
             parts = self._engine.generate(number, call.tokens.tolist(), call.sampling, pictures=pictures)
             with self._clock.timed("sampling"):
                 async with contextlib.aclosing(parts):

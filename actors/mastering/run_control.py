@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -120,11 +121,10 @@ class RunControl:
 
     async def park(self, request: Request[Message], condition: Callable[[], T]) -> T | None:
         """The first true value of `condition`, or None shortly before the request's deadline."""
-        try:
+        with suppress(TimeoutError):
             async with parked(request):
                 return await self.changed.until(condition)
-        except TimeoutError:
-            return None
+        return None
 
     def now(self) -> float:
         """The master's clock. Time in which this process was suspended does not count for leases."""

@@ -329,13 +329,11 @@ class RunState:
         if snapshot:
             self._load(snapshot)
         for kind, body in events:
-            try:
-                event = event_of(kind, body)
-            except KeyError:  # not an event of the ledger, so a change outside it
+            if event := event_of(kind, body):
+                self._follow(event)
+                self.ledger.apply(event)
+            else:
                 self.apply(change_of(kind, body))
-                continue
-            self._follow(event)
-            self.ledger.apply(event)
 
     def _find_folders(self) -> None:
         """The run folder may have been moved since the journal was written."""

@@ -9,6 +9,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
     parent, past = _state_at(run, step)
     changed = _changed(parent.config, config)
     is_comparable = not any(is_under(key, OF_EVALUATIONS) for key in changed)
-    journal = Journal.open(config.folder / JOURNAL)
-    try:
+    with closing(Journal.open(config.folder / JOURNAL)) as journal:
         for name, key in [(METRICS, "step"), *[(EVALUATIONS, "version")] * is_comparable]:
             lines = metrics_of(run) if name == METRICS else read_records(run / name)
             records = (record | {"run": journal.run} for record in lines if record[key] <= step)
@@ -92,8 +92,6 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
         journal.compact(state.dump())
         journal.keep(step, state.dump(), 1)
         asyncio.run(journal.durable())
-    finally:
-        journal.close()
     waiting = len(state.ledger.open_prompts())
     prompts = "the data is another one" if has_other_rows else f"{waiting} prompts that were open there are generated"
     return [f"{config.folder} goes on from step {step} of {run}; {prompts}."]

@@ -13,7 +13,7 @@ import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,12 @@ def go_back(config: Config, version: int | None) -> list[str]:
     """Go back to the checkpoint of `version`, or only finish what was begun (None). Returns what was done, in words.
     Raises UserError, before anything is changed, if that checkpoint is not kept, or if another process uses the journal
     or the spool."""
-    journal = Journal.open(config.folder / JOURNAL)
-    try:
+    with closing(Journal.open(config.folder / JOURNAL)) as journal:
         state = RunState(config, journal)
         _move_files(config, state)
         lines = [] if version is None else [_take_state(config, state, version)]
         _move_files(config, state)
         return lines
-    finally:
-        journal.close()
 
 
 def versions_kept(folder: Path, journal: Journal) -> list[int]:
@@ -105,10 +102,8 @@ def _whole_groups(spool: Path, ids: Collection[str], size: int, abandoned: Path)
         for file in spool.parent.glob(f"{spool.name}*"):
             _move(file, abandoned)
         return set()
-    try:
+    with closing(opened):
         return {group for group in ids if _is_whole(opened, group, 1 if group.startswith("s") else size)}
-    finally:
-        opened.close()
 
 
 def _is_whole(spool: Spool, group: str, size: int) -> bool:

@@ -13,7 +13,7 @@ from areal.command_line import CONFIG, OVERRIDES, RoomTools
 from areal.config import Config, load_config
 from areal.config.reading import CONFIGS
 from areal.config.roles import benchmarks_in
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.processes import START
 from areal.roles import ROLES
 from areal.text import shown
@@ -107,11 +107,8 @@ def health(options: Namespace) -> int:
         raise UserError(f"--actor {options.actor!r} names no actor: write ROLE/INDEX, such as generator/0.")
 
     async def ask() -> str:
-        bus = new_bus("monitor/0", open_network(host_of(master)))
-        try:
+        async with new_bus("monitor/0", open_network(host_of(master))) as bus:
             return await until_healthy(bus, master, options.actor, options.wait)
-        finally:
-            await bus.close()
 
     try:
         print(asyncio.run(ask()))
@@ -143,9 +140,8 @@ def keys(options: Namespace) -> None:
     from protocols.security import KeysError, make_keys, retire_keys, rotate_keys
 
     change = rotate_keys if options.rotate else retire_keys if options.retire else make_keys
-    try:
+    with (
+        explain(KeysError, "{why}"),
+        explain(OSError, f"{options.folder} cannot hold keys ({{strerror}}): name another folder."),
+    ):
         print(change(options.folder))
-    except KeysError as error:
-        raise UserError(str(error)) from None
-    except OSError as error:
-        raise UserError(f"{options.folder} cannot hold keys ({error.strerror}): name another folder.") from None

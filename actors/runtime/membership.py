@@ -112,10 +112,18 @@ class Membership:
     disk: DiskRetry
 
     def __init__(
-        self, kind: type[Actor], bus: Bus, master: str, index: int | None = None,
-        listen_address: ListenAddress | None = None, *, patience: float = JOIN_SECONDS,
-        keep_log: Callable[[Path], None] = write_log_file, own_process: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        kind: type[Actor],
+        bus: Bus,
+        master: str,
+        index: int | None = None,
+        listen_address: ListenAddress | None = None,
+        *,
+        patience: float = JOIN_SECONDS,
+        keep_log: Callable[[Path], None] = write_log_file,
+        own_process: bool = True,
+        **options: Any,
+    ) -> None:
         """patience: seconds to wait for the master to answer the first request. own_process: whether the actor has the
         process for itself, and so may settle it and leave on its signals. options: of the role."""
         self.kind, self.bus, self.master, self.index = kind, bus, master, index
@@ -477,8 +485,5 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
 
 async def ask_once(network: Network, master: str, message: Message, patience: float, role: str = "monitor") -> Any:
     """The master's answer to a process that is no actor of a `role` yet. Raises UserError as `first_answer`."""
-    bus = new_bus(f"{role}/?", network)
-    try:
+    async with new_bus(f"{role}/?", network) as bus:
         return await first_answer(bus, master, message, patience)
-    finally:
-        await bus.close()

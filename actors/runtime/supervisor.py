@@ -205,11 +205,8 @@ class Supervisor:
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
-        bus = new_bus("supervisor/0", network)
-        try:
+        async with new_bus("supervisor/0", network) as bus:
             return await self._until_over(work())
-        finally:
-            await bus.close()
 
     async def run_roles(
         self, roles: list[str], arguments: list[str], further: Mapping[str, list[str]], drain_seconds: float = 0.0
@@ -268,7 +265,7 @@ class Supervisor:
             watch = print_progress(bus, address, self.console)
         try:
             await watch
-        except Exception as error:
+        except Exception as error:  # whatever it is, the run needs no display
             self._say(f"the display of the run has failed; the run continues: {error!r}")
 
     async def _watch(self, master: Child, bus: Bus, address: str, lost_seconds: float) -> None:

@@ -1,7 +1,7 @@
 """The calls of a sample to the policy: each is a sequence of tokens, which one generator after another may sample."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from actors.sampling.flows import Job
 from areal.config.engines import SamplingConfig
-from areal.pictures import digest_of
+from areal.errors import explain
 from areal.result import Result, RewardError
 from areal.sampled import Finish, Generation, TokenTable, split
 from areal.workflows.conversation import Keep
@@ -62,10 +62,11 @@ class SampleState:
     request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
     `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
     `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
-    asked, in order. `pictures`: the files of those of the prompt. `cache_salt`: of whose text the KV cache may be used.
+    asked, in order. `pictures`: the files of all that it shows, by their names. `cache_salt`: of whose text the KV
+    cache may be used.
     """
 
-    pictures: Sequence[bytes] = ()
+    pictures: Mapping[str, bytes] = {}
     cache_salt = ""
 
     def __init__(
@@ -103,13 +104,18 @@ class Call(Job):
     """A call of a sample to the policy (areal.generation.routing.Sequence). All tokens that arrive are kept: where a
     generator is lost, another one continues from the last token. Calls with the same prompt send it once.
 
-    limit: the most tokens to sample. keep: gets all tokens of the completion so far, and returns how many of them to
-    keep and end with, or None to continue. `generator`: identity of the one that has the sequence, since the time
-    `since`; None: none has. `target`: the one on which it should continue. `finish`: what the last tokens came with.
+    limit: the most tokens to sample. pictures: the names of those of the prompt, in order. keep: gets all tokens of the
+    completion so far, and returns how many of them to keep and end with, or None to continue. `generator`: identity of
+    the one that has the sequence, since the time `since`; None: none has. `target`: the one on which it should
+    continue. `finish`: what the last tokens came with.
     """
 
-    def __init__(self, sample: SampleState, prompt: np.ndarray, limit: int, keep: Keep | None) -> None:
+    def __init__(
+        self, sample: SampleState, prompt: np.ndarray, limit: int, keep: Keep | None, pictures: Sequence[str] = ()
+    ) -> None:
         self.sample = sample
+        self.pictures = tuple(pictures)
+        self.files = {name: sample.pictures[name] for name in pictures}
         self.target: Member | None = None
         self.generator: str | None = None
         self.since = 0.0
@@ -120,12 +126,12 @@ class Call(Job):
         self._table = TokenTable()
 
     @staticmethod
-    def request(flow: int, jobs: "Sequence[Call]", lacking: Collection[str] = ()) -> Generate:
-        prompts: dict[tuple[bytes, tuple[bytes, ...]], tuple[int, np.ndarray]] = {}  # the number and the tokens of each
+    def request(flow: int, jobs: "Sequence[Call]") -> Generate:
+        prompts: dict[tuple[bytes, tuple[str, ...]], tuple[int, np.ndarray]] = {}  # the number and the tokens of each
         new = []
         for call in jobs:
             tokens, sampling = call.tokens, call.sampling
-            key = tokens.tobytes(), tuple(call.sample.pictures)
+            key = tokens.tobytes(), call.pictures
             prompt, _ = prompts.setdefault(key, (len(prompts), tokens))
             new.append(
                 NewSequence(
@@ -139,23 +145,16 @@ class Call(Job):
             )
         tokens_of_all = tuple(tokens for _, tokens in prompts.values())
         everything: dict[str, Any] = {"flow": flow, "prompts": tokens_of_all, "sequences": tuple(new)}
-        names = {content: digest_of(content) for _, pictures in prompts for content in pictures}
-        if not names:
+        if not any(call.files for call in jobs):
             return Generate(**everything)
-        return GeneratePictured(
-            **everything,
-            pictures=tuple(tuple(names[content] for content in pictures) for _, pictures in prompts),
-            files=tuple(np.frombuffer(content, np.uint8) for content, name in names.items() if name in lacking),
-        )
+        return GeneratePictured(**everything, pictures=tuple(pictures for _, pictures in prompts))
 
     @staticmethod
     def deliver(part: Message, jobs: "dict[int, Call]") -> Sequence[JobFailed]:
         if not isinstance(part, TokenColumns):
             raise BusError(f"a generator sent {part.kind!r} instead of tokens")
-        try:
+        with explain(ValueError, "a generator sent wrong columns: {why}", BusError):
             tables = split(part.columns, part.counts.tolist())
-        except ValueError as error:
-            raise BusError(f"a generator sent wrong columns: {error}") from None
         for number, table, finish in zip(part.jobs.tolist(), tables, part.finishes.tolist(), strict=True):
             if call := jobs.get(number):
                 call.receive(table, FINISHES[finish])

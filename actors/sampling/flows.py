@@ -8,13 +8,11 @@ Jobs live and die with their flow. If its stream ends or a part of it is lost, t
 one fails at the asker, who begins it again elsewhere. The asker may also end single jobs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -52,13 +50,15 @@ JobFunction = Callable[[Callable[[R], None]], Awaitable[None]]
 
 class Job:
     """A job of an asker. One that has ended may be begun again, on any flow. From its beginning on it has `number`, its
-    name there, which the asker never uses again, and `_done`, which is set or failed when it ends."""
+    name there, which the asker never uses again, and `_done`, which is set or failed when it ends. `files`: those of
+    its pictures, by name, which are sent to servers that lack them."""
 
+    files: Mapping[str, bytes] = {}
     number = -1
-    _flow: Flow[Any] | None = None
+    _flow: "Flow[Any] | None" = None
     _done: asyncio.Future[Any] | None = None
 
-    def begin(self, number: int, flow: Flow[Any]) -> asyncio.Future[Any]:
+    def begin(self, number: int, flow: "Flow[Any]") -> asyncio.Future[Any]:
         self.number = number
         self._flow = flow
         self._done = asyncio.get_running_loop().create_future()
@@ -85,8 +85,8 @@ class Job:
 class Kind(Protocol[J]):
     """A class of jobs, as the asker sees it."""
 
-    def request(self, flow: int, jobs: Sequence[J], lacking: Collection[str] = ()) -> Message:
-        """The request to begin these jobs on a flow. lacking: the pictures that the server does not have."""
+    def request(self, flow: int, jobs: Sequence[J]) -> Message:
+        """The request to begin these jobs on a flow."""
 
     def deliver(self, part: Message, jobs: dict[int, J]) -> Sequence[JobFailed]:
         """Give the results in a part of the stream to their jobs, and remove the jobs that have ended. Jobs that are
@@ -192,15 +192,13 @@ class Flow(Generic[J]):
     async def _request(self, jobs: Sequence[J]) -> bool:
         """Have the server begin the jobs. False: several of them need more pictures than it looks at for one request.
         A job that needs so many by itself has as much more time."""
-        lacking: set[str] = set()
-        while True:
-            request = self._kind.request(self._number, jobs, lacking)
-            answer = await self._peer.ask(request, CONTROL_SECONDS * (1 + len(lacking)))
-            if not isinstance(answer, LackingPictures):
-                return True
-            lacking |= {*answer.names}  # it grows: a server lacks nothing that a request has
-            if len(lacking) > PICTURES and len(jobs) > 1:
+        request, lacking = self._kind.request(self._number, jobs), 0
+        while isinstance(answer := await self._peer.ask(request, CONTROL_SECONDS * (1 + lacking)), LackingPictures):
+            lacking += len(answer.names)
+            if lacking > PICTURES and len(jobs) > 1:
                 return False
+            request = with_files(request, jobs, answer.names)
+        return True
 
     def _fail(self, numbers: Sequence[int], error: BusError) -> None:
         for number in numbers:
@@ -265,11 +263,11 @@ class Flows(Generic[R]):
         """Wait until no job runs and all results are sent."""
         await self._emptied.until(lambda: not any(served.jobs or served.results for served in self._open.values()))
 
-    def _remove_job(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
+    def _remove_job(self, served: "_Served[R]", job: int, task: asyncio.Task[None]) -> None:
         served.jobs.pop(job, None)
         self._emptied.notify()
 
-    async def _next_part(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:
+    async def _next_part(self, served: "_Served[R]") -> tuple[list[R], list[JobFailed]]:
         """What is in the next part."""
         loop = asyncio.get_running_loop()
         await served.filled.wait()
@@ -303,6 +301,14 @@ class _Served(Generic[R]):
     def add(self, result: R | JobFailed) -> None:
         self.results.append(result)
         self.filled.set()
+
+
+def with_files(request: Any, jobs: Sequence[Job], names: Sequence[str]) -> Any:
+    """A request with more pictures, those that its server lacks. Raises BusError if the jobs do not have them."""
+    files = {name: np.frombuffer(content, np.uint8) for job in jobs for name, content in job.files.items()}
+    if not files.keys() >= {*names}:
+        raise BusError("a server lacks pictures that no job has")
+    return request.model_copy(update={"files": (*request.files, *(files[name] for name in names))})
 
 
 async def _run_job(served: _Served[R], job: int, work: JobFunction[R]) -> None:

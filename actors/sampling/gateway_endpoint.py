@@ -75,9 +75,14 @@ class GatewayEndpoint(OpenAIEndpoint):
     """See the module."""
 
     def __init__(
-        self, model: str, settings: GatewayConfig, port: int, keys: UserKeys, sessions: ServesSessions,
+        self,
+        model: str,
+        settings: GatewayConfig,
+        port: int,
+        keys: UserKeys,
+        sessions: ServesSessions,
         on_refusal: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, settings.host, on_refusal, port, _tls(settings))
         self._settings, self._keys, self._sessions = settings, keys, sessions
 

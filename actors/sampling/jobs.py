@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from actors.sampling.flows import Flow, Job, Spawn
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
 from areal.config.scoring import RewardConfig
+from areal.errors import explain
 from areal.result import Result
 from areal.rewards.pool import Quarantine, digest
 from areal.rewards.processes import RewardFailed
@@ -128,7 +129,7 @@ class ScoreJob(Job):
         self.tokens = tokens
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[ScoreJob], lacking: Collection[str] = ()) -> Score:
+    def request(flow: int, jobs: Sequence[ScoreJob]) -> Score:
         rows = {id(job.row): job.row for job in jobs}
         numbers = {row: number for number, row in enumerate(rows)}
         completions = (
@@ -165,7 +166,7 @@ class TokensJob(Job):
         self.tokens = tokens
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[TokensJob], lacking: Collection[str] = ()) -> ScoreTokens:
+    def request(flow: int, jobs: Sequence[TokensJob]) -> ScoreTokens:
         return ScoreTokens(
             flow=flow,
             scorer=jobs[0].scorer,
@@ -254,15 +255,13 @@ class RoutedRewards:
         """The actor to ask next. Raises SampleFailed if none is to be asked, or none comes."""
         if role == "scorer":
             return await self._router.choose(role, name)
-        try:
-            if self._quarantine and isinstance(job, ScoreJob):
+        failed = partial(SampleFailed, "reward")
+        if self._quarantine and isinstance(job, ScoreJob):
+            with explain(RewardFailed, f"reward {name!r}: {{why}}", failed):
                 self._quarantine.check(_digest(job))
+        with explain(TimeoutError, f"no reward actor serves {name!r} (waited {NO_REWARD_SECONDS:g} s)", failed):
             async with asyncio.timeout(None if name in self._awaited else NO_REWARD_SECONDS):
                 return await self._router.choose("reward", name)
-        except RewardFailed as error:
-            raise SampleFailed("reward", f"reward {name!r}: {error}") from None
-        except TimeoutError:
-            raise SampleFailed("reward", f"no reward actor serves {name!r} (waited {NO_REWARD_SECONDS:g} s)") from None
 
 
 def _digest(job: ScoreJob) -> bytes:

@@ -178,7 +178,7 @@ class OpenAIEndpoint:
 
     async def _count(self, request: web.Request) -> web.Response:
         sample, body = await self._read(request, CountRequest)
-        count = openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer, sample.chat.pictures)
+        count = openai_api.prompt_tokens(body.chat(), sample.chat.tokenizer, sample.chat.session)
         return web.json_response({"input_tokens": count})
 
     async def _reward(self, request: web.Request) -> web.Response:

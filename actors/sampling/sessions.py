@@ -17,15 +17,19 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.services import Generators, Services
 from areal.config.engines import SamplingConfig
 from areal.data.rows import Row, prompt_text
+from areal.errors import UserError, explain
+from areal.pictures import part_of
 from areal.programs.slots import waiting
 from areal.result import all_scored, combined
 from areal.sampled import Generation, Tokens
+from areal.sight import check_pictures, sight_of
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
 from areal.text import LIBRARIES, error_text, place_in
 from areal.trajectory import Trajectory
+from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
-from areal.workflows.openai_api import Access
+from areal.workflows.openai_api import Access, Json
 from areal.workflows.sandbox_owner import Sandboxes
 from protocols.messages import Member
 
@@ -64,7 +68,10 @@ class SampleSession(SampleState):
         self._services = services
         self._generators = generators or services.generators
         self._row = row
-        self.pictures = row.pictures
+        messages = [] if isinstance(row.prompt, str) or not row.pictures else row.prompt
+        self._of_row = parts_of(messages)
+        self.shown: Mapping[str, Json] = {part["digest"]: part for part in self._of_row}
+        self.pictures = {part["digest"]: file for part, file in zip(self._of_row, row.pictures, strict=True)}
         self.reward_parts: dict[str, float] = {}
         self.running: dict[Call, _CallKey] = {}
         self.saved_calls: list[SavedCall] = []
@@ -76,21 +83,45 @@ class SampleSession(SampleState):
         self._next_look: asyncio.TimerHandle | None = None
         self._longest = 0.0  # stretch of its own code
 
-    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
+    def show(self, content: bytes) -> Json:
+        """See areal.workflows.Session."""
+        with explain(UserError, "{why}", ValueError):
+            check_pictures(self._services.config)
+        part = part_of(content)
+        self.pictures = {**self.pictures, part["digest"]: content}
+        self.shown = {**self.shown, part["digest"]: part}
+        return part
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        max_new_tokens: int | None = None,
+        keep: Keep | None = None,
+        pictures: Sequence[Json] | None = None,
+    ) -> Generation:
         """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
         where `keep` or one of `sampling.stop` ends it. Calls at the same time run at the same time.
 
         max_new_tokens: a limit for this call; the sample's own limit, over all calls, holds as well. keep: see
-        `Call`. Raises SampleFailed if a generator refuses the first prompt of the sample.
+        `Call`. pictures: see areal.workflows.Session. Raises SampleFailed if a generator refuses the first prompt of
+        the sample, or if the placeholders among the tokens are not those of its pictures.
         """
-        prompt = _row(tokens)
+        prompt, parts = _row(tokens), self._of_row if pictures is None else pictures
+        try:
+            column = sight_of(self._services.config.model).column(prompt, parts) if parts else None
+        except ValueError as error:
+            raise SampleFailed("workflow", str(error)) from None
+        names = () if column is None else [part["digest"] for part in parts]
+        if not self.pictures.keys() >= {*names}:
+            raise SampleFailed("workflow", "a picture is neither of the row nor of session.show, which takes its file")
         limit = self.room if max_new_tokens is None else min(self.room, index(max_new_tokens))
         if self.sampling.stop:
             keep = first_of(keep, keep_until_text(self.tokenizer, self.sampling.stop))
-        call = Call(self, prompt, limit, keep)
+        call = Call(self, prompt, limit, keep, names)
         if limit <= 0:
             return call.completion("length")
-        key = _CallKey(next(self._numbers), digest_of(prompt), NO_LIMIT if max_new_tokens is None else max_new_tokens)
+        of_call = NO_LIMIT if max_new_tokens is None else max_new_tokens
+        key = _CallKey(next(self._numbers), digest_of(prompt, names), of_call)
         self.running[call] = key
         try:
             sampled = self._begin(call, key)
@@ -100,7 +131,7 @@ class SampleSession(SampleState):
         finally:
             del self.running[call]
         if len(sampled.tokens):
-            self.forest.add(prompt, sampled)
+            self.forest.add(prompt, sampled, column)
             self._finished.append(key)
         return sampled
 

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +47,18 @@ class UserSample(SampleSession):
         self.cache_salt = name.partition(":")[0]
         self.call_limit = services.config.sampling.max_new_tokens
 
-    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
-        return await super().generate(tokens, min(max_new_tokens or self.call_limit, self.call_limit), keep)
+    def show(self, content: bytes) -> dict[str, Any]:
+        raise ValueError("sessions of users take none yet")
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        max_new_tokens: int | None = None,
+        keep: Keep | None = None,
+        pictures: Sequence[dict[str, Any]] | None = None,
+    ) -> Generation:
+        limit = min(max_new_tokens or self.call_limit, self.call_limit)
+        return await super().generate(tokens, limit, keep, pictures)
 
     def count(self, versions: np.ndarray) -> None:
         if len(versions):

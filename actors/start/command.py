@@ -168,9 +168,7 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
     if arguments.config or arguments.resume or arguments.fork or (arguments.overrides and not arguments.reward):
-        raise UserError(
-            "Only the master reads a configuration: give --config, --resume, --fork and key=value to it, not to others."
-        )
+        raise UserError("Only the master reads a configuration: give --config, --resume, --fork and key=value to it.")
     if arguments.overrides and len(arguments.reward) > 1:
         raise UserError("The options key=value belong to one reward: start an actor for each --reward that has some.")
     if not arguments.master:
@@ -364,7 +362,7 @@ def run_master(config: Config, arguments: argparse.Namespace | None = None) -> i
             keep_report(config.folder)
     except UserError:
         raise
-    except Exception:
+    except Exception:  # the last resort: it is logged, and the exit status says so
         structlog.get_logger().exception("failed")
         return 4
     finally:
@@ -450,15 +448,12 @@ async def prepare(config: Config) -> tuple[Config, PromptSource]:
     def crashed(error: BaseException) -> None:
         structlog.get_logger().error("handler failed", exc_info=error)
 
-    bus = new_bus("master/0", open_network(host_of(config.master.address)))
-    try:
+    async with new_bus("master/0", open_network(host_of(config.master.address))) as bus:
         bus.serve(config.master.address, put_off, crashed)
         source = await asyncio.to_thread(open_source, config.data, config.seed)
         if SUPERVISED not in os.environ:  # the supervisor has checked them
             await asyncio.to_thread(check_rows, config, source)
         return await asyncio.to_thread(with_folders, config, tell), source
-    finally:
-        await bus.close()
 
 
 def run_monitor(arguments: argparse.Namespace) -> int:
@@ -472,12 +467,9 @@ def run_monitor(arguments: argparse.Namespace) -> int:
     network = network_towards(arguments.master)
 
     async def watch() -> int:
-        bus = new_bus("monitor/?", network)
-        try:
+        async with new_bus("monitor/?", network) as bus:
             await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
             return await follow(Feed(bus, arguments.master), Console())
-        finally:
-            await bus.close()
 
     return asyncio.run(watch())
 
@@ -509,7 +501,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
     except UserError as error:
         print(shown(str(error)), file=sys.stderr)
         leave(2)
-    except Exception:
+    except Exception:  # as in `run_master`
         structlog.get_logger().exception("failed")
         leave(4)
     print(shown(ending.reason), file=sys.stderr)

@@ -13,6 +13,7 @@ from actors.runtime.membership import Ask
 from areal.config import Config
 from areal.errors import explain
 from areal.models import routing_of
+from areal.pictures import digests_in
 from areal.result import mean_parts
 from areal.storage.pictures import PictureStore
 from areal.storage.rollouts import RolloutWriter
@@ -84,6 +85,8 @@ class SampleStore(HandlesRequests):
         trajectory.validate()
         if not (trajectory.tokens.min() >= 0 and trajectory.tokens.max() < self._vocab_size):
             raise ValueError(f"a token is outside the model's vocabulary of {self._vocab_size}")
+        if lacking := self._pictures.lacking(digests_in(trajectory.pictures)):
+            raise ValueError(f"the picture {lacking[0]} is not stored")
         if self._routing:
             self._routing.check(trajectory.routes, trajectory.sampled)
         note = Note(sample.parts, sample.discarded, sample.generators, sample.began, sample.seconds, sample.marks)

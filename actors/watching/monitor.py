@@ -185,7 +185,7 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, str]]
             ("last step", f"{m['step_seconds']:.2f} s, of which {m['trainer_wait_seconds']:.2f} s waiting for data"),
             ("weight updates", f"{m['reloads']}, {seconds:.3f} s each"),
             ("interrupted", f"{m['sequences_interrupted']:,} sequences, {m['tokens_recomputed']:,} tokens recomputed"),
-        ]  # fmt: skip
+        ]
     return rows
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
 from areal.desk.rollouts import Rollouts, condition, picture_shown, pictures_of
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.record import Record
 from areal.text import all_shown, shown
 from areal.tokens import token_texts
@@ -33,7 +33,7 @@ class RolloutPages:
     """The page at /rollouts, and what it asks for, of a run."""
 
     def __init__(self, record: Record) -> None:
-        self._rollouts, self._folder = Rollouts(record), record.folder
+        self._rollouts, self._record = Rollouts(record), record
         self._threads = ThreadPoolExecutor(QUERIES, "rollouts")
         self._tokenizer = functools.cache(record.tokenizer)
         self._loading = threading.Lock()  # two threads cannot import transformers at the same time
@@ -77,14 +77,12 @@ class RolloutPages:
             if name in ("logprobs", "proximal_logprobs", "advantages", "returns")
         }
         texts = tokenizer and token_texts(tokenizer, row["tokens"])
-        pictures = [picture_shown(file) for file in pictures_of(row, self._folder)]
+        pictures = [picture_shown(self._record, name) for name in pictures_of(row)]
         return {**row, **of_tokens, "texts": texts, "pieces": pieces(row["versions"]), "pictures": pictures}
 
     async def _answer(self, query: Callable[[], Any]) -> web.Response:
-        try:
+        with explain(UserError, "{why}", lambda why: web.HTTPBadRequest(text=shown(why))):
             result = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: all_shown(finite(query())))
-        except UserError as error:
-            raise web.HTTPBadRequest(text=shown(str(error))) from None
         return answer(result)
 
 

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
 from areal.desk.audit import read_journal
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.record import Record
 from areal.staleness.ledger import LedgerError
 from areal.text import all_shown, shown
@@ -25,10 +25,8 @@ class SessionPages:
 
     async def _list(self, request: web.Request) -> web.Response:
         async with self._reading:
-            try:
+            with explain((UserError, LedgerError), "{why}", lambda why: web.HTTPBadRequest(text=shown(why))):
                 sessions = await asyncio.to_thread(sessions_of, self._record)
-            except (UserError, LedgerError) as error:
-                raise web.HTTPBadRequest(text=shown(str(error))) from None
         return answer(all_shown(finite(sessions)))
 
 

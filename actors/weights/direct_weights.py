@@ -26,8 +26,8 @@ import structlog
 from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
 from areal.config import Config
-from areal.devices import visible_devices
-from areal.errors import UserError
+from areal.devices import check_transport
+from areal.errors import explain
 from areal.generation.engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
 from protocols.errors import BusError, RefusedError, StreamBrokenError
@@ -45,15 +45,9 @@ log = structlog.get_logger()
 
 async def load_transport(config: Config) -> None:
     """Load vLLM's part of the trainer's end, which takes seconds. Raises UserError, as `check_transport` does."""
-    check_transport(config)
+    check_transport(config.weights.transport)
     if config.weights.backend:
         await asyncio.to_thread(importlib.import_module, "areal.weights.transfer")
-
-
-def check_transport(config: Config) -> None:
-    """Raises UserError if the trainer, on this machine, cannot send by `weights.transport`."""
-    if config.weights.transport == "nccl" and not visible_devices():
-        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
 
 
 class DirectSender(HandlesRequests):
@@ -82,10 +76,8 @@ class DirectSender(HandlesRequests):
         """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
         that is not offered, StreamBrokenError if it cannot be sent."""
         self._link(request)  # refuses, or ends the transfer that the asker has given up
-        try:
+        with explain(TimeoutError, "other generators took the time of this transfer", StreamBrokenError):
             await asyncio.wait_for(self._turns.acquire(), request.remaining)
-        except TimeoutError:
-            raise StreamBrokenError("other generators took the time of this transfer") from None
         try:
             async with contextlib.aclosing(self._send(request)) as calls:
                 async for call in calls:
@@ -264,10 +256,8 @@ class DirectReceiver:
 
 def _info(part: TransferCall) -> dict[str, Any]:
     """Raises StreamBrokenError if the argument is not one."""
-    try:
+    with explain(ValueError, "a call whose argument cannot be read: {why}", StreamBrokenError):
         info = json.loads(part.info)
-    except ValueError as error:
-        raise StreamBrokenError(f"a call whose argument cannot be read: {error}") from None
     if not isinstance(info, dict):
         raise StreamBrokenError("a call whose argument is no mapping")
     return info

@@ -19,6 +19,7 @@ import structlog
 
 from actors.runtime.actor import HandlesRequests, M, Notifier, handles
 from areal.config.engines import WeightsConfig
+from areal.errors import explain
 from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, HeldVersion, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
@@ -78,10 +79,8 @@ class WeightServer(HandlesRequests):
             if held_version.ready <= first:
                 raise StreamBrokenError(f"this actor has given up receiving version {message.version}")
             numbers = range(first, min(held_version.ready, first + CHUNKS_AT_ONCE))
-            try:
+            with explain((TornWeights, OSError), "{why}", StreamBrokenError):
                 chunks = await asyncio.to_thread(_packed, held_version, base, numbers)
-            except (TornWeights, OSError) as error:
-                raise StreamBrokenError(str(error)) from None
             for chunk in chunks:
                 self.bytes_sent += chunk.data.nbytes
                 yield chunk
@@ -91,11 +90,9 @@ class WeightServer(HandlesRequests):
         def decide() -> HeldVersion | bool:
             return self._held_versions.get(version) or any(offered > version for offered in self._held_versions)
 
-        try:
+        with explain(TimeoutError, f"this actor does not have version {version[1]} yet", BusyError):
             async with asyncio.timeout(PATIENCE_SECONDS):
                 held_version = await self._progress.until(decide)
-        except TimeoutError:
-            raise BusyError(f"this actor does not have version {version[1]} yet") from None
         if not isinstance(held_version, HeldVersion):
             raise RefusedError(f"this actor no longer has version {version[1]}")
         return held_version
@@ -254,10 +251,8 @@ class WeightFetcher(WeightServer):
 
 async def _checked(policy: Policy) -> Path:
     folder = Path(policy.folder)
-    try:
+    with explain(OSError, f"{folder} cannot be read: {{why}}", TornWeights):
         manifest = await asyncio.to_thread(Manifest.of, folder)
-    except OSError as error:
-        raise TornWeights(f"{folder} cannot be read: {error}") from None
     if manifest.stamp != policy.stamp:
         raise TornWeights(f"the files in {folder} are not the published ones, or not all of them are written yet")
     return folder

@@ -9,7 +9,7 @@ import yaml
 
 from areal.config.reading import OF_SOURCE, RepeatedKeyError, is_replaced, read_yaml
 from areal.config.section import Section, section_in
-from areal.errors import UserError
+from areal.errors import UserError, explain
 
 
 def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:
@@ -39,12 +39,11 @@ def split_override(override: str) -> tuple[str, str]:
 
 
 def _yaml(text: str, override: str) -> Any:
-    try:
+    with (
+        explain((yaml.YAMLError, ValueError), f"What the override {override!r} sets is not YAML: quote it."),
+        explain(RepeatedKeyError, f"The override {override!r} {{why}}: remove one."),
+    ):
         return read_yaml(text)
-    except RepeatedKeyError as error:
-        raise UserError(f"The override {override!r} {error}: remove one.") from None
-    except (yaml.YAMLError, ValueError):
-        raise UserError(f"What the override {override!r} sets is not YAML: quote it.") from None
 
 
 def _unquoted(text: str) -> str:

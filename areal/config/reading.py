@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from areal.errors import UserError
+from areal.errors import UserError, explain
 
 # A link to the folder of a clone; in a wheel a copy of it.
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -78,10 +78,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 def read_yaml(text: str) -> Any:
     """The values in the text. Raises yaml.YAMLError, also for a key that a mapping has twice, too deep nesting, and
     aliases that stand for more than MOST_VALUES values; ValueError for a date that cannot be."""
-    try:
+    with explain(RecursionError, "it is nested too deeply", yaml.YAMLError):
         return yaml.load(text, _Loader)
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 def _size(node: yaml.Node | None, sizes: dict[int, float]) -> float:
@@ -109,15 +107,15 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise UserError(f"There is no configuration file {file}: {how}.")
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
-    try:
+    no_yaml = yaml.YAMLError, ValueError  # the latter: bytes that are no text, or a date that cannot be
+    with (
+        explain(
+            no_yaml, f"{file} is not YAML: {{why}}.", lambda text: UserError(text.replace('"<unicode string>", ', ""))
+        ),
+        explain(RepeatedKeyError, f"{file} {{why}}: remove one."),
+        explain(OSError, f"{file} cannot be read ({{strerror}}): give another one."),
+    ):
         values = read_yaml(file.read_text(encoding="utf-8"))
-    except RepeatedKeyError as error:
-        raise UserError(f"{file} {error}: remove one.") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): give another one.") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, or a date that cannot be
-        reason = " ".join(str(error).replace('"<unicode string>", ', "").split())
-        raise UserError(f"{file} is not YAML: {reason}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{file} must contain keys and values, as configs/quickstart.yaml does.")
     return with_bases(values, file.parent, (*bases, file))

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from datetime import date
 from typing import Any, Literal
 
-import jinja2
 from pydantic import Field, field_validator
 
-from areal.config.section import Section, UserPath
+from areal.config.section import Section, UserPath, template_conflicts
 from areal.errors import explain
 
 
@@ -71,10 +70,7 @@ class SourceConfig(Section):
             return None if value is None else reward_weights(value)
 
     def conflicts(self) -> Iterator[str]:
-        try:
-            jinja2.Environment().parse(self.prompt_template or "")
-        except jinja2.TemplateSyntaxError as error:
-            yield f"data.prompt_template is not a Jinja template ({error}): correct it"
+        yield from template_conflicts("data.prompt_template", self.prompt_template or "")
 
 
 class PartConfig(SourceConfig):

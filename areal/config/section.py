@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_args
 
+import jinja2
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 # A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`, and no option of a command.
@@ -29,6 +30,14 @@ class Section(BaseModel):
 
 
 T = TypeVar("T", bound=Section)
+
+
+def template_conflicts(key: str, template: str) -> Iterator[str]:
+    """Whether the template of a key is none."""
+    try:
+        jinja2.Environment().parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        yield f"{key} is not a Jinja template ({error}): correct it"
 
 
 def _expanded(path: Path) -> Path:

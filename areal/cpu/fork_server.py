@@ -75,7 +75,7 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         exec(args[-1])
     except SystemExit:  # this process has ended
         pass
-    except BaseException:
+    except BaseException:  # of the code in `args`, which has no caller here
         traceback.print_exc()
     finally:
         os._exit(0)
@@ -121,8 +121,7 @@ def _read_early() -> dict[str, str]:
 
 
 def _preload_openmp() -> None:
-    """Load PyTorch's libgomp first, here and in engine processes, so that vLLM's kernels use no second one. vLLM would
-    do the same for the engine, but later."""
+    """Load PyTorch's libgomp first, here and in engine processes, so that vLLM's kernels use no second one."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     torch, loaded = Path(spec.origin).parent, os.environ.get(PRELOAD, "")

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt
 from areal.errors import UserError, explain
-from areal.pictures import MAX_BYTES, digest_of, size_of
+from areal.pictures import MAX_BYTES, part_of
 
 FIELDS = ("decoded_image", "image", "images")
 # What has the picture in an object, as the hub, verl and the protocols of agents write it.
@@ -63,9 +63,9 @@ def place(prompt: Prompt, values: Sequence[Any], folder: Path, where: str) -> tu
             raise UserError(f"{where} has more places for pictures than pictures: correct it")
         with explain((OSError, ValueError), f"{where} has a picture that cannot be read ({{why}}): correct it"):
             content = _read(value, folder)
-            width, height = size_of(content)
+            shown = part_of(content)
         pictures.append(content)
-        return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
+        return shown
 
     placed = [
         message

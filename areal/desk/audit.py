@@ -375,9 +375,7 @@ def read_journal(record: Record) -> JournalFacts:
     for kind, body in events:
         if kind == "rewarded":
             facts.rewards[body["group"]] = body["mean"]
-        try:
-            event = event_of(kind, body)
-        except KeyError:  # not an event of the ledger
+        if (event := event_of(kind, body)) is None:
             continue
         match event:
             case BatchLogged(version, group_ids):

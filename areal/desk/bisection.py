@@ -8,6 +8,7 @@ import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -110,8 +111,7 @@ class Trials:
         return not self.condition.met_by(self.value(left_out))
 
     def value(self, left_out: frozenset[Suspect]) -> float | None:
-        """The metric at the last step without these groups, by a replay. A last batch of which no group would remain is
-        whole: the metric is measured on it."""
+        """The metric at the last step without these groups, by a replay. A last batch is whole if none would remain."""
         left_out = left_out - self.last_batch if left_out >= self.last_batch else left_out
         if left_out not in self._values:
             batches = [(step, [g for g in batch if (step, g.id) not in left_out]) for step, batch in self._batches]
@@ -144,11 +144,8 @@ def search(record: Record, condition: Condition) -> BisectionResult:
         seen = f"which is from {min(measured)[0]:.4g} to {max(measured)[0]:.4g}" if measured else "which it has not"
         raise UserError(f"{condition} holds at no step of {record.folder}, {seen}: choose another limit.")
     result = BisectionResult(condition, step, value, max(first, step - 1 - WINDOW))
-    trials = Trials(record, condition, result.start, step)
-    try:
+    with closing(Trials(record, condition, result.start, step)) as trials:
         _search(trials, result)
-    finally:
-        trials.close()
     result.suspects, result.replays = len(trials.groups), trials.replays
     return result
 

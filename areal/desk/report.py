@@ -145,9 +145,11 @@ def account(run: Record) -> str:
     first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
     early, late = ("first step", "last") if few == 1 else (f"first {few} of them", f"last {few}")
     model = Path(run.settings.get("model", "The model")).name
-    says = [f"{model} was trained for {_shown(summary, 'steps', ',.0f')} steps in "
-            f"{_shown(summary, 'seconds', ',.0f')} s. Its mean reward was {first:.3f} in the {early} and "
-            f"{last:.3f} in the {late}."]  # fmt: skip
+    says = [
+        f"{model} was trained for {_shown(summary, 'steps', ',.0f')} steps in "
+        f"{_shown(summary, 'seconds', ',.0f')} s. Its mean reward was {first:.3f} in the {early} and "
+        f"{last:.3f} in the {late}."
+    ]
     if summary.get("accuracy_before") is not None and summary.get("accuracy_after") is not None:
         accuracy = [_shown(summary, f"accuracy_{when}", ".1%") for when in ("before", "after")]
         says.append(f"On rows that it never trained on, its accuracy went from {' to '.join(accuracy)}.")
@@ -403,8 +405,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def _draw_line(axes: Any, label: str, x: Sequence[float], y: Sequence[float], colour: str) -> None:
-    """The smoothed curve over its faint points. So few points that none is smoothed are marked, and joined
-    if none is missing and there are more than two."""
+    """The smoothed curve over its faint points. A few points are marked and, more than two without a gap, joined."""
     points = [(place, value) for place, value in zip(x, y, strict=True) if math.isfinite(value)]
     if not points:
         return
@@ -441,9 +442,17 @@ def _style(axes: Any, grid: str = "y", spines: Sequence[str] = ("left", "bottom"
         spine.set_color(INK)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(
-            loc="lower right", bbox_to_anchor=(1, 1), ncols=LEGEND_COLUMNS, borderaxespad=0, handlelength=1,
-            columnspacing=1, handletextpad=0.4, frameon=False, labelcolor=INK, fontsize=8,
-        )  # fmt: skip
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=LEGEND_COLUMNS,
+            borderaxespad=0,
+            handlelength=1,
+            columnspacing=1,
+            handletextpad=0.4,
+            frameon=False,
+            labelcolor=INK,
+            fontsize=8,
+        )
 
 
 def _ratios(parts: Sequence[float], totals: Sequence[float]) -> list[float]:
@@ -457,10 +466,7 @@ def _ages(run: Record) -> Panel:
     oldest = max(map(len, histograms), default=0)
     places = min(oldest, LEGEND_COLUMNS)
     labels = {round(place * (oldest - 1) / max(1, places - 1)) for place in range(places)}
-    stack = [
-        (f"{age}" if age in labels else "", [sum(histogram[age : age + 1]) for histogram in histograms])
-        for age in range(oldest)
-    ]
+    stack = [(f"{age}" if age in labels else "", [sum(h[age : age + 1]) for h in histograms]) for age in range(oldest)]
     return Panel("Groups by staleness", stack=stack, steps=run.steps, colours=ramp(oldest))
 
 

@@ -39,7 +39,7 @@ def print_rollouts(options: Namespace) -> None:
     console.print(f"{total:,} rollouts of {page.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
     tokenizer = record.tokenizer() if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
     for row in page.rows:
-        _print(row, tokenizer, pictures_of(row, record.folder), console)
+        _print(row, tokenizer, [record.pictures.folder / name for name in pictures_of(row)], console)
 
 
 def _print(row: dict[str, Any], tokenizer: Any, pictures: list[Path], console: Console) -> None:

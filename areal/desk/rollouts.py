@@ -5,11 +5,7 @@ its settings are locked: a query may come from somebody's command line. Texts an
 are shown, never for those that are only filtered or sorted.
 """
 
-from __future__ import annotations
-
-import json
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,11 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import duckdb
+import numpy as np
 
 from areal.errors import UserError
-from areal.pictures import DIGESTS, MAX_BYTES, digest_of, thumbnail
+from areal.pictures import digests_in, thumbnail
 from areal.record import ROLLOUT_COLUMNS, Record
-from areal.run_files import PICTURES
+from areal.trajectory import DIGEST_BYTES
 
 T = TypeVar("T")
 
@@ -34,9 +31,17 @@ SORTED_BY = tuple(
 )
 """Columns that the page shows in its table, each of which can sort it."""
 RANGES = (
-    "step", "prompt_index", "reward", "advantage", "prompt_tokens", "completion_tokens", "turns", "staleness",
-    "start_version", "seconds",
-)  # fmt: skip
+    "step",
+    "prompt_index",
+    "reward",
+    "advantage",
+    "prompt_tokens",
+    "completion_tokens",
+    "turns",
+    "staleness",
+    "start_version",
+    "seconds",
+)
 CHOICES = ("fate", "finish", "reason", "group")
 THREADS = 2
 MEMORY = "1GB"
@@ -50,8 +55,7 @@ EXCERPT = 4000
 """Characters of the texts of a group, side by side."""
 THUMBNAIL = 256
 """The longest side of a picture on the page, in pixels."""
-_PICTURE = re.compile(r"[0-9a-f]{32}")
-_PICTURES = 16  # of a prompt that are shown
+_PICTURES = 16  # of a sample that are shown
 _ATTEMPTS = 3  # to read files of which the oldest may just be removed
 _FROM = "FROM read_parquet($files)"
 _CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion"
@@ -245,7 +249,7 @@ class Rollouts:
     def _select(self, select: str, clauses: str, values: dict[str, Any]) -> list[dict[str, Any]]:
         return self._answer(lambda ask, paths: ask(f"{select} {_FROM} WHERE {clauses}", {"files": paths, **values}))
 
-    def _answer(self, read: Callable[[_Ask, list[str]], T]) -> T:
+    def _answer(self, read: "Callable[[_Ask, list[str]], T]") -> T:
         """What `read` returns, which may ask several queries on a list of files."""
         cursor = self._connection.cursor()
 
@@ -259,7 +263,7 @@ class Rollouts:
         def work() -> None:
             try:
                 answer.set_result(self._read(read, ask))
-            except BaseException as error:
+            except BaseException as error:  # whoever waits for the answer gets it
                 answer.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()
@@ -278,7 +282,7 @@ class Rollouts:
         except duckdb.Error as error:
             raise _mistake(error) from None
 
-    def _read(self, read: Callable[[_Ask, list[str]], T], ask: _Ask) -> T:
+    def _read(self, read: "Callable[[_Ask, list[str]], T]", ask: "_Ask") -> T:
         for attempt in range(_ATTEMPTS):
             paths = [str(path) for path in self._record.rollout_files()]
             if not paths:
@@ -299,27 +303,15 @@ def _mistake(error: duckdb.Error) -> UserError:
     return UserError(f"The rollouts cannot be queried ({message}): their columns are {', '.join(COLUMNS)}.")
 
 
-def pictures_of(row: dict[str, Any], folder: Path) -> list[Path]:
-    """The files of the first pictures of a prompt, in the run folder `folder`."""
-    names: Any = None
-    with suppress(ValueError, AttributeError):
-        names = json.loads(row["row"]).get(DIGESTS)
-    digests = [name for name in names if _PICTURE.fullmatch(str(name))] if isinstance(names, list) else []
-    return [folder / PICTURES / digest for digest in digests[:_PICTURES]]
+def pictures_of(row: dict[str, Any]) -> list[str]:
+    """The names of the first pictures of a sample."""
+    column = np.array(row["pictures"] or (), np.uint8).reshape(-1, DIGEST_BYTES)
+    return digests_in(column)[:_PICTURES]
 
 
-def picture_shown(file: Path) -> str:
+def picture_shown(record: Record, name: str) -> str:
     """The picture as the page shows it, a data URL, or why it cannot."""
     try:
-        return _small(file)
-    except (OSError, ValueError) as error:
-        return f"The picture {file.name} cannot be shown: {error}."
-
-
-def _small(file: Path) -> str:
-    if not file.is_file() or file.stat().st_size > MAX_BYTES:
-        raise ValueError("its file is missing or too large")
-    content = file.read_bytes()
-    if digest_of(content) != file.name:
-        raise ValueError("its file is damaged")
-    return thumbnail(content, THUMBNAIL)
+        return thumbnail(record.pictures.get(name), THUMBNAIL)
+    except (UserError, ValueError) as error:
+        return f"The picture {name} cannot be shown: {error}"

@@ -35,7 +35,7 @@ from areal.config.engines import GeneratorConfig, SamplingConfig
 from areal.config.training import LoraConfig
 from areal.cpu import generation as cpu
 from areal.cpu.fork_server import forked_engines, start_fork_server
-from areal.devices import SHARES, visible_devices
+from areal.devices import SHARES, check_transport, visible_devices
 from areal.errors import UserError, explain
 from areal.models import check_mixture, shapes_in
 from areal.processes import importing
@@ -161,9 +161,17 @@ class GenerationEngine:
 
     @classmethod
     async def start(
-        cls, model: Path, config: GeneratorConfig, *, version: int, seed: int = 0, lora: LoraConfig | None = None,
-        sleeps: bool = False, transfer: str | None = None, routes: bool = False,
-    ) -> GenerationEngine:  # fmt: skip
+        cls,
+        model: Path,
+        config: GeneratorConfig,
+        *,
+        version: int,
+        seed: int = 0,
+        lora: LoraConfig | None = None,
+        sleeps: bool = False,
+        transfer: str | None = None,
+        routes: bool = False,
+    ) -> GenerationEngine:
         """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`. lora: if given, later
         versions are adapters of this model. sleeps: `sleep` will be called. transfer: the backend of vLLM's weight
         transfer for `receive`; an engine with it does not sleep. routes: whether tokens have the column of this name.
@@ -755,14 +763,13 @@ def _start_core(model: Path, config: GeneratorConfig, use: _Use) -> tuple[AsyncM
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         cpu.set_environment(config)
-        cpu.check_settings(config, use.transfer)
+        cpu.check_settings(config)
+    check_transport(use.transfer)
     check_mixture(model, use.lora, cuda=not on_cpu)
     vllm_config = _checked_config(model, config, lambda: _engine_args(model, config, use, on_cpu), on_cpu)
-    try:
-        with forked_engines() if on_cpu else contextlib.nullcontext():
-            core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
-    except RuntimeError as error:
-        raise EngineError(f"vLLM did not start on {model}; its own log, above, says why: {error}") from error
+    failure = f"vLLM did not start on {model}; its own log, above, says why: {{why}}"
+    with explain(RuntimeError, failure, EngineError), forked_engines() if on_cpu else contextlib.nullcontext():
+        core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     return core, stop_tokens(model, vllm_config.model_config.try_get_generation_config().get("eos_token_id"))
 
 
@@ -860,8 +867,6 @@ def _max_lora_rank(rank: int) -> int:
 def _read_model_folder(model: Path) -> tuple[Shapes, bool]:
     """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder, and
     whether the head is tied. Raises UserError if the folder does not hold a readable model."""
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
     if not any(model.glob("*.safetensors")):
         raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
     with explain((OSError, ValueError), f"The model in {model} cannot be read: {{why}}."):

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -189,8 +190,7 @@ def _set_routes(outputs: Sequence[EngineCoreOutput], scheduled: SchedulerOutput,
 
 def _prepare_reload(model: torch.nn.Module) -> None:
     """To call before vLLM's own reload, as `_finish_reload` after it."""
-    # It warns of every layer without weights in the files, such as rotary embeddings and tied heads. The files have
-    # been compared with the model before.
+    # It warns of every layer without weights, such as tied heads. The files were compared with the model before.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if ON_CPU:
         kernels.forget_packed_experts(model)
@@ -209,6 +209,8 @@ class _Gathers:
     vLLM labels what it sends with the version of the last step. Weights change only in a pause, so tokens from before
     the last pause go in outputs of their own, whose request id ends in `@VERSION`. A pause preempts every sequence;
     the events that tell of it are left out, so that those which remain tell of a KV cache that was full.
+
+    Sequences that see the same picture at the same time hold its patches once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -216,6 +218,12 @@ class _Gathers:
         self._held: dict[str, list[_Held]] = {}
         self._seen: dict[str, int] = {}  # pauses before the last output, by request
         self._pauses = 0
+        self._patches: WeakValueDictionary[str, Any] = WeakValueDictionary()  # by the names of pictures
+
+    def add_request(self, request: Request) -> None:
+        for feature in request.mm_features:
+            feature.data = self._patches.setdefault(feature.identifier, feature.data)
+        super().add_request(request)  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)  # type: ignore[misc]
@@ -320,8 +328,7 @@ class KeepingScheduler(AsyncGatheringScheduler):
 
 
 class _DiesWithGenerator:
-    """Kills vLLM's engine process when the generator ends. Without this, the engine process would not notice that its
-    parent was killed, and would keep its memory."""
+    """Kills vLLM's engine process when the generator ends. Else it would keep its memory."""
 
     def _init_executor(self) -> None:
         generator = multiprocessing.parent_process()

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from areal.errors import explain
 from areal.programs import static_checks
 from areal.programs.static_checks import Needs
 from areal.result import RewardError
@@ -131,8 +132,7 @@ class Calls:
 class Asserts:
     """Python code that raises an exception if the program is wrong. `prepare` is run before all `tests`.
 
-    candidate: the function under test. prompt: the beginning of the program. pytest_style: the tests are those of
-    pytest's kind that `prepare` defines.
+    candidate: the function under test. prompt: the beginning of the program. pytest_style: `prepare` has the tests.
     """
 
     prepare: list[str]
@@ -307,14 +307,12 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
     if is_python(head):
         prepare.append(head)  # it may define other names that the tests use
     tests = list(sources)
-    try:
+    with explain((SyntaxError, ValueError, RecursionError), "the row's tests are not valid Python: {why}", RewardError):
         pytest_style = static_checks.is_pytest_style(tuple(tests))
         defines_check = re.search(r"^def check\(", tests[0], re.MULTILINE)
         if candidate and defines_check:
             prepare, tests, pytest_style = [*prepare, *tests], ["check(candidate)"], False
         needs = static_checks.needs_of((*prepare, *tests), pytest_style, _defined(row))
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise RewardError(f"the row's tests are not valid Python: {error}") from None
     if (language := _language(row)) != "python":
         raise RewardError(f"the row's tests are Python code, but its language is {language}")
     if not needs.can_fail and defines_check:
@@ -439,7 +437,8 @@ def _unpacked(text: str) -> str:
     Nothing is unpickled. The pickle of a str is its length and its UTF-8, between a few bytes; any other is refused.
     """
     unpacking = zlib.decompressobj()
-    try:
+    wrong = "the row's private_test_cases are neither JSON nor compressed JSON: {why}"
+    with explain((ValueError, zlib.error), wrong, RewardError):
         data = unpacking.decompress(base64.b64decode(text, validate=True), UNPACKED_BYTES)
         if unpacking.unconsumed_tail:
             raise RewardError(f"the row's private_test_cases unpack to more than {UNPACKED_BYTES >> 20} MiB")
@@ -449,6 +448,4 @@ def _unpacked(text: str) -> str:
             start, length = head.end(), int.from_bytes(head[head.lastindex or 0], "little")
             if data[start + length :] in _PICKLE_ENDS:
                 return data[start : start + length].decode()
-    except (ValueError, zlib.error) as error:
-        raise RewardError(f"the row's private_test_cases are neither JSON nor compressed JSON: {error}") from None
     raise RewardError("the row's private_test_cases hold a pickle of more than text, which is never loaded: store JSON")

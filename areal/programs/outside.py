@@ -274,9 +274,13 @@ class Commands:
     """Commands in turn in the same /tmp, each in a slot until it ends or waits, with all that it started."""
 
     def __init__(
-        self, job: Mapping[str, Any], slot: Slot, run: socket.socket, reader: asyncio.StreamReader,
+        self,
+        job: Mapping[str, Any],
+        slot: Slot,
+        run: socket.socket,
+        reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._job, self._slot, self._run, self._reader, self._writer = job, slot, run, reader, writer
         self._turn = asyncio.Lock()
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from areal.config.scoring import SandboxConfig
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.programs.outside import LocalSandbox, ProgramSandbox, SandboxError, open_sandbox
 
 NO_NAMESPACES = "The sandbox `bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode."
@@ -46,10 +46,8 @@ class Programs:
         """Raises SandboxError."""
         if self._sandbox is None:
             self._sandbox = asyncio.create_task(asyncio.to_thread(self._open_sandbox, self._config))
-        try:
+        with explain(UserError, "{why}", SandboxError):
             return await asyncio.shield(self._sandbox)
-        except UserError as error:
-            raise SandboxError(f"{error}") from None
 
     async def namespaces(self) -> LocalSandbox:
         """The sandbox, for commands. Raises SandboxError."""

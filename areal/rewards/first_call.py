@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from areal.config import Config
@@ -55,10 +56,8 @@ async def _failures(pool: Any, names: Mapping[str, bool], texts: list[str], row:
         return ""
 
     failures: dict[str, list[str]] = {}
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(SECONDS), pool:
             for name, groups in names.items():
                 failures[name] = [await failure(name, call) for call in ([texts] if groups else [texts[:1], texts[1:]])]
-    except TimeoutError:
-        pass
     return failures

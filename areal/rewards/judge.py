@@ -21,7 +21,7 @@ from pydantic import Field
 from areal.config import validated
 from areal.config.engines import SamplingConfig
 from areal.config.scoring import is_in_run
-from areal.config.section import Section
+from areal.config.section import Section, template_conflicts
 from areal.errors import UserError, explain
 from areal.result import Result, RewardError, as_score
 
@@ -80,10 +80,7 @@ class JudgeOptions(Section):
             yield f"its url, {self.url!r}, is neither http://ADDRESS nor policy nor scorer:NAME: correct it"
         if not (self.model or is_in_run(self.url)):
             yield "it names no model: add model=NAME"
-        try:
-            jinja2.Environment().parse(self.template)
-        except jinja2.TemplateSyntaxError as error:
-            yield f"its template is not a Jinja template ({error}): correct it"
+        yield from template_conflicts("its template", self.template)
 
 
 class VerdictOptions(JudgeOptions):

@@ -17,13 +17,14 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import msgpack
 import structlog
 
 from areal.config.scoring import RewardConfig
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.result import Result
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
 from areal.rewards.functions import Traits, check_groups
@@ -162,10 +163,9 @@ class RewardPool:
         traits = self._traits[name]
         ids = [*map(int, tokens)] if traits.takes_tokens and tokens is not None else None
         request = name, prompt, completions, row, ids
-        try:
+        no_json = TypeError, ValueError, OverflowError  # an array, or nested too deeply, or too large
+        with explain(no_json, "the row cannot be passed to a worker: {why}", partial(RewardFailed, kind="raised")):
             key = digest(*request)
-        except (TypeError, ValueError, OverflowError) as error:  # an array, or nested too deeply, or too large
-            raise RewardFailed(f"the row cannot be passed to a worker: {error}", "raised") from None
         if cached := self._results.get(key):
             return cached
         self._quarantine.check(key)

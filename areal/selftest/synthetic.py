@@ -6,10 +6,19 @@ from typing import Any
 from areal.config import Config
 
 TINY = {
-    "model_type": "qwen2", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-    "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.05,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.05,
+}
 """Its head is tied to its embedding, and its heads are of a size that all kernels take."""
 
 

@@ -400,7 +400,7 @@ def guarded(name: str, check: Callable[[], Finding]) -> Finding:
         return check()
     except UserError as error:
         return Finding(name, "FAILED", "", str(error))
-    except Exception as error:
+    except Exception as error:  # of libraries that may not work here
         first = (str(error).strip().splitlines() or [""])[0]
         return Finding(name, "FAILED", f"{type(error).__name__}: {first}", "Report this, with selftest.json attached.")
 

@@ -15,7 +15,7 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -240,9 +240,8 @@ def _damaged(file: Path, what: str) -> UserError:
 @contextmanager
 def journal_copy(original: Path, folder: Path | None = None) -> Iterator[Journal]:
     """A copy of a journal that may be in use. folder: for a copy that is kept. Raises UserError if it is damaged."""
-    with TemporaryDirectory() as place:
-        journal = Journal.open(copy_store(original, folder or Path(place)), original)
-        try:
-            yield journal
-        finally:
-            journal.close()
+    with (
+        TemporaryDirectory() as place,
+        closing(Journal.open(copy_store(original, folder or Path(place)), original)) as journal,
+    ):
+        yield journal

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 Fate = Literal["trained", "filtered", "discarded"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ONE_OF = 16
 """`sample` keeps one group of this many."""
 ROWS_AT_ONCE = 1024

@@ -20,17 +20,18 @@ _OF_CALLS = {"prompts": np.uint8, "limits": np.int32, "lengths": np.int32, "fini
 
 @dataclass(frozen=True, slots=True)
 class SavedCall:
-    """prompt: `digest_of` its prompt. limit: the most tokens that the workflow asked for; `NO_LIMIT`: any number.
-    sampled: its tokens so far, at least one."""
+    """prompt: `digest_of` its prompt. limit: most tokens, or `NO_LIMIT`. sampled: its tokens so far, not none."""
 
     prompt: bytes
     limit: int
     sampled: Generation
 
 
-def digest_of(prompt: np.ndarray) -> bytes:
-    """Of the tokens of a prompt, int32 [n]."""
-    return blake2b(np.ascontiguousarray(prompt, np.int32).data, digest_size=DIGEST_BYTES).digest()
+def digest_of(prompt: np.ndarray, pictures: Sequence[str] = ()) -> bytes:
+    """Of the tokens of a prompt, int32 [n], and the names of its pictures."""
+    digest = blake2b(np.ascontiguousarray(prompt, np.int32).data, digest_size=DIGEST_BYTES)
+    digest.update("".join(pictures).encode())
+    return digest.digest()
 
 
 def packed(calls: Sequence[SavedCall], notes: str = "") -> bytes:

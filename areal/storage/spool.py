@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from zlib import crc32
 
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.storage.database import note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked
@@ -258,12 +258,8 @@ class Spool:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                with self._connection:
-                    yield self._connection
-            except sqlite3.Error as error:
-                raise SpoolError(f"the spool cannot be used: {error}") from error
+        with self._lock, explain(sqlite3.Error, "the spool cannot be used: {why}", SpoolError), self._connection:
+            yield self._connection
 
     def _unpacked(
         self, group_id: str, place: int, prompt_index: int, crc: int, note: str, row: str, frame: bytes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.storage.disk import DiskRetry, DiskShortageError, mebibytes, shortage
 from areal.weights.chunks import Manifest
 from areal.weights.folders import atomic_folder
@@ -42,7 +42,7 @@ def agree(task: Callable[[], str | None], group: dist.ProcessGroup | None) -> li
     except (OSError, SafetensorError, UserError) as error:
         why = shortage(error)
         answer, cause = f"~{why}" if why else f"-{error}", error
-    except Exception as error:
+    except Exception as error:  # the other ranks have to hear of it
         log.exception("failed", rank=dist.get_rank())
         answer, cause = f"!{type(error).__name__}: {error}", error
     answers = [answer] if group is None else _exchange(answer, group)
@@ -138,28 +138,25 @@ class Writer:
     def _write(self, folder: Path, contents: Contents) -> Manifest | None:
         first = dist.get_rank() == 0
         manifests: list[Manifest | None] = [None]
-        try:
-            with ExitStack() as stack:
+        with explain(UserError, f"{folder} cannot be written: {{why}}."), ExitStack() as stack:
 
-                def prepare() -> str | None:
-                    if not first:
-                        return None
-                    partial = stack.enter_context(atomic_folder(folder))
-                    contents.prepare(partial)
-                    return str(partial)
+            def prepare() -> str | None:
+                if not first:
+                    return None
+                partial = stack.enter_context(atomic_folder(folder))
+                contents.prepare(partial)
+                return str(partial)
 
-                partial = Path(agree(prepare, self._group)[0])
-                entries = agree(lambda: contents.write(partial), self._group)
+            partial = Path(agree(prepare, self._group)[0])
+            entries = agree(lambda: contents.write(partial), self._group)
 
-                def finish() -> None:
-                    if first:
-                        manifests[0] = contents.finish(partial, entries)
-                        stack.close()
+            def finish() -> None:
+                if first:
+                    manifests[0] = contents.finish(partial, entries)
+                    stack.close()
 
-                agree(finish, self._group)
-                return manifests[0]
-        except UserError as error:
-            raise UserError(f"{folder} cannot be written: {error}.") from error
+            agree(finish, self._group)
+            return manifests[0]
 
     def close(self) -> None:
         """Wait until all folders are written."""

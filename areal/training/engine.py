@@ -173,8 +173,6 @@ class TrainingEngine:
         longest: int | None = None,
         pictures: Path = Path("pictures"),
     ) -> None:
-        if not (model / "config.json").is_file():
-            raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_trainable(model, config.sequence_parallel, longest)
         cuda = torch.cuda.is_available()
         self.config = config = config.for_device(cuda=cuda)
@@ -210,8 +208,7 @@ class TrainingEngine:
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
         self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)
         self.work_done = 0
-        """Micro-batches computed, parameters gathered and pictures read since the start. Rises during long work, not if
-        it hangs."""
+        """Micro-batches computed, parameters gathered and pictures read since the start. Rises unless work hangs."""
 
     def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
@@ -292,12 +289,12 @@ class TrainingEngine:
     def _fit_rows(self, module: torch.nn.Module, head: Head) -> None:
         """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
 
-        A row is a prefix tree, or several sequences, or, if the model does not keep them apart, a single one. Raises
-        UserError if the model cannot be trained.
+        A row is a prefix tree, or several sequences, or, if the model mixes them, a single one. Raises UserError.
         """
         kinds = (True, False) if self._prefix_tree else (False,)
         windows: list[int | None] = []
-        try:
+        causes = AssertionError, NotImplementedError, TypeError, ValueError
+        with explain(causes, f"{head} cannot be trained: its forward pass failed on a packed row: {{why}}."):
             inputs = row_inputs(empty_row(self.device), self._attention)
             head.measure(module, **inputs, note_window=windows.append)
             if missing := what_is_missing(module, windows, self._reader.longest):
@@ -310,14 +307,9 @@ class TrainingEngine:
             prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)
             if self._together.size > 1:
                 self._check_divided(module, head)
-        except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-            raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
         self._prefix_tree, self._one_a_row = bool(prefix_tree), self._one_a_row or prefix_tree is None
         if self._one_a_row and self.config.microbatches:
-            raise UserError(
-                f"{head} mixes the sequences of a micro-batch, so each needs one of its own: leave out "
-                f"trainer.microbatches."
-            )
+            raise UserError(f"{head} mixes the sequences of a micro-batch: leave out trainer.microbatches.")
         if self.rank == 0:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             settings = {key: getattr(self.config, key) for key in ("dtype", "gradient_checkpointing")}
@@ -347,8 +339,8 @@ class TrainingEngine:
         """Rank 0's groups as a `FlatBatch` on all ranks."""
         arrays: dict[str, np.ndarray] = {}
         if batch is not None:
-            views = self._look_at(batch)
-            flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree, **views)
+            pictures, minibatches = self._look_at(batch), self.config.minibatches
+            flat = FlatBatch.of(batch, minibatches=minibatches, prefix_tree=self._prefix_tree, pictures=pictures)
             arrays = flat.arrays()
         kinds = {name: [array.shape, array.dtype.str] for name, array in arrays.items()}
         header = self.messages.broadcast(kinds if self.rank == 0 else None)
@@ -363,11 +355,12 @@ class TrainingEngine:
             self._tower.look(flat)
         return flat
 
-    def _look_at(self, batch: Sequence[Group]) -> dict[str, Any]:
-        """The pictures of the groups, as `FlatBatch.of` takes them; nothing if none has any."""
-        if not any(map(pictures_of, batch)):
+    def _look_at(self, batch: Sequence[Group]) -> dict[str, Picture]:
+        """The pictures of the groups, by their names."""
+        names = dict.fromkeys(name for group in batch for name in pictures_of(group))
+        if not names:
             return {}
-        sight, names = sight_of(str(self.source)), {name for group in batch for name in pictures_of(group)}
+        sight = sight_of(str(self.source))
 
         def look(name: str) -> Picture:
             view = self._views.get(name) or self._views.add(sight.look(self._pictures.get(name)))
@@ -375,8 +368,7 @@ class TrainingEngine:
             return view
 
         with ThreadPoolExecutor() as threads:
-            views = dict(zip(names, threads.map(look, names), strict=True))
-        return {"sight": sight, "pictures": [[views[name] for name in pictures_of(group)] for group in batch]}
+            return dict(zip(names, threads.map(look, names), strict=True))
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
         """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""

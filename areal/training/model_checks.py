@@ -101,11 +101,7 @@ def _influence(
     def keep(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
         seen.append(output if output.requires_grad else output.requires_grad_())
 
-    hook = embeddings.register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            logps, *_ = forward(row)
-            (gradient,) = torch.autograd.grad(logps[chosen].sum(), seen)
-    finally:
-        hook.remove()
+    with embeddings.register_forward_hook(keep), torch.enable_grad():
+        logps, *_ = forward(row)
+        (gradient,) = torch.autograd.grad(logps[chosen].sum(), seen)
     return logps, gradient[0].abs().sum(-1)

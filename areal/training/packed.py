@@ -15,7 +15,7 @@ for each group; whole paths for queries too; paths of similar length gathered in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -29,9 +29,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP
-from areal.sight import Picture, Sight, positions_of
+from areal.sight import Picture, pictures_in, positions_of
 from areal.trajectory import Group, Trajectory, common, paths
 
+NO_PICTURES: Mapping[str, Picture] = {}
 log = structlog.get_logger()
 
 FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_paths"
@@ -97,14 +98,13 @@ class FlatBatch:
         *,
         minibatches: int,
         prefix_tree: bool = False,
-        sight: Sight | None = None,
-        pictures: Sequence[Sequence[Picture]] = (),
+        pictures: Mapping[str, Picture] = NO_PICTURES,
     ) -> FlatBatch:
         """Flatten `groups`. Whole groups are assigned to the minibatches in turn.
 
         prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
         has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
-        pictures: those of each group's prompt, for a model with this `sight`; empty if no group has any. Raises
+        pictures: those that the samples name. Raises
         ValueError if there are no groups, a sequence's first token is a sampled one (no token predicts it), or only
         some samples have what a scorer gives, or routes.
         """
@@ -137,7 +137,7 @@ class FlatBatch:
             rewards=rewards,
             groups=numbers,
             cut=np.array([t.finish == "length" for t in trajectories]),
-            **_pictures(members, sight, pictures),
+            **_pictures(sequences, pictures),
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -182,22 +182,18 @@ def _scorer_column(name: str, sequences: Sequence[Trajectory]) -> np.ndarray:
     return np.concatenate(arrays or [np.zeros(0)]).astype(COLUMNS[name].dtype)
 
 
-def _pictures(
-    members: Sequence[_Member], sight: Sight | None, pictures: Sequence[Sequence[Picture]]
-) -> dict[str, np.ndarray]:
+def _pictures(sequences: Sequence[Trajectory], pictures: Mapping[str, Picture]) -> dict[str, np.ndarray]:
     """`FlatBatch.patches` and what follows it. Raises ValueError for tokens that do not stand for their pictures."""
-    distinct = list({picture.name: picture for group in pictures for picture in group}.values())
-    numbers = {picture.name: number for number, picture in enumerate(distinct)}
+    distinct = list(pictures.values())
+    numbers = {name: number for number, name in enumerate(pictures)}
     columns = [np.zeros((0, 5), np.int32)]
-    for member in members if sight and distinct else ():
-        length, of_group = len(member.sequence), pictures[member.group]
-        column = np.full((length, 5), -1, np.int32)
-        of_prompt = np.where(member.sequence.sampled, -1, member.sequence.tokens)
-        starts = sight.starts(of_prompt, of_group)  # type: ignore[union-attr]
-        for start, picture in zip(starts, of_group, strict=False):
+    for sequence in sequences if distinct else ():
+        column = np.full((len(sequence), 5), -1, np.int32)
+        starts, of_sequence = pictures_in(sequence.pictures, pictures)
+        for start, picture in zip(starts, of_sequence, strict=True):
             column[start : start + picture.tokens, 0] = numbers[picture.name]
             column[start : start + picture.tokens, 1] = np.arange(picture.tokens)
-        column[:, 2:] = positions_of(length, starts, of_group).T
+        column[:, 2:] = positions_of(len(sequence), starts, of_sequence).T
         columns.append(column)
     table = np.concatenate(columns)
     return {
@@ -241,7 +237,7 @@ def _shared_prefixes(members: Sequence[_Member], routes: Sequence[np.ndarray]) -
     """`FlatBatch.shared`. Not where experts differ. A token without routes takes its neighbour's."""
     counts = [0]
     for number, (previous, member) in enumerate(pairwise(members)):
-        count = common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
+        count = common(previous.sequence, member.sequence) if previous.group == member.group else 0
         if routes:
             of_previous, of_member = routes[number][:count], routes[number + 1][:count]
             differ = of_member.any(1) & (of_member != of_previous).any(1)
@@ -373,8 +369,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
 
 
 def _pictures_in(batch: FlatBatch, places: np.ndarray, source: np.ndarray, device: torch.device) -> dict[str, Tensor]:
-    """`PackedRow.pictures`, `parts` and `places` of a row; nothing if the batch has no pictures. places, source: where
-    tokens are in the row and in the batch."""
+    """`PackedRow.pictures`, `parts` and `places` of a row; or nothing. places, source: of tokens in row and batch."""
     if not len(batch.pictures):
         return {}
     columns = np.empty((5, places.max() + 1), np.int64)

@@ -7,8 +7,6 @@ token. Of rollouts, the loss is that of the sampled tokens, exactly as they were
 reads the same rows, and only rank 0 prints.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -33,13 +31,15 @@ from areal.data.sources import open_source
 from areal.devices import set_allocator
 from areal.errors import UserError
 from areal.models import context_of, find_model
-from areal.pictures import DIGESTS, digest_of
 from areal.run_files import PICTURES
 from areal.sampled import NOT_SAMPLED
+from areal.sight import sight_of
+from areal.storage.pictures import PictureStore, pictures_of
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
 from areal.tokens import load_tokenizer, reads_as_kept, special_tokens, stop_tokens
 from areal.training.guard import not_finite
 from areal.trajectory import Group, Trajectory
+from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import begin
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _trainer(config: SftConfig, steps: int) -> TrainerConfig:
     return trainer
 
 
-def likelihood(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+def likelihood(tokens: "Tokens", config: TrainerConfig) -> "TokenLoss":
     """-log pi of each token: an objective for the engine."""
     from areal.training.objectives import TokenLoss
 
@@ -165,7 +165,7 @@ _OBJECTIVE = {
 }
 
 
-def _loss(engine: TrainingEngine, rows: Sequence[Group]) -> float:
+def _loss(engine: "TrainingEngine", rows: Sequence[Group]) -> float:
     return engine.loss(rows if engine.rank == 0 else None, temperature=1.0)
 
 
@@ -193,7 +193,7 @@ def _read_rows(
         parts, notes = sampled(tokenizer, model, rollouts, config), list[str]()
     else:
         parts, notes = _demonstrations(tokenizer, config, pictures)
-    if config.trainer.sequence_parallel > 1 and any(row.row for part in parts for row in part):
+    if config.trainer.sequence_parallel > 1 and any(pictures_of(row) for part in parts for row in part):
         raise UserError(f"Rows of {data.named} have pictures, but trainer.sequence_parallel takes none: set it to 1.")
     rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in parts)
     if not rows or not held_out:
@@ -206,9 +206,10 @@ def _read_rows(
 def _demonstrations(tokenizer: Any, config: SftConfig, pictures: Path) -> tuple[list[list[Group]], list[str]]:
     """The rows of the source: those to train on, and those held out; and what to say of them."""
 
+    store = PictureStore(pictures)
+
     def put(row: Row) -> Row:
-        for content in row.pictures:
-            (pictures / digest_of(content)).write_bytes(content)
+        store.put_all(row.pictures)
         return replace(row, pictures=())  # these may be more than fit into memory
 
     data, eval_size = config.data, config.data.eval_size
@@ -254,8 +255,10 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
     written = next((n for n in range(len(end), 0, -1) if completion[-n:] == end[:n]), 0)  # such as white space
     completion += end[written:]
     is_sampled = np.repeat([False, True], [len(prompt), len(completion)])
-    tokens, digests = np.array([*prompt, *completion], np.int32), row.fields.get(DIGESTS)
-    return _alone(row.index, tokens, is_sampled, json.dumps({DIGESTS: digests}) if digests else "")
+    tokens, parts = np.array([*prompt, *completion], np.int32), parts_of(messages)
+    of_prompt = np.where(is_sampled, NOT_SAMPLED, tokens)
+    pictures = sight_of(tokenizer.name_or_path).column(of_prompt, parts) if parts else None
+    return _alone(row.index, tokens, is_sampled, pictures)
 
 
 def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
@@ -267,11 +270,11 @@ def _end(tokenizer: Any, written: Sequence[int]) -> list[int]:
     return [*written[: places[0] + 1]] if places else [tokenizer.eos_token_id]
 
 
-def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray, row: str) -> Group:
-    """A group of one sequence. is_sampled: bool [T], in the loss. row: with its pictures' digests; may be empty."""
+def _alone(number: int, tokens: np.ndarray, is_sampled: np.ndarray, pictures: np.ndarray | None) -> Group:
+    """A group of one sequence. is_sampled: bool [T], of the tokens in the loss. pictures: as Trajectory has it."""
     versions = np.where(is_sampled, 0, NOT_SAMPLED).astype(np.int32)
-    sequence = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
-    return Group(f"{number}", number, (sequence,), row)
+    logprobs = np.zeros(len(tokens), np.float32)
+    return Group(f"{number}", number, (Trajectory(tokens, logprobs, versions, 1.0, "stop", pictures=pictures),))
 
 
 def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> list[list[Group]]:
@@ -281,7 +284,7 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
     """
     data, by_prompt, highest, n = config.data, dict[str, list[Group]](), -math.inf, 0
     for group in groups_of(
-        read_rows(rollouts, [*COLUMNS, "prompt", "completion", "prompt_tokens", "tokens", "versions", "row"])
+        read_rows(rollouts, [*COLUMNS, "prompt", "completion", "prompt_tokens", "tokens", "versions", "pictures"])
     ):
         highest = max([highest, *(sample.reward for sample in group)])
         for sample in chosen(group, best=data.best_of_group, least=data.min_reward):
@@ -292,8 +295,8 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
                         f"a file with areal export RUN --output rows.jsonl, and train on that."
                     )
                 tokens = np.array(row["tokens"], np.int32)  # a copy: the row is part of a larger block of memory
-                fields = row["row"] if DIGESTS in row["row"] else ""
-                sequence = _alone(n, tokens, row["versions"] != NOT_SAMPLED, fields)
+                pictures = None if row["pictures"] is None else np.array(row["pictures"]).reshape(len(tokens), -1)
+                sequence = _alone(n, tokens, row["versions"] != NOT_SAMPLED, pictures)
                 by_prompt.setdefault(sample.rows[0]["prompt"], []).append(sequence)
                 n += 1
     if len(by_prompt) < 2:

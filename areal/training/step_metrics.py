@@ -75,8 +75,16 @@ class StepResult:
 class Tally:
     """Sums over the tokens of a step on one rank, the seconds of its phases, and its floating-point operations."""
 
-    OF_TOKENS = ("entropy", "clip_fraction", "weight_mean", "kl_behaviour", "kl_reference", "kl_teacher",
-                 "teacher_agreement", "token_staleness_mean")  # fmt: skip
+    OF_TOKENS = (
+        "entropy",
+        "clip_fraction",
+        "weight_mean",
+        "kl_behaviour",
+        "kl_reference",
+        "kl_teacher",
+        "teacher_agreement",
+        "token_staleness_mean",
+    )
     OF_STEPS = ("loss", "value_loss")
     SUMS = (*OF_TOKENS, *OF_STEPS, "weight_squared", "gap", "current", "computed")
     """Those of each token and of each optimizer step have the names of their means in `StepResult`."""

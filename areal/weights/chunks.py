@@ -4,8 +4,6 @@ A version's *stamp* is a digest of its `Manifest`, which has a CRC-32 of every c
 a version can therefore take its chunks from any sender, and detects corrupt chunks.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections import deque
@@ -18,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 from isal import isal_zlib as zlib  # as the standard library's, with CRC-32 ten and compression five times as fast
+
+from areal.errors import explain
 
 # A stream has at most 64 parts in flight, and 16 that have arrived but are not written: at most 80 MiB.
 CHUNK_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class FileSums:
     checksums: tuple[int, ...]
 
     @classmethod
-    def of_parts(cls, name: str, parts: Iterable[memoryview]) -> FileSums:
+    def of_parts(cls, name: str, parts: Iterable[memoryview]) -> "FileSums":
         """Return the sums of a file with these bytes, by parts of any size."""
         checksums, size, last = [], 0, 0
         for part in parts:
@@ -81,7 +81,7 @@ class Manifest:
     files: tuple[FileSums, ...]
 
     @classmethod
-    def of(cls, folder: Path) -> Manifest:
+    def of(cls, folder: Path) -> "Manifest":
         """Return the manifest of the files that are in `folder` now. Raises OSError."""
         with ThreadPoolExecutor(CHECKING_THREADS) as threads:  # CRC-32 is computed without the GIL
             return cls(tuple(_sums(path, threads) for path in sorted(folder.iterdir()) if path.is_file()))
@@ -105,7 +105,7 @@ class Manifest:
             for i, checksum in enumerate(file.checksums)
         ]
 
-    def is_laid_out_like(self, manifest: Manifest) -> bool:
+    def is_laid_out_like(self, manifest: "Manifest") -> bool:
         """True if both have the same files with the same sizes, so that their chunks can be compared."""
         return [(f.name, f.size) for f in self.files] == [(f.name, f.size) for f in manifest.files]
 
@@ -204,13 +204,11 @@ def apply(packed: Data, old: Data) -> memoryview:
     elements = _elements(old)
     mask_bytes = -(-len(elements) // 8)
     max_bytes = mask_bytes + len(old)
-    try:
+    with explain((_INVALID, ValueError), "a difference that cannot be unpacked: {why}", TornWeights):
         plain = zlib.decompressobj().decompress(packed, max_bytes)
         changed = np.unpackbits(np.frombuffer(plain[:mask_bytes], np.uint8), count=len(elements)).view(bool)
         new = elements.copy()
         new[np.flatnonzero(changed)] ^= np.frombuffer(plain[mask_bytes:], elements.dtype)
-    except (_INVALID, ValueError) as error:
-        raise TornWeights(f"a difference that cannot be unpacked: {error}") from None
     return new.data.cast("B")
 
 

@@ -15,14 +15,14 @@ from typing import Annotated, Any, Protocol, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.data.rows import Row, prompt_text
-from areal.errors import UserError
+from areal.errors import UserError, explain
 from areal.plugins import load
 from areal.text import python_call
 from areal.trajectory import LARGEST_REWARD, Trajectory
 from areal.workflows import environments, mcp_tools, verifiers_agent
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
-from areal.workflows.chat_templates import Message
+from areal.workflows.chat_templates import Message, parts_of
 from areal.workflows.conversation import Conversation, Keep, begin, check_shown, keep_until, messages_of, user
 from areal.workflows.openai_api import ChatRequest, ChatSession
 from areal.workflows.sandbox_environments import SandboxEnvironment
@@ -186,7 +186,7 @@ async def turns(
     Each turn is appended to `messages`; before the next turn, the caller appends the messages that come between
     them."""
     for _ in range(max_turns):
-        sampled = await session.generate(talk.prompt(messages), keep=keep)
+        sampled = await session.generate(talk.prompt(messages), keep=keep, pictures=parts_of(messages))
         if not len(sampled.tokens):
             return
         messages.append(talk.add(sampled))
@@ -241,10 +241,7 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
 def bound_workflow(name: str, workflow: Any, options: Mapping[str, Any]) -> functools.partial[Any]:
     """The workflow with its options set. name: for messages. Raises UserError."""
     if not _is_async(workflow):
-        raise UserError(
-            f"The workflow {name!r} is no async function: write `async def`, and await what it calls "
-            f"(docs/workflows.md)."
-        )
+        raise UserError(f"The workflow {name!r} is no async function: write `async def` (docs/workflows.md).")
     return functools.partial(workflow, **_checked(name, workflow, options))
 
 
@@ -278,11 +275,9 @@ def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mappi
     """The options; those of a built-in workflow as the types that it wants. Raises UserError."""
     where = f"rollout_manager.workflow_options: workflow {name!r}"
     signature = inspect.signature(workflow)
-    try:
+    known = ", ".join([*signature.parameters][2:]) or "no options"
+    with explain(TypeError, f"{where}: {{why}}: besides a session and a row it takes {known}."):
         signature.bind(None, None, **options)
-    except TypeError as error:
-        known = ", ".join([*signature.parameters][2:]) or "no options"
-        raise UserError(f"{where}: {error}: besides a session and a row it takes {known}.") from None
     if BUILT_IN.get(name) is not workflow:
         return options
     hints = get_type_hints(workflow, include_extras=True)

@@ -8,7 +8,7 @@ rendered with them: some templates write the results of tools only beside their 
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -139,7 +139,7 @@ class ChatTemplate:
         text: str = self._tokenizer.apply_chat_template(
             list(messages), tools=self._tools, add_generation_prompt=continues, tokenize=False
         )
-        pictures = [part for message in messages for part in _pictures(message)]
+        pictures = parts_of(messages)
         if not pictures:
             return text
         sizes = [(picture["width"], picture["height"]) for picture in pictures]
@@ -199,9 +199,10 @@ def _texts_of(message: Message) -> Iterator[str]:
         yield content.rpartition("</think>")[2] if message["role"] == "assistant" else content
 
 
-def _pictures(message: Message) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return [part for part in content if part.get("type") == "image"] if isinstance(content, list) else []
+def parts_of(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """The parts of messages that are pictures, in order."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return [part for content in contents for part in content if part.get("type") == "image"]
 
 
 def _stands(text: str, shown: str) -> bool:

@@ -35,14 +35,15 @@ class Forest:
         self.rewards: dict[int, float] = {}
         self._paths: list[_Path] = []
 
-    def add(self, prompt: np.ndarray, sampled: Generation) -> None:
-        """Add a call. prompt: int32 [n]. An answer without tokens counts for nothing."""
+    def add(self, prompt: np.ndarray, sampled: Generation, pictures: np.ndarray | None = None) -> None:
+        """Add a call. prompt: int32 [n]. pictures: of `unsampled`. An answer without tokens counts for nothing."""
         if not len(sampled.tokens):
             return
-        path, shared = self._longest(prompt)
+        table = unsampled(prompt, pictures)
+        path, shared = self._longest(table)
         if path is None or shared < len(path.table):
             path = self._branch(path, shared)
-        path.table.append(unsampled(prompt[shared:]))
+        path.table.append(table.view(shared))
         path.table.append(sampled)
         path.calls.append((len(self.calls), len(prompt)))
         self.calls.append(sampled)
@@ -80,11 +81,11 @@ class Forest:
         """The numbers of the calls in the order in which `trajectory` has their tokens."""
         return [number for path in self._order() for number, _ in path.calls]
 
-    def _longest(self, prompt: np.ndarray) -> tuple[_Path | None, int]:
+    def _longest(self, prompt: TokenTable) -> tuple[_Path | None, int]:
         """The path with most tokens at the beginning of the prompt, and how many they are."""
         best, shared = None, 0
         for path in reversed(self._paths):
-            if len(path.table) > shared and (same := common(path.table.tokens, prompt)) > shared:
+            if len(path.table) > shared and (same := common(path.table, prompt)) > shared:
                 best, shared = path, same
         return best, shared
 

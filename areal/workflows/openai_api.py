@@ -23,8 +23,8 @@ from areal.config.engines import SamplingConfig
 from areal.data.pictured import from_url
 from areal.data.rows import PICTURE_PARTS
 from areal.errors import explain
-from areal.pictures import digest_of, size_of
 from areal.sampled import Generation, Tokens
+from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text
 from areal.workflows.parsers import Parsed, Parsers, cut
 
@@ -32,17 +32,10 @@ Json = dict[str, Any]
 # An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
 Event = Json | Literal["[DONE]"]
 
-# The engine and the trainer know the pictures of the row, and put them where the first placeholders are.
-NOT_OF_THE_ROW = (
-    "a call's messages have no picture, or all pictures of the sample's row, in order: their files as data URLs, or "
-    "the parts of the row's prompt; others cannot be trained yet (docs/agents.md)"
-)
+NO_FILE = "a picture of a message is neither a data URL nor of the row: send its file as base64 (docs/agents.md)"
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
-NO_FORM = (
-    "only text can be trained: a format forbids tokens while it is sampled, and the trainer does not know which "
-    "(docs/agents.md)"
-)
+NO_FORM = "only text can be trained: a format forbids tokens, which the trainer does not know (docs/agents.md)"
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]
@@ -61,10 +54,10 @@ class ApiError(Exception):
 
 class CallsPolicy(Protocol):
     """The part of a session that an agent's calls need. `parsers` read what the policy says, `sampling` is how it is
-    sampled. `pictures`: the files of those of the row."""
+    sampled. `shown`: parts of messages with pictures, by their digests: those of the row, and what `show` gave."""
 
     tokenizer: Any
-    pictures: Sequence[bytes]
+    shown: Mapping[str, Json]
 
     @property
     def parsers(self) -> Parsers: ...
@@ -72,8 +65,18 @@ class CallsPolicy(Protocol):
     @property
     def sampling(self) -> SamplingConfig: ...
 
-    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
-        """Continue `tokens` with the policy, at the run's sampling settings.
+    def show(self, content: bytes) -> Json:
+        """A part of a message that shows the picture in a file. Raises ValueError."""
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        max_new_tokens: int | None = None,
+        keep: Keep | None = None,
+        pictures: Sequence[Json] | None = None,
+    ) -> Generation:
+        """Continue `tokens` with the policy, at the run's sampling settings. pictures: the parts of its messages whose
+        placeholders are the first among the tokens, in order; None: those of the row, or none.
 
         All calls of a sample share `sampling.max_new_tokens`; `max_new_tokens` limits this call further. If nothing of
         it is left, or the conversation is too long for the model, the generation is empty and its finish is "length".
@@ -131,7 +134,6 @@ class SamplingFields(BaseModel):
             raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
 
 
-NO_PICTURES: Mapping[str, Json] = {}
 NEUTRAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
 """Values of a request that change nothing."""
 
@@ -173,14 +175,14 @@ class ChatSession:
     """The calls of one sample. A call whose messages begin with those of an earlier one and its answer continues from
     the tokens of that one; the others begin a conversation of their own.
 
-    last_text: the text of the last answer, without tool calls and thinking. rewards: those that the agent has given, by
-    the id of the answer, or None for the sample. failure: set to the error if a generation of this sample fails.
+    session: makes the calls. last_text: the text of the last answer, without tool calls and thinking. rewards: those
+    that the agent has given, by the id of the answer, or None for the sample. failure: set to the error if a generation
+    of this sample fails.
     """
 
     def __init__(self, session: CallsPolicy) -> None:
-        self._session = session
+        self.session = session
         self.tokenizer = session.tokenizer
-        self.pictures = [_picture(content) for content in session.pictures]
         self._parsers = session.parsers
         # After each answer, by the digest of all messages and the tools.
         self._conversations: dict[bytes, Conversation] = {}
@@ -201,16 +203,17 @@ class ChatSession:
         complete to be parsed. `earlier`: the message and the finish that the same turn was read as before, since a call
         of a tool gets a new id whenever it is read. Raises ApiError, or what the session raised: the sample has then
         failed."""
-        request.check_sampling(self._session.sampling)
+        request.check_sampling(self.session.sampling)
         await self._check(request.offered)
-        messages = messages_of(request, self.pictures)
+        messages = messages_of(request, self.session)
         digests = list(accumulate(messages, _digest, initial=json.dumps(request.offered).encode()))
         talk, prompt = self._prompt(messages, request.offered, digests)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         keep = keep_until_text(self.tokenizer, stops) if stops else None
         if on_text and not self._parsers.reads(request.offered):
             keep = first_of(keep, _streaming_keep(self.tokenizer, stops, on_text))
-        sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, keep)
+        limit = request.max_completion_tokens or request.max_tokens
+        sampled = await self._generate(prompt, limit, keep, parts_of(messages))
         if not len(sampled.tokens):  # no room is left
             return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
         message, finish = earlier or await self._read(sampled, request, stops)
@@ -230,7 +233,7 @@ class ChatSession:
             sampled = self._answers.get(answer)
             if sampled is None:
                 raise ApiError(f"this sample has no answer with the id {answer!r:.80}")
-            self._session.reward(sampled, value)
+            self.session.reward(sampled, value)
         self.rewards[answer] = value
 
     def _prompt(
@@ -245,9 +248,11 @@ class ChatSession:
         talk = Conversation(self.tokenizer, tools)
         return talk, _rendered(talk, messages)
 
-    async def _generate(self, prompt: list[int], limit: int | None, keep: Keep | None) -> Generation:
+    async def _generate(
+        self, prompt: list[int], limit: int | None, keep: Keep | None, pictures: list[Json]
+    ) -> Generation:
         try:
-            return await self._session.generate(prompt, limit, keep)
+            return await self.session.generate(prompt, limit, keep, pictures)
         except Exception as error:  # any error: a sample that has lost a turn cannot be trained
             if not self.failure.done():
                 self.failure.set_result(error)
@@ -397,16 +402,15 @@ def error_body(message: str, code: str | None) -> Json:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def prompt_tokens(request: ChatRequest, tokenizer: Any, pictures: Sequence[Json] = ()) -> int:
-    """How many tokens the template makes of messages and tools. pictures: `ChatSession.pictures`. Raises ApiError."""
-    return len(_rendered(Conversation(tokenizer, request.offered), messages_of(request, pictures)))
+def prompt_tokens(request: ChatRequest, tokenizer: Any, session: CallsPolicy | None = None) -> int:
+    """How many tokens the chat template makes of the messages and tools. session: shows pictures. Raises ApiError."""
+    return len(_rendered(Conversation(tokenizer, request.offered), messages_of(request, session)))
 
 
 def _rendered(conversation: Conversation, messages: list[Json]) -> list[int]:
-    try:
+    wrong = "the model's tokenizer or chat template does not take these messages: {why}"
+    with explain(Exception, wrong, ApiError):  # templates and tokenizers may raise anything
         return conversation.prompt(messages)
-    except Exception as error:  # templates and tokenizers may raise anything
-        raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
 
 
 def _usage(*answers: Answer) -> Json:
@@ -427,29 +431,18 @@ def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json
     return {"content": content, "refusal": None}
 
 
-def messages_of(request: ChatRequest, pictures: Sequence[Json]) -> list[Json]:
-    """The messages of a request, whose pictures are none or `pictures`. Raises ApiError."""
-    by_digest = {picture["digest"]: picture for picture in pictures}
-    messages = [message_of(raw, by_digest) for raw in request.messages]
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    if [part for part in parts if part["type"] == "image"] not in ([], [*pictures]):
-        raise ApiError(NOT_OF_THE_ROW, "pictures")
-    return messages
+def messages_of(request: ChatRequest, session: CallsPolicy | None) -> list[Json]:
+    """The messages of a request, whose pictures the session shows. Raises ApiError."""
+    return [message_of(raw, session) for raw in request.messages]
 
 
-def _picture(content: bytes) -> Json:
-    """The part of a message that is this picture, as in the row's prompt."""
-    width, height = size_of(content)
-    return {"type": "image", "digest": digest_of(content), "width": width, "height": height}
-
-
-def message_of(raw: Json, by_digest: Mapping[str, Json] = NO_PICTURES) -> Json:
+def message_of(raw: Json, session: CallsPolicy | None = None) -> Json:
     """A chat message in the form that templates take, without fields that clients add to the messages they received.
-    by_digest: pictures. Raises ApiError."""
+    session: shows its pictures. Raises ApiError."""
     role = "system" if raw.get("role") == "developer" else raw.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(f"a message has the role {role!r}: roles are system, developer, user, assistant and tool")
-    message = {"role": role, "content": _content(raw.get("content"), by_digest)}
+    message = {"role": role, "content": _content(raw.get("content"), session)}
     if role == "tool":
         message |= {key: raw[key] for key in ("tool_call_id", "name") if raw.get(key)}
     if role == "assistant" and raw.get("tool_calls"):
@@ -459,17 +452,17 @@ def message_of(raw: Json, by_digest: Mapping[str, Json] = NO_PICTURES) -> Json:
     return message
 
 
-def _content(content: Any, by_digest: Mapping[str, Json]) -> str | list[Json]:
+def _content(content: Any, session: CallsPolicy | None) -> str | list[Json]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise ApiError("the content of a message is neither text nor a list of parts")
-    parts = [_part(part, by_digest) for part in content]
+    parts = [_part(part, session) for part in content]
     is_text = all(part["type"] == "text" for part in parts)
     return "".join(part["text"] for part in parts) if is_text else parts
 
 
-def _part(part: Json, by_digest: Mapping[str, Json]) -> Json:
+def _part(part: Json, session: CallsPolicy | None) -> Json:
     if isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if part.get("type") not in PICTURE_PARTS:
@@ -478,9 +471,10 @@ def _part(part: Json, by_digest: Mapping[str, Json]) -> Json:
     url = url.get("url") if isinstance(url, dict) else url
     with explain(ValueError, "a picture of a message cannot be read: {why}", ApiError):
         content = from_url(url) if isinstance(url, str) else None
-    picture = by_digest.get(str(part.get("digest")) if content is None else digest_of(content))
-    if picture is None:
-        raise ApiError(NOT_OF_THE_ROW, "pictures")
+        if content is not None and session:
+            return session.show(content)
+    if session is None or (picture := session.shown.get(str(part.get("digest")))) is None:
+        raise ApiError(NO_FILE, "pictures")
     return picture
 
 

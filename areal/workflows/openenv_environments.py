@@ -13,7 +13,7 @@ from typing import Any
 
 from areal import plugins
 from areal.data.rows import Prompt, Row, extended, seed_of
-from areal.errors import UserError
+from areal.errors import UserError, explain
 
 MESSAGE_BYTES = 64 << 20
 """A server that sends a longer message ends its session."""
@@ -105,11 +105,10 @@ class OpenEnvEnvironment:
 
     @contextlib.asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        try:
+        slow = f"{self._url} took longer than timeout_seconds ({self._timeout:g} s)"
+        with explain(TimeoutError, slow, TimeoutError):
             async with asyncio.timeout(self._timeout):
                 yield
-        except TimeoutError:
-            raise TimeoutError(f"{self._url} took longer than timeout_seconds ({self._timeout:g} s)") from None
 
     def _shown(self, result: dict[str, Any]) -> str:
         observation = result["observation"]

@@ -71,10 +71,17 @@ def make_config(**gateway) -> Config:
     }
     gateway = {"keys": keys, "share": 1} | gateway
     return Config(
-        model="m", steps=4, batch_size=2, group_size=4, max_staleness=1, data={"source": "addition", "eval_size": 0},
-        sampling={"max_new_tokens": 64}, trainer={"minibatches": 1, "advantage_mean": "batch"}, gateway=gateway,
+        model="m",
+        steps=4,
+        batch_size=2,
+        group_size=4,
+        max_staleness=1,
+        data={"source": "addition", "eval_size": 0},
+        sampling={"max_new_tokens": 64},
+        trainer={"minibatches": 1, "advantage_mean": "batch"},
+        gateway=gateway,
         reward={"functions": ["addition"]},
-    )  # fmt: skip
+    )
 
 
 class City:
@@ -95,11 +102,16 @@ class City:
         self.served: int | None = None  # the version that users get, if it is not the newest
         self.directory = Directory(Policy(lineage=0, version=0, folder=""))
         run = SimpleNamespace(
-            evaluations=self, ledger=self.ledger, state=self.state, config=config, now=lambda: self.now,
+            evaluations=self,
+            ledger=self.ledger,
+            state=self.state,
+            config=config,
+            now=lambda: self.now,
             changed=SimpleNamespace(notify=lambda: None),
             member=lambda request, *roles: SimpleNamespace(identity=request.sender),
-            free_sessions=lambda: self.ledger.session_capacity, meter=SimpleNamespace(begin=lambda: None),
-        )  # fmt: skip
+            free_sessions=lambda: self.ledger.session_capacity,
+            meter=SimpleNamespace(begin=lambda: None),
+        )
         self._requests = SessionRequests(run)
 
     async def ask_master(self, sender: str, message, answer, park=0.0):
@@ -165,11 +177,16 @@ class City:
 
         async with AsyncExitStack() as used:
             member = SimpleNamespace(
-                config=self.config, directory=self.directory, index=index, bus=None,
+                config=self.config,
+                directory=self.directory,
+                index=index,
+                bus=None,
                 state="healthy",
-                spawn=spawn, used=used, become_healthy=lambda: asyncio.sleep(0),
+                spawn=spawn,
+                used=used,
+                become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
-            )  # fmt: skip
+            )
             gateway = Gateway(member, None, None, TOKENIZER, Parsers(TOKENIZER))
             gateway.services.generators = self
             gateway.ask_trainer = self.ask_trainer
@@ -342,8 +359,12 @@ async def test_without_a_permit_a_session_is_served_and_not_trained_or_has_to_wa
         if choice == "serve":
             assert (status, headers["X-Areal-Trained"]) == (200, "no")
             assert (await user.reward(1, session="s4"))[1] == {
-                "id": "anna:s4", "state": "untrained", "version": 0, "tokens": 9, "changed": False
-            }  # fmt: skip
+                "id": "anna:s4",
+                "state": "untrained",
+                "version": 0,
+                "tokens": 9,
+                "changed": False,
+            }
         else:
             assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "no_permit", "5")
 
@@ -757,7 +778,11 @@ async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_
     city.says = ["hello", "fine"]
     async with city.gateway() as user:
         await user.say("hi")
+        asked = []
+        ask, user.gateway._ask_session = user.gateway._ask_session, lambda *about: asked.append(about) or ask(*about)
         first = await user.reward(1, id="a")
+        assert asked == [("anna:s", False, "a")], "one question to the master for a reward with an id"
+        user.gateway._ask_session = ask
         await user.say("hi", "hello", "how?")
         assert await user.reward(1, id="a") == first
         assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"

@@ -47,8 +47,8 @@ def seen(sight, content):
 
 def call(*pictures):
     sample = SampleState(SamplingConfig(max_new_tokens=4), 0, None, None, lambda version: None)
-    sample.pictures = pictures
-    return Call(sample, np.int32([1, 5]), 4, None)
+    sample.pictures = {digest_of(content): content for content in pictures}
+    return Call(sample, np.int32([1, 5]), 4, None, [*sample.pictures])
 
 
 @contextlib.asynccontextmanager

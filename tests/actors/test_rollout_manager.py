@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,15 +16,14 @@ from actors.runtime.directory import Directory
 from actors.sampling.calls import SampleFailed
 from actors.sampling.services import Services
 from areal.config import Config
-from areal.config.roles import ObserveConfig
 from areal.data.rows import Row
-from areal.pictures import DIGESTS, digest_of
+from areal.pictures import digest_of
 from areal.programs.outside import SandboxError
 from areal.trajectory import Note, TokenScores, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.sandbox_tasks import RowError
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
-from protocols.messages import LackingPictures, Member, Permit, Policy
+from protocols.messages import LackingPictures, Member, Permit, Policy, StoreSamples
 
 PROMPT, SAMPLED = 5, 9
 
@@ -271,8 +269,7 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
     assert scored.tokens_sampled == SAMPLED + 4
 
 
-@pytest.mark.parametrize("rollouts", ["all", "none"])
-async def test_the_trainer_gets_the_pictures_of_a_group_that_it_lacks_and_their_names(rollouts):
+async def test_the_trainer_gets_the_pictures_of_samples_that_it_lacks():
     sent = []
 
     async def ask(request, answer):
@@ -280,16 +277,17 @@ async def test_the_trainer_gets_the_pictures_of_a_group_that_it_lacks_and_their_
         return LackingPictures(names=(digest_of(b"new"),))
 
     manager = alone(RolloutManager)
-    manager.config = manager.config.model_copy(update={"observe": ObserveConfig(rollouts=rollouts)})
     manager.ask_trainer = ask
-    scored = _Scored(0, await workflow(None, None), Note())
-    permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
-    await manager._store(permit, Row(0, "", "", None, {"answer": 1, DIGESTS: ["a"]}, (b"old", b"new")), [scored])
-    await manager._store(permit, Row(0, "", "", None, {"answer": 1}), [scored])
-    offer, files, pictured, plain = sent
+    plain, files = await workflow(None, None), {digest_of(content): content for content in (b"old", b"new", b"unseen")}
+    digests = np.array([[*bytes.fromhex(name)] for name in files], np.uint8)
+    pictured = replace(plain, pictures=digests[[0, 0, 1, *[0] * (len(plain) - 3)]])
+    permit, row = Permit(group="g0.0", prompt_index=0, row=0, min_version=0), Row(0, "", "", None, {"answer": 1})
+    await manager._store(permit, row, [_Scored(0, pictured, Note(), files), _Scored(1, pictured, Note(), files)])
+    await manager._store(permit, row, [_Scored(0, plain, Note(), files)])
+    offer, store, *samples = sent
     assert offer.names == (digest_of(b"old"), digest_of(b"new"))
-    assert [content.tobytes() for content in files.files] == [b"new"]
-    assert json.loads(pictured.row)[DIGESTS] == ["a"] and bool(plain.row) == (rollouts == "all")
+    assert [content.tobytes() for content in store.files] == [b"new"]
+    assert [type(request) for request in samples] == [StoreSamples] * 2
 
 
 async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all_tokens_of_its_samples():

@@ -105,11 +105,27 @@ def test_settings_at_the_limit_of_what_can_be_are_taken(tmp_path):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-3", 0.001), ("5e7", 5e7), ("-2E+3", -2000.0), (".5e1", 5.0), ("3.", 3.0), ("1_000.5", 1000.5),
-        ("010", 10), ("0o17", 15), ("0x1F", 31), ("1_000", 1000), ("-7", -7), ("1:30", "1:30"), ("0b11", "0b11"),
-        ("1e", "1e"), ("e5", "e5"), ("'1e-3'", "1e-3"), ("1.2.3", "1.2.3"), ("-", "-"), ("12a", "12a"),
+        ("1e-3", 0.001),
+        ("5e7", 5e7),
+        ("-2E+3", -2000.0),
+        (".5e1", 5.0),
+        ("3.", 3.0),
+        ("1_000.5", 1000.5),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000", 1000),
+        ("-7", -7),
+        ("1:30", "1:30"),
+        ("0b11", "0b11"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        ("'1e-3'", "1e-3"),
+        ("1.2.3", "1.2.3"),
+        ("-", "-"),
+        ("12a", "12a"),
     ],
-)  # fmt: skip
+)
 def test_numbers_are_those_of_yaml_1_2_in_files_overrides_and_what_is_written(tmp_path, text, value):
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(RUN) + f"reward: {{functions: [addition], options: {{mine: {{x: {text}}}}}}}\n")

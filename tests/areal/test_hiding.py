@@ -38,12 +38,27 @@ FORMS = {
     "under a name": {"auth": {"user": SECRET, "more": [{"n": SECRET}]}},
 }
 PUBLIC = {
-    "max_tokens": 512, "stop": ["<|im_end|>"], "tokens": 3, "pad_token": 0, "token_ids": [1, 2], "keys": "folder/keys",
-    "url": "https://host:80/x?page=2&split=test", "command": "python agent.py --max-tokens 5 --key-column q",
-    "args": ["--tokenizer", "mine", "--n", "3"], "env": [{"name": "LANG", "value": "C"}], "basic_auth": True,
-    "prompt_key": "question", "bypass": "x", "author": "y", "compass": "z", "text": "a secret token is passed",
-    "task": "monkey", "signatures_checked": "all", "bos_token_id": "7", "template": "{{ token }} = {{ value }}",
-}  # fmt: skip
+    "max_tokens": 512,
+    "stop": ["<|im_end|>"],
+    "tokens": 3,
+    "pad_token": 0,
+    "token_ids": [1, 2],
+    "keys": "folder/keys",
+    "url": "https://host:80/x?page=2&split=test",
+    "command": "python agent.py --max-tokens 5 --key-column q",
+    "args": ["--tokenizer", "mine", "--n", "3"],
+    "env": [{"name": "LANG", "value": "C"}],
+    "basic_auth": True,
+    "prompt_key": "question",
+    "bypass": "x",
+    "author": "y",
+    "compass": "z",
+    "text": "a secret token is passed",
+    "task": "monkey",
+    "signatures_checked": "all",
+    "bos_token_id": "7",
+    "template": "{{ token }} = {{ value }}",
+}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -37,20 +37,44 @@ from areal.trajectory import random_groups
 MODELS = {  # tokens of the row, and the model
     "Qwen2.5-0.5B, 2 layers": (
         512,
-        {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2,
-         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 32_768, "tie_word_embeddings": True},
+        {
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 32_768,
+            "tie_word_embeddings": True,
+        },
     ),
     "a narrow Qwen2, 8 layers": (
         2048,
-        {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 8,
-         "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 16_384, "tie_word_embeddings": True},
+        {
+            "model_type": "qwen2",
+            "hidden_size": 256,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "vocab_size": 16_384,
+            "tie_word_embeddings": True,
+        },
     ),
     "a narrow Llama, 8 layers": (
         2048,
-        {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8,
-         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096, "tie_word_embeddings": False},
+        {
+            "model_type": "llama",
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "vocab_size": 4096,
+            "tie_word_embeddings": False,
+        },
     ),
-}  # fmt: skip
+}
 SETTINGS = {
     "fp32": {},
     "fp32, checkpointing": {"gradient_checkpointing": True},

@@ -27,11 +27,22 @@ PAPER, SWEEPS = ROOT / "configs" / "paper", ROOT / "configs" / "sweeps"
 # What a run is scaled down by. All else is as the files have it: objective, precision, ZeRO stage, checkpointing,
 # templates, rewards, micro-batches, interruption.
 SMALL = (
-    "steps=2", "batch_size=4", "group_size=4", "sampling.max_new_tokens=48", "data.eval_size=2", "evaluator.samples=2",
-    "generator.count=1", "generator.tensor_parallel=1", "generator.memory_share=0.1", "generator.kv_cache_gib=0.25",
-    "generator.max_concurrent_rollouts=16", "generator.enforce_eager=true", "trainer.ranks=1",
-    "trainer.max_tokens_per_microbatch=1024", "reward.workers=1",
-)  # fmt: skip
+    "steps=2",
+    "batch_size=4",
+    "group_size=4",
+    "sampling.max_new_tokens=48",
+    "data.eval_size=2",
+    "evaluator.samples=2",
+    "generator.count=1",
+    "generator.tensor_parallel=1",
+    "generator.memory_share=0.1",
+    "generator.kv_cache_gib=0.25",
+    "generator.max_concurrent_rollouts=16",
+    "generator.enforce_eager=true",
+    "trainer.ranks=1",
+    "trainer.max_tokens_per_microbatch=1024",
+    "reward.workers=1",
+)
 # The grids of the sweeps, where they are larger than these.
 GRIDS = {"table2": "max_staleness=[0, 4]", "table7": "max_staleness=[0, 4]", "table8": "max_staleness=[4]"}
 # Files of which a sweep makes the runs, and all that are experiments.

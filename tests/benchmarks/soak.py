@@ -45,11 +45,23 @@ from areal.storage.run_folder import read_summary
 REWARD = Path(__file__).resolve().with_name("soak_reward.py")
 BOUND, BATCH = 4, 4
 SETTING = (
-    "steps=10000000", f"batch_size={BATCH}", "group_size=4", f"max_staleness={BOUND}", "data.eval_size=64",
-    "data.options={max_digits: 4}", "sampling.max_new_tokens=32", "trainer.lr=1.0e-6", "trainer.minibatches=1",
-    "trainer.checkpoint_every=50", "trainer.ranks=2", "evaluator.every=200", f"reward.functions={REWARD}:reward",
-    "guard.effective_sample_size=0", "master.hang_seconds=20", "master.lease_seconds=20",
-)  # fmt: skip
+    "steps=10000000",
+    f"batch_size={BATCH}",
+    "group_size=4",
+    f"max_staleness={BOUND}",
+    "data.eval_size=64",
+    "data.options={max_digits: 4}",
+    "sampling.max_new_tokens=32",
+    "trainer.lr=1.0e-6",
+    "trainer.minibatches=1",
+    "trainer.checkpoint_every=50",
+    "trainer.ranks=2",
+    "evaluator.every=200",
+    f"reward.functions={REWARD}:reward",
+    "guard.effective_sample_size=0",
+    "master.hang_seconds=20",
+    "master.lease_seconds=20",
+)
 SAMPLE_SECONDS = 5.0
 # Without a step for so long, the run is stuck.
 STUCK_SECONDS = 600.0

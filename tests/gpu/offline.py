@@ -67,10 +67,23 @@ def resolve(python: str) -> list[dict[str, Any]]:
         constraints, lock = Path(folder, "constraints.txt"), Path(folder, "pylock.toml")
         constraints.write_text(CONSTRAINTS)
         command = [
-            uv, "pip", "compile", str(root / "pyproject.toml"), "--extra", "cuda", "--constraints",
-            str(constraints), "--python-platform", PLATFORM, "--python-version", python, "--format", "pylock.toml",
-            "--output-file", str(lock),
-        ]  # fmt: skip
+            uv,
+            "pip",
+            "compile",
+            str(root / "pyproject.toml"),
+            "--extra",
+            "cuda",
+            "--constraints",
+            str(constraints),
+            "--python-platform",
+            PLATFORM,
+            "--python-version",
+            python,
+            "--format",
+            "pylock.toml",
+            "--output-file",
+            str(lock),
+        ]
         process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if process.returncode:
             raise SystemExit(f"uv finds no set of packages: {process.stderr.strip()}")

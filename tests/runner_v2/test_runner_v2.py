@@ -105,10 +105,24 @@ def test_the_runner_of_gpus_passes_the_test_of_the_engine(name: str) -> None:
     }
     process = subprocess.run(
         [
-            sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout", "1200",
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-s",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+            "--timeout",
+            "1200",
             f"tests/areal/generation/test_engine.py::test_{name}",
         ],
-        cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert process.returncode == 0 and "1 passed" in process.stdout, process.stdout[-5000:]
     assert "Using V2 Model Runner" in process.stdout

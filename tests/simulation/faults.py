@@ -17,16 +17,36 @@ from simulation.network import Weather
 # The requests that each role handles. Over many seeds, a process dies at each of the `POINTS` of each handler.
 HANDLERS: dict[str, tuple[str, ...]] = {
     "master": (
-        "join", "heartbeat", "leave", "ask_snapshot", "ask_permits", "renew_leases", "group_started", "group_failed",
-        "ask_recovery", "publish_policy", "ask_reuse", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
-        "training_finished", "training_failed", "step_failed", "ask_evaluation", "rows_scored", "evaluation_done",
-        "evaluation_abandoned", "scoring_failed", "connection_lost",
+        "join",
+        "heartbeat",
+        "leave",
+        "ask_snapshot",
+        "ask_permits",
+        "renew_leases",
+        "group_started",
+        "group_failed",
+        "ask_recovery",
+        "publish_policy",
+        "ask_reuse",
+        "group_ready",
+        "ask_batch",
+        "commit_step",
+        "checkpoint_saved",
+        "training_finished",
+        "training_failed",
+        "step_failed",
+        "ask_evaluation",
+        "rows_scored",
+        "evaluation_done",
+        "evaluation_abandoned",
+        "scoring_failed",
+        "connection_lost",
     ),
     "trainer": ("store_samples", "ask_samples", "store_calls", "ask_calls", "take_devices"),
     "generator": ("open_flow", "generate", "end_jobs", "yield_devices"),
     "reward": ("open_flow", "score", "end_jobs"),
     "scorer": ("open_flow", "score_tokens", "score", "end_jobs"),
-}  # fmt: skip
+}
 
 # What gateways alone ask of the master.
 SESSION_HANDLERS = ("ask_session", "adopt_sessions", "discard_session")

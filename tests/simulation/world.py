@@ -697,7 +697,7 @@ class World:
         self._disturb(_seconds_of(fault))
         self.counters[type(fault).__name__.lower()] += 1
         now = self.scheduler.now
-        self.oracle.fault, self.oracle.fault_until = type(fault).__name__.lower(), now + NEAR_SECONDS
+        self._come_near(type(fault).__name__.lower())
         match fault:
             case faults.Kill(_, name, restart_after, silent, steps):
                 if life := self._running(name):
@@ -755,6 +755,10 @@ class World:
             case _:
                 assert_never(fault)
 
+    def _come_near(self, fault: str) -> None:
+        """The fault happens now: events soon afterwards are counted with it."""
+        self.oracle.fault, self.oracle.fault_until = fault, self.scheduler.now + NEAR_SECONDS
+
     def _has_time_to_save(self, life: Incarnation) -> bool:
         """True if a trainer that is told to leave can end its step and save a checkpoint before it has to end."""
         pace, works = self.model.pace, life.role == "trainer" and life.actor.state == "healthy"
@@ -767,6 +771,7 @@ class World:
         if fault.back is not None and not self.oracle.disk.checkpoint:
             self.scheduler.call_at(self.scheduler.now + 0.1, self._resume, fault)
             return
+        self._come_near("resume")
         for life in self.incarnations:
             if life.ended and life.process.running is life:
                 self._restart(life.process, SUPERVISOR_SECONDS * self.random.random())
@@ -816,6 +821,7 @@ class World:
     def _damage(self) -> None:
         book, life = self.oracle.disk, self._running("trainer-0")
         if book.covered < book.checkpoint and life:
+            self._come_near("damage")
             self.files.damaged.add(str(checkpoint_of(self.config.folder, book.checkpoint)))
             self.kill(life, SUPERVISOR_SECONDS)
         elif not self.over:

@@ -173,7 +173,7 @@ async def test_a_response_that_was_cut_is_incomplete(responses):
         ({"input": []}, "no message"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"input": [{"role": "oracle", "content": "x"}]}, "oracle"),
-        ({"input": [user([{"type": "input_image", "image_url": "x"}])]}, "have no picture"),
+        ({"input": [user([{"type": "input_image", "image_url": "x"}])]}, "neither a data URL nor of the row"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "tool call"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format.type: only text can be trained"),
@@ -324,7 +324,7 @@ async def test_tokens_are_counted_without_a_turn(messages):
     ("fields", "reason"),
     [
         ({"messages": []}, "messages: "),
-        ({"messages": [user([{"type": "image", "source": {}}])]}, "have no picture"),
+        ({"messages": [user([{"type": "image", "source": {}}])]}, "neither a data URL nor of the row"),
         ({"messages": [user([{"type": "tool_use", "id": "1", "name": "f", "input": {}}])]}, "'tool_use'"),
         ({"messages": [user([{"type": "tool_result", "tool_use_id": "1", "content": [{}]}])]}, "text"),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role: "),

@@ -29,7 +29,7 @@ class Task(Job):
 class Kind:
     """Jobs that answer with the length of their text; a negative score is not the last."""
 
-    def request(self, flow, jobs, lacking=()):
+    def request(self, flow, jobs):
         some = (Completion(job=job.number, function="f", prompt="", completions=(job.text,), row=0) for job in jobs)
         return Score(flow=flow, rows=({},), completions=tuple(some))
 

@@ -76,7 +76,7 @@ class Policy(Recorded):
     def parsers(self) -> Parsers:
         return self._parsers
 
-    async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
+    async def generate(self, tokens, max_new_tokens=None, keep=None, pictures=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens))
         says = self._says.pop(0)
         self.busy += 1
@@ -298,7 +298,10 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
         ({"stop": "x" * 1025}, "stop"),
         ({"messages": []}, "messages: "),
         ({"response_format": {"type": "json_object"}}, "response_format.type: only text can be trained"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "have no picture"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "neither a data URL nor of the row",
+        ),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "oracle"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool call"),
     ],

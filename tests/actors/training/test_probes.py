@@ -1,12 +1,12 @@
 """Which batches engines are asked about."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
+
 from actors.training.probes import Probes
 from areal.config import Config
-from areal.pictures import DIGESTS
 from areal.trajectory import random_groups
 
 
@@ -21,7 +21,9 @@ def test_engines_are_not_asked_for_the_logprobs_of_prompts_with_pictures_since_t
 
     probes = Probes(config, SimpleNamespace(with_role=lambda role: [generator]), None, spawn)
     groups = random_groups(9, [[5, 5]])
-    probes.begin(0, 0, [replace(groups[0], row=json.dumps({DIGESTS: ["a"]}))])
+    sample = groups[0].trajectories[0]
+    seen = replace(sample, pictures=np.eye(len(sample), 16, dtype=np.uint8))
+    probes.begin(0, 0, [replace(groups[0], trajectories=(seen,))])
     assert not begun
     probes.begin(0, 0, groups)
     assert begun == ["compare an engine"]

@@ -19,11 +19,22 @@ from protocols.messages import AskStatus, Shutdown, Status
 
 def step(number: int, **metrics: Any) -> dict[str, Any]:
     return {
-        "step": number, "reward_mean": number / 10, "reward_mean_all": None, "groups_filtered": 0, "groups_ready": 3,
-        "staleness_mean": 1.5, "staleness_max": 2, "staleness_histogram": [1, 0, 3], "tokens_generated": 1000,
-        "tokens_trained": 800, "completion_tokens_mean": 30.0, "step_seconds": 2.0, "train_seconds": 1.5,
-        "trainer_wait_seconds": 0.5, "publish_wait_seconds": 0.0,
-    } | metrics  # fmt: skip
+        "step": number,
+        "reward_mean": number / 10,
+        "reward_mean_all": None,
+        "groups_filtered": 0,
+        "groups_ready": 3,
+        "staleness_mean": 1.5,
+        "staleness_max": 2,
+        "staleness_histogram": [1, 0, 3],
+        "tokens_generated": 1000,
+        "tokens_trained": 800,
+        "completion_tokens_mean": 30.0,
+        "step_seconds": 2.0,
+        "train_seconds": 1.5,
+        "trainer_wait_seconds": 0.5,
+        "publish_wait_seconds": 0.0,
+    } | metrics
 
 
 SCORES = {
@@ -95,11 +106,19 @@ def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
         return [{"prompt": p, "completion": f"{p}!", "answer": p, "score": score} for p, score in scores.items()]
 
     summary = {
-        "steps": 5, "accuracy_before": 0.5, "accuracy_after": 1.0, "staleness_max": 3, "max_staleness": 4, "seconds": 9,
-        "logprob_gap_max": None, "samples_trained": 40, "samples_per_second": None, "evaluations": [],
+        "steps": 5,
+        "accuracy_before": 0.5,
+        "accuracy_after": 1.0,
+        "staleness_max": 3,
+        "max_staleness": 4,
+        "seconds": 9,
+        "logprob_gap_max": None,
+        "samples_trained": 40,
+        "samples_per_second": None,
+        "evaluations": [],
         "samples_before": samples(same=1.0, risen=0.0, little=0.5, fallen=1.0),
         "samples_after": samples(same=1.0, risen=1.0, little=0.75, fallen=0.0),
-    }  # fmt: skip
+    }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "config.yaml").write_text("data: {source: addition}\n")
     out = io.StringIO()
@@ -107,9 +126,13 @@ def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
     lines = out.getvalue().splitlines()
     rows = [line for line in lines if "answer:" in line or "(score" in line]
     assert rows == [
-        "  risen   [answer: risen]", "  before risen!   (score 0)", "  after  risen!   (score 1)",
-        "  fallen   [answer: fallen]", "  before fallen!   (score 1)", "  after  fallen!   (score 0)",
-    ]  # fmt: skip
+        "  risen   [answer: risen]",
+        "  before risen!   (score 0)",
+        "  after  risen!   (score 1)",
+        "  fallen   [answer: fallen]",
+        "  before fallen!   (score 1)",
+        "  after  fallen!   (score 0)",
+    ]
     assert "For each column, the model writes its name, its two digits, the carry," in out.getvalue()
     for command in ("areal dashboard", "areal rollouts", "run.py --resume"):
         assert f" {command} {tmp_path}" in out.getvalue() or f"{command} {tmp_path} steps=10" in out.getvalue()
@@ -204,12 +227,23 @@ class FakeMaster:
         ]
         return Status(
             values={
-                "run": "demo", "version": len(self.steps), "steps": 9, "max_staleness": 4, "alive": 5, "ready": 3,
-                "capacity": 2, "waiting": "the trainer waits: 3 of 4 groups are ready", "accuracy": {"0": 0.25},
+                "run": "demo",
+                "version": len(self.steps),
+                "steps": 9,
+                "max_staleness": 4,
+                "alive": 5,
+                "ready": 3,
+                "capacity": 2,
+                "waiting": "the trainer waits: 3 of 4 groups are ready",
+                "accuracy": {"0": 0.25},
                 "alerts": ["first failure (reward)"],
-                "members": members, "recent": recent, "ended": False, "events": self.address, "metrics": {},
+                "members": members,
+                "recent": recent,
+                "ended": False,
+                "events": self.address,
+                "metrics": {},
             }
-        )  # fmt: skip
+        )
 
     def end(self) -> None:
         for heard in self.subscribers:

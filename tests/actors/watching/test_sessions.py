@@ -44,9 +44,15 @@ async def test_the_page_shows_each_session_that_is_alive_with_its_age_and_when_i
     assert {name: shown[name] for name in ("version", "opened", "trained")} == {"version": 1, "opened": 3, "trained": 1}
     open_one, ready = shown["rows"]
     assert open_one == {
-        "session": "anna:<b>", "state": "open", "version": 1, "age": 0, "reward": None, "expires": 2,
-        "gateway": "gateway/0", "group": "s1.0",
-    }  # fmt: skip
+        "session": "anna:<b>",
+        "state": "open",
+        "version": 1,
+        "age": 0,
+        "reward": None,
+        "expires": 2,
+        "gateway": "gateway/0",
+        "group": "s1.0",
+    }
     assert (ready["session"], ready["state"], ready["reward"]) == ("bert:third", "ready", 0.5)
 
 

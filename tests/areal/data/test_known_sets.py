@@ -27,11 +27,13 @@ ROWS = {
     "gsm8k": ({"question": "Sum 70 and 2.", "answer": "70+2 = <<70+2=72>>72\n#### 72"}, "Sum 70 and 2.", "\\boxed{72}"),
     "math": (
         {"problem": "Halve 1.", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "level": "Level 1", "type": "Algebra"},
-        "Halve 1.", "so \\boxed{0.5}",
+        "Halve 1.",
+        "so \\boxed{0.5}",
     ),
     "math500": (
         {"problem": "Find x.", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "unique_id": "t/1"},
-        "Find x.", "\\boxed{(3, \\pi/2)}",
+        "Find x.",
+        "\\boxed{(3, \\pi/2)}",
     ),
     "aime24": ({"id": 60, "problem": "Find a.", "solution": "...", "answer": "204"}, "Find a.", "\\boxed{204}"),
     "aime25": ({"problem": "Find b.", "answer": "70", "id": "0"}, "Find b.", "\\boxed{70}"),
@@ -39,62 +41,80 @@ ROWS = {
     "boba": (
         {
             "prompt": f"<｜User｜>Find d.\nPlease reason step by step, and {BOX}<｜Assistant｜><think>\n",
-            "task": "math", "query_id": "1", "solutions": ["\\boxed{9}", "\\boxed{3^2}"],
+            "task": "math",
+            "query_id": "1",
+            "solutions": ["\\boxed{9}", "\\boxed{3^2}"],
         },
-        f"Find d.\nPlease reason step by step, and {BOX}", "\\boxed{9}",
+        f"Find d.\nPlease reason step by step, and {BOX}",
+        "\\boxed{9}",
     ),
     "geometry3k": (
         {"images": [IMAGE], "problem": "<image>Find x.", "answer": "4 \\sqrt{2}"},
-        "<image>Find x.", "\\boxed{4\\sqrt{2}}",
+        "<image>Find x.",
+        "\\boxed{4\\sqrt{2}}",
     ),
     "clevr": (
         {"image": IMAGE, "problem": "How many items are there?", "solution": "<answer> 3 </answer>"},
-        "<image>How many items are there?", "\\boxed{3}",
+        "<image>How many items are there?",
+        "\\boxed{3}",
     ),
     "deepcoder-taco": ({"problem": "Add.", "tests": json.dumps(SUM)}, "Add.", None),
     "deepcoder-primeintellect": (
         {"problem": "Add.", "tests": json.dumps([{"type": "stdin_stdout", "input": "1 2\n", "output": "3\n"}])},
-        "Add.", None,
+        "Add.",
+        None,
     ),
     "deepcoder-lcbv5": (
         {
-            "problem": "Add.", "starter_code": "class Solution:\n    def add(self, a, b):",
+            "problem": "Add.",
+            "starter_code": "class Solution:\n    def add(self, a, b):",
             "tests": json.dumps(
                 [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]
             ),
         },
-        "class Solution:", None,
+        "class Solution:",
+        None,
     ),
     "deepcoder-codeforces": ({"problem": "Add.", "tests": json.dumps([{"input": "1 2", "output": "3"}])}, "Add.", None),
     "livecodebench": (
         {
-            "question_content": "Add.", "starter_code": "", "metadata": "{}",
+            "question_content": "Add.",
+            "starter_code": "",
+            "metadata": "{}",
             "public_test_cases": json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}]),
             "private_test_cases": json.dumps([{"input": "4 5", "output": "9", "testtype": "stdin"}]),
         },
-        "Add.", None,
+        "Add.",
+        None,
     ),
     "leetcode": (
         {
-            "prompt": "import math\n", "problem_description": "Add.", "entry_point": "Solution().add",
+            "prompt": "import math\n",
+            "problem_description": "Add.",
+            "entry_point": "Solution().add",
             "starter_code": "class Solution:\n    def add(self, a: int, b: int) -> int:\n        ",
             "test": "def check(candidate):\n    assert candidate(a = 1,b = 2) == 3\n",
         },
-        "class Solution:", None,
+        "class Solution:",
+        None,
     ),
     "humaneval": (
         {
-            "task_id": "HumanEval/0", "prompt": 'def add(a, b):\n    """Add."""\n', "entry_point": "add",
+            "task_id": "HumanEval/0",
+            "prompt": 'def add(a, b):\n    """Add."""\n',
+            "entry_point": "add",
             "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
             "canonical_solution": "    return a + b\n",
         },
-        "def add(a, b)", None,
+        "def add(a, b)",
+        None,
     ),
     "mbpp": (
         {"task_id": 1, "text": "Write a function.", "test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""},
-        "assert add(1, 2) == 3", None,
+        "assert add(1, 2) == 3",
+        None,
     ),
-}  # fmt: skip
+}
 
 
 BENCHMARKS = ("aime24", "aime25", "amc23", "gsm8k", "humaneval", "livecodebench", "math500")

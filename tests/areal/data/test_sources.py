@@ -383,21 +383,35 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"
         (f" {json.dumps(CHAT)}\n", CHAT),
         ([CHAT], CHAT),  # BFCL
         ([{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2 + 2?"}], CHAT),  # ShareGPT
-        (json.dumps([{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}, {"from": "human", "value": "z"}]),
-         [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]),
+        (
+            json.dumps(
+                [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}, {"from": "human", "value": "z"}]
+            ),
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}],
+        ),
         ([{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]}], CHAT[1:]),
         ([CHAT[1] | {"tool_calls": None, "name": None}], CHAT[1:]),  # a table has nulls for what others have
-        ([CHAT[1],
-          {"role": "assistant", "content": None,
-           "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"n": 1}'}}]},
-          {"role": "tool", "tool_call_id": "a", "content": "4"}],
-         [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]},
-          {"role": "tool", "tool_call_id": "a", "content": "4"}]),
+        (
+            [
+                CHAT[1],
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"n": 1}'}}],
+                },
+                {"role": "tool", "tool_call_id": "a", "content": "4"},
+            ],
+            [
+                CHAT[1],
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "a", "content": "4"},
+            ],
+        ),
         ("[1, 2] + [3]", "[1, 2] + [3]"),
         ("[1, 2, 3]", "[1, 2, 3]"),
         ('[{"name": "Bo"}]', '[{"name": "Bo"}]'),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_is_read_in_the_forms_of_published_data_sets(tmp_path, prompt, read):
     source = open_source(DataConfig(source=jsonl(tmp_path, [{"prompt": prompt, "answer": 4}]), eval_size=0), 0)
     assert source.row(0).prompt == read
@@ -460,9 +474,9 @@ def test_pictures_of_the_hub_are_the_files_as_they_were_and_a_bomb_is_not_decode
         {"prompt": f"{name}?", "answer": "1", "images": [{"bytes": file}] if file else []}
         for name, file in files.items()
     ]
-    features = datasets.Features({
-        "prompt": datasets.Value("string"), "answer": datasets.Value("string"), "images": [datasets.Image()]
-    })  # fmt: skip
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "answer": datasets.Value("string"), "images": [datasets.Image()]}
+    )
     datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     for source in tmp_path / "saved", tmp_path / "rows.parquet":

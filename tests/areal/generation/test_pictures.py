@@ -1,7 +1,9 @@
 """Pictures in prompts: the engine's log-probs are the trainer's. vLLM runs models with vision only with torchvision."""
 
 import json
+from collections import UserDict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tiny_training import sampled, settings
 
 from areal.config.engines import GeneratorConfig, SamplingConfig
 from areal.generation.engine import GenerationEngine
-from areal.pictures import DIGESTS, digest_of
+from areal.pictures import part_of
 from areal.sight import sight_of
 from areal.storage.pictures import PictureStore
 from areal.training.engine import TrainingEngine
@@ -118,14 +120,18 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
             seen = [sight.look(content) for content in contents]
             prompt = prompt_with(contents, sight, [1, 20])
             samples = [await sampled(engine, f"{name} {n}", prompt, SAMPLING, seen) for n in range(2)]
-            row = json.dumps({DIGESTS: [digest_of(content) for content in contents]})
-            groups.append(Group(name, number, tuple(samples), row))
+            shown = sight.column(np.array(prompt), [*map(part_of, contents)])
+            if shown is not None:
+                padded = [np.concatenate([shown, np.zeros((len(t) - len(prompt), 16), np.uint8)]) for t in samples]
+                samples = [replace(t, pictures=seen) for t, seen in zip(samples, padded, strict=True)]
+            groups.append(Group(name, number, tuple(samples)))
         computed = trainer.logprobs(groups, temperature=1.0)
         by_engine = np.concatenate([t.logprobs for group in groups for t in group.trajectories])
         was_sampled = np.concatenate([t.sampled for group in groups for t in group.trajectories])
         assert {t.versions[-1] for group in groups for t in group.trajectories} == {version}
         assert np.abs(computed - by_engine)[was_sampled].max() < 1e-4
-        blind = [replace(groups[0], row="{}"), *groups[1:]]
+        unseen = tuple(replace(t, pictures=None) for t in groups[0].trajectories)
+        blind = [replace(groups[0], trajectories=unseen), *groups[1:]]
         assert np.abs(trainer.logprobs(blind, temperature=1.0) - by_engine)[was_sampled].max() > 0.01
         trainer.step(groups, version=version, temperature=1.0)
         await engine.load(trainer.publish(tmp_path / f"{version + 1}"), version + 1)
@@ -133,3 +139,25 @@ async def test_the_logprobs_of_sampled_tokens_are_the_trainers_before_and_after_
         await sampled(engine, "wrong", prompt_with([tall], sight, [1])[:-4], SAMPLING, [sight.look(tall)])
     await engine.close()
     trainer.close()
+
+
+@pytest.mark.slow
+def test_sequences_that_see_the_same_picture_hold_its_patches_once():
+    from areal.generation.vllm_worker import _Gathers
+
+    class Waiting:
+        def add_request(self, request):
+            added.append(request)
+
+    class Scheduler(_Gathers, Waiting):
+        pass
+
+    scheduler, added = Scheduler(), []
+    for name in ("a", "a", "b"):
+        feature = SimpleNamespace(identifier=name, data=UserDict(patches=np.zeros(4)))
+        scheduler.add_request(SimpleNamespace(mm_features=[feature]))
+    first, second, other = (request.mm_features[0].data for request in added)
+    assert first is second is not other
+    added.clear()
+    del first, second
+    assert [*scheduler._patches] == ["b"], "what no sequence sees any more is forgotten"

@@ -94,19 +94,39 @@ def copies(random, place):
 @pytest.mark.parametrize(
     ("name", "broken", "says", "rows"),
     [
-        ("length collapse", lambda r, _: [sample(r, n % 2, 8) for n in range(SAMPLES)], "from 40 to 8 tokens",
-         lambda row: row["completion_tokens"] <= 20),
-        ("length explosion", lambda r, _: [sample(r, n % 2, 120) for n in range(SAMPLES)], "from 40 to 120 tokens",
-         lambda row: row["completion_tokens"] >= 80),
-        ("cut completions", lambda r, _: [sample(r, n % 2, finish=["stop", "length"][n // 4]) for n in range(SAMPLES)],
-         "50% of the completions", lambda row: row["finish"] == "length"),
-        ("one token dominates", lambda r, _: [sample(r, n % 2, token=0.6) for n in range(SAMPLES)], "Token 7 has made",
-         lambda row: True),
+        (
+            "length collapse",
+            lambda r, _: [sample(r, n % 2, 8) for n in range(SAMPLES)],
+            "from 40 to 8 tokens",
+            lambda row: row["completion_tokens"] <= 20,
+        ),
+        (
+            "length explosion",
+            lambda r, _: [sample(r, n % 2, 120) for n in range(SAMPLES)],
+            "from 40 to 120 tokens",
+            lambda row: row["completion_tokens"] >= 80,
+        ),
+        (
+            "cut completions",
+            lambda r, _: [sample(r, n % 2, finish=["stop", "length"][n // 4]) for n in range(SAMPLES)],
+            "50% of the completions",
+            lambda row: row["finish"] == "length",
+        ),
+        (
+            "one token dominates",
+            lambda r, _: [sample(r, n % 2, token=0.6) for n in range(SAMPLES)],
+            "Token 7 has made",
+            lambda row: True,
+        ),
         ("copies in groups", copies, "62% of the samples", lambda row: True),
-        ("no signal", lambda r, place: [sample(r, place == 0) for _ in range(SAMPLES)],
-         "(75% always 0 and 25% always 1; the newest are of prompts 120, 121", lambda row: row["reward"] == 0),
+        (
+            "no signal",
+            lambda r, place: [sample(r, place == 0) for _ in range(SAMPLES)],
+            "(75% always 0 and 25% always 1; the newest are of prompts 120, 121",
+            lambda row: row["reward"] == 0,
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_rollouts_show_is_named_once_it_goes_wrong(tmp_path, name, broken, says, rows):
     records = write_run(tmp_path, broken)
     (alert,) = found_in(tmp_path, records)

@@ -32,13 +32,25 @@ def decoded(data, wide=False):
 
 ZONE = datetime.timezone(datetime.timedelta(hours=2))
 numbers = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(1400, 1500).map(lambda n: 7**n), st.floats(), st.text(),
-    st.complex_numbers(), st.binary(), st.fractions(), st.decimals(allow_nan=False), st.dates(), st.timedeltas(),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(1400, 1500).map(lambda n: 7**n),
+    st.floats(),
+    st.text(),
+    st.complex_numbers(),
+    st.binary(),
+    st.fractions(),
+    st.decimals(allow_nan=False),
+    st.dates(),
+    st.timedeltas(),
     st.datetimes(allow_imaginary=False).map(lambda v: v.replace(fold=0)),
     st.times().map(lambda v: v.replace(tzinfo=ZONE, fold=0)),
-    st.builds(range, st.integers(), st.integers()), st.sampled_from([int, len, ValueError, NotImplemented, ...]),
-    st.binary().map(memoryview), st.lists(st.integers(0, 99)).map(lambda v: array.array("i", v)),
-)  # fmt: skip
+    st.builds(range, st.integers(), st.integers()),
+    st.sampled_from([int, len, ValueError, NotImplemented, ...]),
+    st.binary().map(memoryview),
+    st.lists(st.integers(0, 99)).map(lambda v: array.array("i", v)),
+)
 keys = st.one_of(st.integers(), st.text(), st.tuples(st.integers(), st.booleans()), st.frozensets(st.integers()))
 
 
@@ -215,15 +227,32 @@ def shuffled(message, chance):
 @pytest.mark.parametrize(
     "message",
     [
-        {"Fraction": ["1e999999999", None]}, {"Fraction": [1, 0]}, {"int": "zz"}, {"ndarray": ["|O", [1], "00"]},
-        {"ndarray": ["<f8", [2], [1, [2]]]}, {"ndarray": ["<f8", [1 << 62], [1]]}, {"ndarray": ["<f8", [2], [1, "x"]]},
-        {"ndarray": ["<U9", [9], ["00"]]}, {"ndarray": ["<U999999999", [1], ["00"]]}, {"ndarray": ["V8", [1], [0]]},
-        {"deque": [-1, []]}, {"dict": [None, [1]]}, {"set": [None, [[]]]}, {"ref": 0}, {},
-        {"type": ["X"]}, {"object": [1, []]}, {"bytes": [5]}, {"range": [1.5]}, {"error": ["E", "", 5, []]},
-        {"builtin": "exec"}, {"builtin": "AssertionError"}, {"error": [["\0", ["Exception"]], "", [], []]},
+        {"Fraction": ["1e999999999", None]},
+        {"Fraction": [1, 0]},
+        {"int": "zz"},
+        {"ndarray": ["|O", [1], "00"]},
+        {"ndarray": ["<f8", [2], [1, [2]]]},
+        {"ndarray": ["<f8", [1 << 62], [1]]},
+        {"ndarray": ["<f8", [2], [1, "x"]]},
+        {"ndarray": ["<U9", [9], ["00"]]},
+        {"ndarray": ["<U999999999", [1], ["00"]]},
+        {"ndarray": ["V8", [1], [0]]},
+        {"deque": [-1, []]},
+        {"dict": [None, [1]]},
+        {"set": [None, [[]]]},
+        {"ref": 0},
+        {},
+        {"type": ["X"]},
+        {"object": [1, []]},
+        {"bytes": [5]},
+        {"range": [1.5]},
+        {"error": ["E", "", 5, []]},
+        {"builtin": "exec"},
+        {"builtin": "AssertionError"},
+        {"error": [["\0", ["Exception"]], "", [], []]},
         {"ndarray": ["<f8", [], [1, 2]]},
     ],
-)  # fmt: skip
+)
 def test_malformed_messages_are_refused(watch, message):
     assert not check(json.dumps(message).encode(), watch)
 

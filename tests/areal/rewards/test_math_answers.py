@@ -650,9 +650,22 @@ about 72% of all ~ 72\%
 −5 ~ -5
 """
 NOT_GIVEN = [
-    "", "I do not know", "x72", "72 =", "4 - 1", "12*6", "12 x 6", "12 times 6", "70 71 72", "x - 72", "2^10",
-    "So $18 - $5", "The answer is $18 - $5", "The answer is 7 +", "$ \n72\n$",
-]  # fmt: skip
+    "",
+    "I do not know",
+    "x72",
+    "72 =",
+    "4 - 1",
+    "12*6",
+    "12 x 6",
+    "12 times 6",
+    "70 71 72",
+    "x - 72",
+    "2^10",
+    "So $18 - $5",
+    "The answer is $18 - $5",
+    "The answer is 7 +",
+    "$ \n72\n$",
+]
 
 
 @pytest.mark.parametrize(("text", "answer"), pairs(GIVEN))

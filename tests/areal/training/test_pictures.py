@@ -12,9 +12,9 @@ from tiny_pictures import END, PLACEHOLDER, START, png, prompt_with
 from tiny_training import SIZES, TEMPERATURE, assert_same_gradients, settings, step_and_gradients
 
 from areal.errors import UserError
-from areal.pictures import DIGESTS, digest_of
+from areal.pictures import digest_of, digests_in, part_of
 from areal.sight import packages_of_vision, sight_of
-from areal.storage.pictures import PictureStore, pictures_of
+from areal.storage.pictures import PictureStore
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Branch, Group, Trajectory
 
@@ -64,10 +64,14 @@ def model(request, tmp_path_factory):
 def sample(pictures, sight, rng, begin):
     """A sample of a prompt as of `prompt_with`."""
     prompt = prompt_with(pictures, sight, begin)
+    seen = sight.column(np.array(prompt), [*map(part_of, pictures)])
     answer = rng.integers(10, 36, int(rng.integers(4, 9))).tolist()
     versions = np.array([-1] * len(prompt) + [3] * len(answer), np.int32)
     logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, len(versions)), 0).astype(np.float32)
-    return Trajectory(np.array(prompt + answer, np.int32), logprobs, versions, float(rng.random()), "stop")
+    seen = np.zeros((len(prompt), 16), np.uint8) if seen is None else seen
+    seen = np.concatenate([seen, np.zeros((len(answer), 16), np.uint8)])
+    tokens = np.array(prompt + answer, np.int32)
+    return Trajectory(tokens, logprobs, versions, float(rng.random()), "stop", pictures=seen)
 
 
 def branching(trajectory, rng):
@@ -78,8 +82,10 @@ def branching(trajectory, rng):
     for branch in branches[1:]:
         versions = np.array([-1, *[3] * (branch.new - 1)], np.int32)
         logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, branch.new), 0).astype(np.float32)
-        columns.append(Trajectory(rng.integers(10, 36, branch.new).astype(np.int32), logprobs, versions, 0.0, "stop"))
-    arrays = {name: np.concatenate([getattr(c, name) for c in columns]) for name in ("tokens", "logprobs", "versions")}
+        tokens, seen = rng.integers(10, 36, branch.new).astype(np.int32), np.zeros((branch.new, 16), np.uint8)
+        columns.append(Trajectory(tokens, logprobs, versions, 0.0, "stop", pictures=seen))
+    names = ("tokens", "logprobs", "versions", "pictures")
+    arrays = {name: np.concatenate([getattr(c, name) for c in columns]) for name in names}
     arrays["tokens"][-1] = PLACEHOLDER
     return replace(trajectory, **arrays, branches=tuple(branches))
 
@@ -97,8 +103,7 @@ def batch(model, tmp_path_factory):
         samples = [sample(pictures, sight, rng, [1, number + 20]) for _ in range(count)]
         if number == 3:
             samples = [branching(t, rng) for t in samples]
-        row = json.dumps({DIGESTS: [digest_of(picture) for picture in pictures]})
-        groups.append(Group(str(number), number, tuple(samples), row))
+        groups.append(Group(str(number), number, tuple(samples)))
     return groups, store
 
 
@@ -138,10 +143,10 @@ def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, chang
     _, gradients = step_and_gradients(engine, groups)
     engine.close()
     rewards = np.array([t.reward for group in groups for t in group.trajectories])
-    samples = [(t, store.of_group(group)) for group in groups for t in group.trajectories]
-    sequences = [(sequence, pictures) for t, pictures in samples for sequence in t.sequences()]
+    sequences = [sequence for group in groups for t in group.trajectories for sequence in t.sequences()]
     expected, loss, count = [], torch.zeros(()), 0
-    for t, pictures in sequences:
+    for t in sequences:
+        pictures = [store.get(name) for name in digests_in(t.pictures)]
         logp, sampled = stock_logprobs(whole, t, pictures, sight_of(str(model))), torch.from_numpy(t.sampled[1:])
         expected.append(torch.cat([torch.zeros(1), logp.detach() * sampled]))
         ratio = torch.exp(logp.detach() - torch.from_numpy(t.logprobs)[1:])
@@ -157,11 +162,13 @@ def test_logprobs_and_gradients_are_those_of_the_whole_model(model, batch, chang
 
 def test_a_picture_that_a_later_turn_shows_counts_as_in_the_whole_model(model, batch):
     (groups, store), rng, sight = batch, np.random.default_rng(1), sight_of(str(model))
-    (_, wide), second = store.of_group(groups[1]), groups[0].trajectories[0]
+    second = groups[0].trajectories[0]
+    (wide,) = map(store.get, digests_in(second.pictures))
     first = rng.integers(10, 36, 5).tolist()  # what was sampled before the picture is shown
     tokens = np.array([1, 20, 4, 9, *first, *second.tokens[1:]], np.int32)
     versions = np.array([-1] * 4 + [3] * 5 + second.versions[1:].tolist(), np.int32)
-    turns = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
+    seen = np.concatenate([np.zeros((8, 16), np.uint8), second.pictures])
+    turns = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop", pictures=seen)
     group = replace(groups[0], trajectories=(turns, groups[0].trajectories[1]))
     engine = training_engine(model, store)
     computed = torch.from_numpy(engine.logprobs([group], temperature=TEMPERATURE))[: len(tokens)]
@@ -188,11 +195,13 @@ def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(model, batch):
 def test_a_batch_whose_tokens_do_not_stand_for_its_pictures_is_refused(model, batch):
     groups, store = batch
     engine = training_engine(model, store)
-    first, second = pictures_of(groups[1])
-    same_length = len({sight_of(str(model)).look(store.get(name)).tokens for name in (first, second)}) == 1
-    for wrong in [[first, second, first]] if same_length else [[first, second, first], [second, first]]:
-        with pytest.raises(ValueError, match=f"placeholders of a prompt are not those of its {len(wrong)} pictures"):
-            engine.logprobs([replace(groups[1], row=json.dumps({DIGESTS: wrong}))], temperature=1.0)
+    first, second = groups[1].trajectories
+    places = np.flatnonzero(first.pictures.any(1))
+    for count in (1, len(places) - 1):
+        cut = first.pictures.copy()
+        cut[places[count:]] = 0
+        with pytest.raises(ValueError, match="are not as many as it has parts"):
+            engine.logprobs([replace(groups[1], trajectories=(replace(first, pictures=cut), second))], temperature=1.0)
     engine.close()
 
 

@@ -20,7 +20,6 @@ from tiny_training import weights_of
 
 from areal.__main__ import main
 from areal.data import addition
-from areal.pictures import DIGESTS
 from areal.sight import sight_of
 from areal.storage.pictures import PictureStore, pictures_of
 from areal.storage.rollouts import RolloutWriter
@@ -163,7 +162,7 @@ def test_a_completion_may_be_a_message_of_the_assistant(tiny_model, rows, tmp_pa
     assert losses[:2] == losses[2:]
 
 
-def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str, float]]], row: str = "") -> Path:
+def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str, float]]], seen: int = 0) -> Path:
     """Groups of single answers with their rewards, by prompt; the first has a sample of two branches, too."""
     of, groups = load_tokenizer(str(model)), []
     for prompt, answers in samples.items():
@@ -172,9 +171,12 @@ def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str,
             parts = [of.encode(prompt), [*of.encode(answer), of.eos_token_id]]
             tokens, versions = np.concatenate(parts), np.repeat([-1, 7], [len(part) for part in parts])
             item.append(trajectory(tokens, versions, reward))
-        groups.append(Group(f"g{len(groups)}.0", len(groups), tuple(item), row))
+        groups.append(Group(f"g{len(groups)}.0", len(groups), tuple(item)))
     branched = trajectory([1, 2, 3, 4, 5, 6, 7], [-1, -1, 7, 7, -1, 8, 8], 2.0, (Branch(0, 4), Branch(3, 3)))
     groups[0] = replace(groups[0], trajectories=(*groups[0].trajectories, branched))
+    if seen:
+        shown = [replace(t, pictures=np.eye(len(t), 16, dtype=np.uint8) * seen) for g in groups for t in g.trajectories]
+        groups = [replace(g, trajectories=tuple(shown.pop(0) for _ in g.trajectories)) for g in groups]
     writer = RolloutWriter(folder, "all", 1 << 30, lambda sequences: [of.decode(tokens) for tokens in sequences])
     writer.add_trained(1, groups, None)
     writer.write()
@@ -188,8 +190,7 @@ def trajectory(tokens, versions, reward: float, branches: tuple[Branch, ...] = (
 
 def test_of_rollouts_exactly_the_sampled_tokens_of_the_best_are_trained(tiny_model, tmp_path):
     answers = {"a1=": [("2", 1.0)], "a2=": [("3", 1.0), ("4", 1.0), ("5", 0.0)], "a3=": [("5", 0.0)]}
-    row = json.dumps({DIGESTS: ["0a"]})
-    data = SftData(source=str(write_rollouts(tmp_path / "rollouts", tiny_model, answers, row)), eval_size=1)
+    data = SftData(source=str(write_rollouts(tmp_path / "rollouts", tiny_model, answers, seen=10)), eval_size=1)
     of = load_tokenizer(str(tiny_model))
     rows, held_out = sampled(of, tiny_model, tmp_path / "rollouts", SftConfig(model="", output="", data=data))
     results = [row.trajectories[0] for row in sorted([*rows, *held_out], key=lambda row: row.prompt_index)]
@@ -200,7 +201,7 @@ def test_of_rollouts_exactly_the_sampled_tokens_of_the_best_are_trained(tiny_mod
     ]
     assert [item.versions.tolist() for item in results] == [[-1, -1, 0, 0], [-1, -1, -1, -1, 0, 0], [-1, -1, -1, 0, 0]]
     assert {len(rows), len(held_out)} == {1, 2}  # no prompt is in both
-    assert {pictures_of(row)[0] for row in (*rows, *held_out)} == {"0a"}, "they go on from the pictures of the prompt"
+    assert {pictures_of(row)[0] for row in (*rows, *held_out)} == {"0a" + "00" * 15}, "they go on from what was shown"
 
 
 @pytest.fixture
@@ -223,7 +224,7 @@ def test_rows_with_pictures_are_encoded_as_in_a_run_and_their_files_put_aside(do
     assert len(rows) == 4 and sorted(names) == sorted(file.name for file in pictures.iterdir())
     store = PictureStore(pictures)
     for row in rows:
-        (sequence,), (content,) = row.trajectories, store.of_group(row)
+        (sequence,), (content,) = row.trajectories, map(store.get, pictures_of(row))
         assert (sequence.tokens == 2).sum() == sight_of(str(dots)).look(content).tokens == 4
         assert not sequence.sampled[sequence.tokens == 2].any()
 

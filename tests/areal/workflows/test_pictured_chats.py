@@ -6,16 +6,17 @@ import json
 import numpy as np
 import pytest
 from scripted_policy import Session
-from tiny_pictures import png
+from tiny_pictures import bomb, png
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.data.pictured import place
 from areal.errors import UserError
-from areal.pictures import digest_of
+from areal.pictures import digest_of, digests_in
 from areal.sampled import Generation
 from areal.sight import PLACEHOLDER
 from areal.tokens import load_tokenizer
+from areal.trajectory import Trajectory
 from areal.workflows.anthropic_api import CountRequest
 from areal.workflows.conversation import begin, user
 from areal.workflows.openai_api import ApiError, ChatRequest, ChatSession, messages_of, prompt_tokens
@@ -83,8 +84,9 @@ def shown(*contents):
 def session(tokenizer):
     """Of a row with two pictures. The policy says sure."""
     made = Session(*["sure"] * 4, tokenizer=tokenizer)
-    made.end, made.pictures = tokenizer.eos_token_id, (WIDE, SMALL)
-    made.asked = []
+    made.end, made.asked = tokenizer.eos_token_id, []
+    for content in (WIDE, SMALL):
+        made.show(content)
     generate = made.generate
 
     async def generate_and_note(tokens, *more):
@@ -113,11 +115,11 @@ async def test_the_rows_pictures_come_in_any_turn_and_as_the_result_of_a_tool(se
     assert trained.tokens.tolist() == [*session.asked[2], 9, 5], "what the engine had is what is trained"
     prompt, _ = place("how many", [WIDE, SMALL], tmp_path, "the row")
     as_in_the_row = ChatRequest(messages=json.loads(json.dumps(prompt)))
-    assert prompt_tokens(as_in_the_row, chat.tokenizer, chat.pictures) == len([1, *PADS, 6, 7, 5, 2])
+    assert prompt_tokens(as_in_the_row, chat.tokenizer, session) == len([1, *PADS, 6, 7, 5, 2])
 
 
 async def test_the_protocols_say_the_same(session):
-    chat, (wide, small) = ChatSession(session), map(url, (WIDE, SMALL))
+    wide, small = map(url, (WIDE, SMALL))
     openai = ChatRequest(messages=[{"role": "user", "content": "how"}, {"role": "user", **shown(WIDE, SMALL)}])
     blocks = [
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}}
@@ -128,31 +130,59 @@ async def test_the_protocols_say_the_same(session):
     responses = ResponseReply(
         ResponsesRequest(input=[{"role": "user", "content": "how"}, {"role": "user", "content": inputs}]), {}
     )
-    made = [messages_of(request, chat.pictures) for request in (openai, anthropic, responses.request)]
+    made = [messages_of(request, session) for request in (openai, anthropic, responses.request)]
     assert made[0] == made[1] == made[2] and [part["digest"] for part in made[0][1]["content"]] == [
-        digest_of(WIDE), digest_of(SMALL)
-    ]  # fmt: skip
+        digest_of(WIDE),
+        digest_of(SMALL),
+    ]
     result = [{"type": "tool_result", "tool_use_id": "1", "content": blocks}]
     tool = CountRequest(messages=[{"role": "user", "content": result}]).chat()
-    assert messages_of(tool, chat.pictures) == [{"role": "tool", "tool_call_id": "1", "content": made[0][1]["content"]}]
+    assert messages_of(tool, session) == [{"role": "tool", "tool_call_id": "1", "content": made[0][1]["content"]}]
+
+
+async def test_an_agents_own_pictures_are_seen_and_trained_in_each_branch_as_it_was_asked(session):
+    chat, own = ChatSession(session), png(28, 56, 2)
+    session.turns = ["sure"] * 5
+    for contents in ([WIDE], [own], [SMALL, own, WIDE, own], [SMALL]):
+        await chat.complete(ChatRequest(messages=[shown(*contents), {"role": "user", "content": "how"}]))
+    sample = session.trajectory(1.0)
+    names = {digest_of(content): content for content in (WIDE, SMALL, own)}
+    seen = [[names[name] for name in digests_in(branch.pictures)] for branch in sample.sequences()]
+    assert sorted(seen) == sorted([[WIDE], [own], [SMALL, own, WIDE], [SMALL]])
+    for branch in sample.sequences():
+        assert (branch.pictures.any(1) == (branch.tokens == 10)).all()
+    tokens = [branch.tokens.tolist() for branch in sample.sequences()]
+    assert len(set(map(tuple, tokens))) == 4 and len(sample) < sum(map(len, tokens)), "they share what they can"
+    again = Trajectory.of_frame(sample.frame())
+    assert again.branches == sample.branches and (again.pictures == sample.pictures).all()
+
+
+async def test_equal_tokens_of_other_pictures_are_other_branches(session):
+    chat, other = ChatSession(session), png(28, 28, 5)
+    for content in (SMALL, other, SMALL):
+        await chat.complete(ChatRequest(messages=[shown(content)]))
+    first, *others = session.trajectory(1.0).sequences()
+    assert all((first.tokens == sequence.tokens).all() for sequence in others)
+    assert [digests_in(s.pictures) for s in (first, *others)].count([digest_of(other)]) == 1
+    assert sorted(branch.shared for branch in session.trajectory(1.0).branches) == [0, 2, len([1, 3, 10, 4, 5, 2])]
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        shown(WIDE)["content"],
-        shown(SMALL, WIDE)["content"],
-        shown(WIDE, SMALL, SMALL)["content"],
-        shown(WIDE, png(28, 28, 2))["content"],
         [{"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}],
         [{"type": "image_url", "image_url": "/etc/passwd"}],
         [{"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}],
         [{"type": "image", "path": "/etc/passwd", "digest": None}],
+        [{"type": "image", "digest": digest_of(b"of another row")}],
     ],
 )
-async def test_other_pictures_than_the_rows_are_refused(session, content):
-    with pytest.raises(ApiError, match="have no picture, or all pictures of the sample's row, in order"):
+async def test_pictures_without_their_files_are_refused(session, content):
+    with pytest.raises(ApiError, match="neither a data URL nor of the row"):
         await ChatSession(session).complete(ChatRequest(messages=[{"role": "user", "content": content}]))
-    session.pictures = ()
-    with pytest.raises(ApiError, match="others cannot be trained yet"):
-        await ChatSession(session).complete(ChatRequest(messages=[{"role": "user", "content": content}]))
+
+
+@pytest.mark.parametrize("content", [b"<svg/>", bomb(9_000, 8_000), b""], ids=["text", "bomb", "nothing"])
+async def test_an_agents_file_that_is_no_picture_is_told(session, content):
+    with pytest.raises(ApiError, match="a picture of a message cannot be read"):
+        await ChatSession(session).complete(ChatRequest(messages=[shown(content)]))

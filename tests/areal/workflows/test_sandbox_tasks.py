@@ -25,10 +25,17 @@ from areal.workflows.sandbox_tasks import RowError, task_of
 
 # Fields as the sets have them: SWE-bench's lists are JSON.
 SWE_BENCH = {
-    "repo": "o/r", "instance_id": "o__R-1", "base_commit": "abc", "problem_statement": "It adds wrongly.",
-    "environment_setup_commit": "abc", "version": "1", "patch": "", "FAIL_TO_PASS": '["t.py::a"]', "PASS_TO_PASS": "[]",
+    "repo": "o/r",
+    "instance_id": "o__R-1",
+    "base_commit": "abc",
+    "problem_statement": "It adds wrongly.",
+    "environment_setup_commit": "abc",
+    "version": "1",
+    "patch": "",
+    "FAIL_TO_PASS": '["t.py::a"]',
+    "PASS_TO_PASS": "[]",
     "test_patch": "--- a/tests/t.py\n+++ b/tests/t.py\n@@ -1 +1 @@\n-a\n+b\n",
-}  # fmt: skip
+}
 
 
 def bash(code: str) -> str:
