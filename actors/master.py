@@ -366,10 +366,7 @@ class Master(HandlesRequests):
             self._run.evaluations.hold_version_0(member)
         first = next(iter(self.state.members.values()))
         if is_loopback(host_of(first.address)) != is_loopback(host_of(member.address)):
-            log.warning(
-                "some actors listen on an address that other hosts cannot reach: start those with --host",
-                joined=member.identity,
-            )
+            log.warning("some actors listen where no other host reaches them: use --host", joined=member.identity)
         return member
 
     @handles(Heartbeat)

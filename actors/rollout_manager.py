@@ -13,8 +13,6 @@ dies, another one samples what is missing. It never decides admission.
 | balance | 2 s | moves sequences to emptier generators |
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -239,7 +237,7 @@ class RolloutManager(Sampler):
                 await group.close()
 
     def _open_sessions(
-        self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: _GroupStart
+        self, permit: Permit, row: Row, places: Sequence[int], home: Member, start: "_GroupStart"
     ) -> list[SampleSession]:
         """A session for the sample at each of these places."""
         sessions = self._sessions[permit.group] = [
@@ -315,8 +313,8 @@ class RolloutManager(Sampler):
         return scored
 
     async def _run_sample(
-        self, permit: Permit, place: int, session: SampleSession, row: Row, start: _GroupStart, begun: bool
-    ) -> _Scored | SampleFailed:
+        self, permit: Permit, place: int, session: SampleSession, row: Row, start: "_GroupStart", begun: bool
+    ) -> "_Scored | SampleFailed":
         """Sample and score one sample. begun: the trainer may have calls of it."""
         began, at = time.time(), time.monotonic()
         try:
@@ -403,7 +401,7 @@ class RolloutManager(Sampler):
                 session.save_every = math.inf
                 log.warning("the trainer refused the calls of a sample", group=permit.group, error=str(error))
 
-    async def _store(self, permit: Permit, row: Row, scored: Sequence[_Scored]) -> RefusedError | None:
+    async def _store(self, permit: Permit, row: Row, scored: "Sequence[_Scored]") -> RefusedError | None:
         """Send samples to the trainer, until the trainer has stored them. Repeats are harmless, because a sample is
         identified by its group and its place there. Returns why the trainer refuses them."""
         request = StoreSamples(
@@ -424,7 +422,7 @@ class RolloutManager(Sampler):
             return error
         return None
 
-    async def _store_pictures(self, scored: Sequence[_Scored]) -> None:
+    async def _store_pictures(self, scored: "Sequence[_Scored]") -> None:
         """Have the trainer store those of the samples' pictures that it lacks. Raises RefusedError."""
         files = {name: item.pictures[name] for item in scored for name in digests_in(item.sample.pictures)}
         lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names if files else ()

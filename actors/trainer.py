@@ -579,10 +579,7 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
     group = min(groups, key=lambda group: group.start_version)
     if oldest is None or group.start_version >= oldest:
         return None
-    return (
-        f"group {group.id} has tokens of version {group.start_version}, and max_staleness allows none older than "
-        f"version {oldest}"
-    )
+    return f"group {group.id} has tokens of version {group.start_version}: max_staleness allows none before {oldest}"
 
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:

@@ -352,13 +352,10 @@ def check_mixture(folder: Path, lora: LoraConfig | None, *, cuda: bool) -> None:
 
 
 def weight_sizes(folder: Path) -> dict[str, int]:
-    """The numbers of elements of the weights in a model's folder, by name, without reading them; empty if it has none.
-    Raises UserError if a file is damaged."""
+    """The numbers of elements of the weights in a model's folder, by name; empty if it has none. Raises UserError."""
     numbers: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with explain(
-            (OSError, SafetensorError), f"The model's file {file} is damaged or incomplete: copy or download it again."
-        ):
+        with explain((OSError, SafetensorError), f"The model's file {file} is damaged: copy or download it again."):
             shapes = shapes_in(file)
         numbers |= {name: math.prod(shape) for name, shape in shapes.items()}
     return numbers

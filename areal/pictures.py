@@ -1,7 +1,5 @@
 """The files of pictures: which are read, and how they are decoded."""
 
-from __future__ import annotations
-
 import base64
 import io
 from hashlib import blake2b
@@ -44,7 +42,7 @@ def size_of(content: bytes) -> tuple[int, int]:
     return (height, width) if turned else (width, height)
 
 
-def decode(content: bytes) -> Image:
+def decode(content: bytes) -> "Image":
     """The picture in a file, in RGB and upright as its EXIF says. Of several frames it is the first; what is
     transparent is white; of 16 bits the upper 8 count. Raises ValueError."""
     from PIL import Image, ImageOps
@@ -78,7 +76,7 @@ def thumbnail(content: bytes, side: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _open(content: bytes) -> Image:
+def _open(content: bytes) -> "Image":
     from PIL import Image, UnidentifiedImageError
 
     if len(content) > MAX_BYTES:
@@ -94,7 +92,7 @@ def _open(content: bytes) -> Image:
     return opened
 
 
-def _orientation(picture: Image) -> int:
+def _orientation(picture: "Image") -> int:
     try:
         orientation = picture.getexif().get(_ORIENTATION, 1)
     except Exception:  # EXIF that is damaged raises anything, and the picture can be read without it

@@ -248,8 +248,7 @@ class Record:
         return journal_copy(file)
 
     def compare(self, run: str, version: int) -> None:
-        """Compare its parts with its journal, which is of the run with the identity `run` and has trained `version`.
-        Raises UserError if they do not fit together."""
+        """Compare its parts with its journal, of the run `run` at `version`. Raises UserError."""
         compare_record(self.folder, run, version)
 
     @property

@@ -74,8 +74,7 @@ def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Res
 
 
 async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any, Any, T]]) -> dict[str, T]:
-    """What `score` says of several rewards by name, which are asked at the same time. If one raises, the others are
-    cancelled, and this raises the same."""
+    """What `score` says of several rewards, asked at the same time. If one raises, so does this, without the others."""
     names = list(names)
     if len(names) == 1:  # without the cost of a task
         return {names[0]: await score(names[0])}

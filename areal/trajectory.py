@@ -3,8 +3,6 @@
 A token that the policy did not sample (the prompt, a tool's answer) has version -1 and takes no part in the loss.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,7 +144,7 @@ class Trajectory:
         return pack(self.columns | of_sample)
 
     @classmethod
-    def of_frame(cls, frame: bytes | memoryview) -> Trajectory:
+    def of_frame(cls, frame: bytes | memoryview) -> "Trajectory":
         """A sample that came from outside; its arrays are not copied. Raises ValueError if it is none."""
         arrays = unpack(frame)
         if missing := _OF_SAMPLE.keys() - arrays.keys():
@@ -177,7 +175,7 @@ class Trajectory:
         array: np.ndarray | None = getattr(self, name)
         return np.full((len(self), *width), self.reward if name == "returns" else 0) if array is None else array
 
-    def sequences(self) -> Iterator[Trajectory]:
+    def sequences(self) -> "Iterator[Trajectory]":
         """Each branch as a trajectory, from its first token on. Only the owner of a sampled token has it as sampled."""
         if not self.branches:
             yield self
@@ -189,7 +187,7 @@ class Trajectory:
                     array[: branch.shared] = unsampled
             yield replace(self, branches=(), **arrays)
 
-    def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> Trajectory:
+    def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> "Trajectory":
         """The same trajectory with the column `name`, of SCORED or TOP. branches: [T - 1] or [T - 1, k] for each of
         `sequences`, what all its tokens but the first get. Raises ValueError for what no model gives."""
         lengths = self.branches or (Branch(0, len(self)),)
@@ -200,7 +198,7 @@ class Trajectory:
         arrays: dict[str, Any] = {name: column}
         return replace(self, **arrays)
 
-    def lowered(self, penalty: float) -> Trajectory:
+    def lowered(self, penalty: float) -> "Trajectory":
         """The same trajectory with a lower reward."""
         returns = None if self.returns is None else self.returns - penalty
         return replace(self, reward=self.reward - penalty, returns=returns)

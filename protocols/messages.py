@@ -447,8 +447,7 @@ class GroupFailed(Message):
 
 
 class ScoringFailed(Message):
-    """A sample of the sender failed or a reward refused it, for the first time for this cause, or before any sample of
-    the sender has succeeded."""
+    """A sample of the sender failed or was refused, first of its cause, or before the sender's first success."""
 
     cause: Cause
     reason: Annotated[str, Field(max_length=4096)]
@@ -510,8 +509,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new
 
 
 class Generate(Message):
-    """Sample sequences, each of which continues one of `prompts` (int32 [T]). Their tokens come on the flow, as
-    TokenColumns."""
+    """Sample sequences, each continuing one of `prompts` (int32 [T]). Tokens come on the flow, as TokenColumns."""
 
     flow: int
     prompts: Several[Int32s]
@@ -597,8 +595,7 @@ class TakeDevices(Message):
 
 
 class YieldDevices(Message):
-    """The trainer needs the devices. The answer comes when the generator's engine sleeps, or is not started yet. It
-    sleeps until TakeDevices is answered."""
+    """The trainer needs the devices. Answered when the engine sleeps (until TakeDevices), or is not started."""
 
 
 class Completion(Part):
@@ -885,8 +882,7 @@ class ReuseAnswer(Message):
 
 
 class AskBatch(Message):
-    """Asks for the batch of the step from `version` to `version + 1`. Answered once the step may start, which is after
-    `version` is committed."""
+    """Asks for the batch of the step from `version` to `version + 1`. Answered once it may start, after the commit."""
 
     version: int
 
@@ -1030,8 +1026,7 @@ class Scores(Part):
 
 
 class BenchmarkScores(Scores):
-    """`samples`: number of samples per row, `scored`: of all samples that were scored. `cut_share`: of those, the share
-    that reached the limit of tokens."""
+    """`samples`: number of samples per row, `scored`: of all. `cut_share`: of those, at the limit."""
 
     samples: int
     scored: int
@@ -1039,8 +1034,7 @@ class BenchmarkScores(Scores):
 
 
 class EvaluationDone(Message, Scores):
-    """The scores of the held-out rows, and those of each benchmark that was due. The accuracy is None if there are no
-    held-out rows."""
+    """The scores of the held-out rows, and those of each benchmark that was due. The accuracy may be None."""
 
     version: int
     samples: Several[Sample]

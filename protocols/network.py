@@ -13,8 +13,6 @@ about each peer; without an answer nobody is admitted. It is not pyzmq's `zmq.au
 the reason, after which the peer's libzmq never connects again, also once the keys were rotated.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import operator
@@ -119,24 +117,24 @@ class ZmqNetwork:
         self._refusals = Refusals()
         self._doorkeeping: Watch | None = None
 
-    def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[ZmqLink, str]:
+    def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> "tuple[ZmqLink, str]":
         socket = self._socket(zmq.ROUTER)
         socket.router_mandatory = True
         real, watch = self._listen(socket, address)
         return ZmqLink(socket, watch, receive, on_crash), real
 
-    def connect(self, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost) -> ZmqLink:
+    def connect(self, address: str, receive: Receive, on_crash: OnCrash, on_lost: OnLost) -> "ZmqLink":
         socket = self._socket(zmq.DEALER)
         socket.immediate = True
         return ZmqLink(socket, Approach(socket, address, self._keys, on_lost), receive, on_crash)
 
-    def publish(self, address: str, on_crash: OnCrash) -> tuple[ZmqLink, str]:
+    def publish(self, address: str, on_crash: OnCrash) -> "tuple[ZmqLink, str]":
         socket = self._socket(zmq.XPUB)
         socket.maxmsgsize = MAX_SUBSCRIPTION_BYTES
         real, watch = self._listen(socket, address)
         return ZmqLink(socket, watch, lambda subscription: None, on_crash), real
 
-    def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> ZmqLink:
+    def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> "ZmqLink":
         socket = self._socket(zmq.SUB)
         socket.subscribe(b"")
         return ZmqLink(socket, Approach(socket, address, self._keys, lambda: None), receive, on_crash)
@@ -171,7 +169,7 @@ class ZmqNetwork:
         socket.ipv6 = True
         return socket
 
-    def _listen(self, socket: zmq.Socket[bytes], address: str) -> tuple[str, Watch]:
+    def _listen(self, socket: zmq.Socket[bytes], address: str) -> "tuple[str, Watch]":
         """Bind the socket. Returns the real address and the watch that counts failed handshakes. Raises OSError."""
         self._keep_door()
         self._keys.listen(socket)
@@ -377,8 +375,7 @@ class ZmqLink:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Bind the socket; returns the real address. Ports of a range are tried from a random one on, because many actors
-    start at once. Raises OSError."""
+    """Bind the socket; returns the real address. A range is tried from a random port on. Raises OSError."""
     host, _, ports = address.rpartition(":")
     first, dash, last = ports.partition("-")
     numbers = range(int(first), int(last) + 1) if dash else [ports]

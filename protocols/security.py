@@ -87,8 +87,7 @@ class Keys:
         return any(z85.encode(public) == zmq.curve_public(g.client.encode()) for g in self.generations)
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Restrict what `socket` binds next to holders of the keys, about each of which `keep_door` is asked. If nobody
-        asks it, all peers are refused."""
+        """Restrict what `socket` binds next to holders of the keys, by `keep_door`; all are refused without it."""
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True
@@ -133,9 +132,7 @@ def _load(file: Path) -> list[KeyGeneration]:
             f"and give every node a copy."
         ) from None
     except OSError as error:
-        raise KeysError(
-            f"The keys in {file} cannot be read ({error.strerror}): give this user permission to read the file."
-        ) from None
+        raise KeysError(f"The keys in {file} cannot be read ({error.strerror}): let this user read it.") from None
     # A file of another user, such as a secret that Kubernetes mounts, is read by the group that this user gave it to.
     if status.st_mode & (0o077 if status.st_uid == os.geteuid() else 0o007):
         raise KeysError(f"Other users of this machine can read the keys in {file}: run `chmod 600 {file}`.")

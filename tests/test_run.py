@@ -550,7 +550,7 @@ def test_a_dry_run_without_a_mistake_says_so_and_leaves_nothing(small, tmp_path,
     [
         (["--role", "monitor"], "Give the address of the master"),
         (["--role", "monitor", "--role", "reward", "--master", "tcp://127.0.0.1:1"], "Start the monitor by itself"),
-        (["--role", "monitor", "--master", "node0"], "is not an address"),
+        (["--role", "monitor", "--master", "node0"], "is no address"),
         (
             ["--role", "generator", "--master", "tcp://127.0.0.1:1", "--index", "-3"],
             "--index is -3: the indices of a role are",

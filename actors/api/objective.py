@@ -57,9 +57,7 @@ def source_of(function: Callable[..., Any]) -> str:
         elif isinstance(value, bool | int | float | str):
             lines.append(f"{word} = {value!r}")
         else:
-            raise UserError(
-                f"The objective {name} uses {word}, which is only in this process: define it in {name}, or {advice}."
-            )
+            raise UserError(f"The objective {name} uses {word} of this process: define it in {name}, or {advice}.")
     return "\n".join([*lines, "", "", source])
 
 

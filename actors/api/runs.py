@@ -1,7 +1,5 @@
 """Runs from Python: `train`, `start` and `join` return a `LiveRun`."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -77,7 +75,7 @@ def train(
     workflow: Workflow | str | None = None,
     steps: int | None = None,
     **keys: Any,
-) -> LiveRun:
+) -> "LiveRun":
     """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run, and
     so does the end of this process, however it ends; a run of `start` goes on without it.
     Raises UserError, and RunFailed if it does not reach its end."""
@@ -97,7 +95,7 @@ def start(
     workflow: Workflow | str | None = None,
     steps: int | None = None,
     **keys: Any,
-) -> LiveRun:
+) -> "LiveRun":
     """Start a run on this machine, in processes of its own.
 
     config: a YAML file, its keys, or a Config; by default some keys that suit a first try. data: rows (dicts, a
@@ -109,7 +107,7 @@ def start(
     return _start(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
 
 
-def _start(settings: Settings, show: bool) -> LiveRun:
+def _start(settings: Settings, show: bool) -> "LiveRun":
     run = LiveRun(settings.config.folder, settings.config, _launch(settings, outlives=not show), show)
     try:
         run.find_master(LOOK_SECONDS)
@@ -127,7 +125,7 @@ def _start(settings: Settings, show: bool) -> LiveRun:
 
 
 @_named
-def join(folder: str | Path, patience: float = 10.0) -> LiveRun:
+def join(folder: str | Path, patience: float = 10.0) -> "LiveRun":
     """The run in a folder of this machine, in progress or over. patience: seconds until it begins. Raises UserError."""
     folder = Path(folder)
     config = config_of_run(folder)
@@ -182,7 +180,7 @@ class LiveRun:
         return _table(Record(self.folder).records)
 
     @property
-    def rollouts(self) -> RolloutTable:
+    def rollouts(self) -> "RolloutTable":
         return RolloutTable(Record(self.folder))
 
     @property

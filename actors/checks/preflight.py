@@ -323,10 +323,7 @@ def check_quickstart(config: Config, source: PromptSource) -> None:
         texts[f"a prompt in {config.data.named}"] = [prompt_text(source.row(0).prompt)]
     for place, written in texts.items():
         if unknown := [character for character in "".join(written) if character not in ALPHABET]:
-            raise UserError(
-                f"model=quickstart reads only the characters {ALPHABET}, but {place} has {unknown[0]!r}: "
-                f"use another model."
-            )
+            raise UserError(f"model=quickstart reads only {ALPHABET}, but {place} has {unknown[0]!r}: use another.")
 
 
 def check_context(config: Config, context: int | None, model: str) -> None:

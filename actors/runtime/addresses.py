@@ -181,8 +181,6 @@ def host_towards(master: str) -> str:
     """The address of the interface that leads to the master. Raises UserError if `master` is not a valid address."""
     host, _, port = master.removeprefix("tcp://").rpartition(":")
     if not master.startswith("tcp://") or not host or not port.isdigit():
-        raise UserError(
-            f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder of this machine, runs/NAME."
-        )
+        raise UserError(f"--master {master!r} is no address: write tcp://HOST:PORT, or a run folder, runs/NAME.")
     with explain(OSError, f"--master {master}: {{strerror}}: check the host name."):
         return bracketed(own_address(host.strip("[]"), int(port)))

@@ -1,7 +1,6 @@
 """What an actor works on, and for how long each of its works has stood still.
 
-Evidence of life comes from the engine that does the work: a number that moves while it is alive. Work without evidence
-stands still for its whole duration.
+Evidence of life is a number of the engine that moves. Work without evidence stands still for its whole duration.
 """
 
 from collections import Counter

@@ -8,8 +8,6 @@ Jobs live and die with their flow. If its stream ends or a part of it is lost, t
 one fails at the asker, who begins it again elsewhere. The asker may also end single jobs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -57,10 +55,10 @@ class Job:
 
     files: Mapping[str, bytes] = {}
     number = -1
-    _flow: Flow[Any] | None = None
+    _flow: "Flow[Any] | None" = None
     _done: asyncio.Future[Any] | None = None
 
-    def begin(self, number: int, flow: Flow[Any]) -> asyncio.Future[Any]:
+    def begin(self, number: int, flow: "Flow[Any]") -> asyncio.Future[Any]:
         self.number = number
         self._flow = flow
         self._done = asyncio.get_running_loop().create_future()
@@ -265,11 +263,11 @@ class Flows(Generic[R]):
         """Wait until no job runs and all results are sent."""
         await self._emptied.until(lambda: not any(served.jobs or served.results for served in self._open.values()))
 
-    def _remove_job(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
+    def _remove_job(self, served: "_Served[R]", job: int, task: asyncio.Task[None]) -> None:
         served.jobs.pop(job, None)
         self._emptied.notify()
 
-    async def _next_part(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:
+    async def _next_part(self, served: "_Served[R]") -> tuple[list[R], list[JobFailed]]:
         """What is in the next part."""
         loop = asyncio.get_running_loop()
         await served.filled.wait()

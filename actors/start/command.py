@@ -168,9 +168,7 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
     if arguments.config or arguments.resume or arguments.fork or (arguments.overrides and not arguments.reward):
-        raise UserError(
-            "Only the master reads a configuration: give --config, --resume, --fork and key=value to it, not to others."
-        )
+        raise UserError("Only the master reads a configuration: give --config, --resume, --fork and key=value to it.")
     if arguments.overrides and len(arguments.reward) > 1:
         raise UserError("The options key=value belong to one reward: start an actor for each --reward that has some.")
     if not arguments.master:

@@ -27,8 +27,7 @@ log = structlog.get_logger()
 
 
 def measures_gaps(config: Config) -> bool:
-    """Whether the step has what is compared: log-probs at the temperature at which an engine computes those of given
-    tokens, of the weights before the step."""
+    """Whether the step has what is compared: log-probs at an engine's temperature, of the weights before."""
     return (
         config.observe.rollouts != "none"
         and config.sampling.temperature == 1

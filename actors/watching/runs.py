@@ -54,8 +54,7 @@ def run_in(folder: Path) -> RunHere:
 
 
 def stop_run(run: RunHere) -> list[str]:
-    """Stop a run in order, and wait until it has ended. Returns the processes that remain after the time that it has
-    for that. Raises UserError."""
+    """Stop a run in order, and wait until it has ended. Returns processes that remain. Raises UserError."""
     until = time.monotonic() + config_of_run(run.folder).master.drain_seconds + STOP_SECONDS
     processes: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):  # it has ended meanwhile

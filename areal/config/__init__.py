@@ -223,10 +223,7 @@ class Config(ScoringConfig, metaclass=_Checked):
                 f"{self.sampling.max_new_tokens}: lower reward.overlong_tokens"
             )
         if self.filter_zero_signal and self.group_size == 1:
-            yield (
-                "filter_zero_signal discards every group if group_size is 1: raise group_size or set "
-                "filter_zero_signal=false"
-            )
+            yield ("filter_zero_signal discards every group if group_size is 1: raise group_size, or set it to false")
 
     def _conflicts_of_sessions(self) -> Iterator[str]:
         if self.gateway.serve == "evaluated" and not (self.data.eval_size and self.evaluator.every):

@@ -18,8 +18,7 @@ class SamplingConfig(Section):
     """draw from the tokens that are at least this times as likely as the likeliest; above 0 only as for `top_p`"""
     max_new_tokens: int = Field(gt=0, description="most tokens of a sample, over all its turns")
     min_new_tokens: int = Field(0, ge=0)
-    """no stop token is drawn before a sample has this many tokens, over all its turns; above 0 only under the condition
-    of `top_p`"""
+    """no stop token is drawn before a sample has so many tokens, over all its turns; above 0 only as for `top_p`"""
     stop: list[str] = Field(default_factory=list)
     """texts that end a turn, besides the model's stop tokens; they remain in the turn"""
 
@@ -46,8 +45,7 @@ class EngineConfig(Section):
     threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
     max_model_len: int | None = Field(None, gt=0, description="most tokens of a sequence; null: the model's limit")
     memory_share: float | None = Field(None, gt=0, lt=1)
-    """share of a GPU's memory for the engine (vLLM's gpu_memory_utilization); null: 0.9, or 0.3 if the trainer has the
-    same GPU"""
+    """share of a GPU's memory for the engine (vLLM's gpu_memory_utilization); null: 0.9, or 0.3 beside the trainer"""
     kv_cache_gib: float | None = Field(None, gt=0)
     """KV cache on each device, GiB; null: what memory_share leaves on a GPU, 1 on a CPU"""
     tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
@@ -88,13 +86,11 @@ class ScorerConfig(EngineConfig):
     model: str
     """folder of a Hugging Face model, hub id, or `quickstart`; for log-probs with the run's tokenizer"""
     kind: Literal["logprobs", "reward_model", "judge"] = "logprobs"
-    """logprobs: of the sampled tokens; reward_model: a sequence classifier, a reward by its name; judge: writes the
-    verdicts of rewards with `url: scorer:NAME`"""
+    """logprobs: of the sampled tokens; reward_model: a classifier; judge: of `url: scorer:NAME`"""
     count: int = Field(1, ge=0)
     """scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"""
     repeatable: bool = False
-    """score one row at a time, without a prefix cache: its result is then the same to the last bit, whatever else is
-    scored"""
+    """score one row at a time, without a prefix cache: its result is then the same to the last bit"""
     chat: bool = True
     """a reward model reads prompt and completion as a chat in its own template; false: as one text"""
     output: int = Field(0, ge=0, description="number of a reward model's output that is the score")

@@ -154,8 +154,7 @@ class GatewayConfig(Section):
     most accuracy_drop below that of the one served before, and takes the calls of users alone"""
     accuracy_drop: float = Field(0.02, ge=0, description="see gateway.serve")
     without_permit: Literal["serve", "wait"] = "serve"
-    """what a new session gets if as many are open as may be: it is served and not trained, or has to wait (HTTP status
-    429)"""
+    """what a new session gets if as many are open as may be: it is served and not trained, or waits (HTTP 429)"""
     idle_seconds: float = Field(600.0, gt=0, description="a session ends so long after its last call")
     session_seconds: float = Field(3600.0, gt=0)
     """a session whose reward has not come so long after its first call expires"""
@@ -190,8 +189,7 @@ class ObserveConfig(Section):
     """rollouts kept in the run folder, as Parquet; sample: those of one group in 16"""
     rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
     metrics_mib: float | None = Field(None, gt=0)
-    """at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file its older ones; null: all
-    steps are kept"""
+    """at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file the older; null: never"""
     events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")

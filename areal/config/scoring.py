@@ -32,8 +32,7 @@ class RewardConfig(Section):
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """keyword arguments of rewards that are classes, by name of the reward"""
     external: list[str] = Field(default_factory=list)
-    """rewards that processes serve which join the run (areal.train, run.py --role reward); they are neither checked nor
-    started here"""
+    """rewards that processes serve which join the run (areal.train, run.py --role reward); they are not started here"""
     groups: list[str] = Field(default_factory=list)
     """rewards that score all completions of a group at once; a start adds those that it serves itself"""
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
@@ -75,8 +74,7 @@ class SandboxConfig(Section):
     disk_mib: int = Field(64, ge=1, description="size of all files together, which are kept in memory, MiB")
     output_kib: int = Field(1024, ge=1, description="size of stdout, and of stderr, KiB")
     cgroup: UserPath | None = None
-    """folder of a control group (version 2) delegated to the sandbox; the kernel then counts memory and CPU time
-    exactly"""
+    """folder of a control group (version 2) for the sandbox; the kernel then counts memory and CPU time exactly"""
     folders: list[UserPath] = Field(default_factory=list)
     """folders that programs may read besides those of the system and of Python"""
 

@@ -124,8 +124,7 @@ class TrainerConfig(Section):
     peak_tflops: float | None = Field(None, gt=0)
     """dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"""
     deepspeed_options: dict[str, Any] = Field(default_factory=dict)
-    """further keys of DeepSpeed's configuration, such as {zero_optimization: {overlap_comm: false}}
-    (docs/running.md)"""
+    """further keys of DeepSpeed, such as {zero_optimization: {overlap_comm: false}} (docs/running.md)"""
     prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
     fused_head: bool = False
     """on GPUs: take the log-probs of logits, and their gradients, in one pass each, by Triton kernels (not tried on a
@@ -143,8 +142,7 @@ class TrainerConfig(Section):
     behaviour_weight_bounds: tuple[float, float] = (0.5, 2.0)
     """lower and upper bound of w; truncated and masked_kl use only the upper one"""
     sequence_mask: Literal["none", "product", "geometric"] = "none"
-    """leave a sequence out of the loss if the product, or the geometric mean, of its w is outside
-    sequence_mask_bounds"""
+    """leave a sequence out if the product, or geometric mean, of its w is outside sequence_mask_bounds"""
     sequence_mask_bounds: tuple[float, float] = Field((0.5, 2.0), description="lower and upper bound of sequence_mask")
     mask_cut: bool = False
     """leave samples that were cut at sampling.max_new_tokens out of the loss; their rewards still count in the
@@ -155,13 +153,11 @@ class TrainerConfig(Section):
     vespo_positive: tuple[float, PositiveFloat] = Field((2.0, 3.0), description="vespo: k and lambda where A >= 0")
     vespo_negative: tuple[float, PositiveFloat] = Field((3.0, 2.0), description="vespo: k and lambda where A < 0")
     routing: Literal["own", "replay"] = "own"
-    """experts of a mixture in training: those that its router chooses, or, for sampled tokens, those of sampling
-    (docs/objectives.md)"""
+    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (docs/objectives.md)"""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)"""
     advantage_mean: Literal["batch", "group", "leave_one_out", "none"] = "batch"
-    """mean that a reward is compared with: of the global batch (the paper), of the group, or of the group's other
-    samples"""
+    """mean that a reward is compared with: of the batch (the paper), the group, or the group's other samples"""
     advantage_std: Literal["batch", "group", "none"] = "batch"
     """standard deviation that divides the difference: of the global batch, if there is a mean, or of the group, if the
     mean is of the group, too"""
@@ -176,8 +172,7 @@ class TrainerConfig(Section):
     """k1 for kl_in=reward; k2 and k3 for either (docs/objectives.md)"""
     kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
     reference: str | None = None
-    """the reference model: its folder, or `scorer:NAME`, one of `scorers`, off the trainer; null: the run's model (with
-    adapters, without a second copy)"""
+    """the reference model: its folder, or `scorer:NAME`, one of `scorers`, off the trainer; null: the run's model"""
     teacher: str | None = None
     """the name in `scorers` of the teacher, whose log-probs each sampled token is compared with"""
     teacher_key: str | None = None

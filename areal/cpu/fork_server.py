@@ -121,8 +121,7 @@ def _read_early() -> dict[str, str]:
 
 
 def _preload_openmp() -> None:
-    """Load PyTorch's libgomp first, here and in engine processes, so that vLLM's kernels use no second one. vLLM would
-    do the same for the engine, but later."""
+    """Load PyTorch's libgomp first, here and in engine processes, so that vLLM's kernels use no second one."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     torch, loaded = Path(spec.origin).parent, os.environ.get(PRELOAD, "")

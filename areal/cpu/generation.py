@@ -19,8 +19,7 @@ def set_environment(config: GeneratorConfig) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     # Otherwise the sampler compiles a helper at the first request, which takes 3 to 28 s and is useless on the CPU.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Otherwise the memory of each step's activations is allocated from the operating system and returned to it, which
-    # makes long prefills a third slower.
+    # Otherwise the system gives and takes the memory of each step, which makes long prefills a third slower.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 * 2**20))
     # vLLM's latent attention on CPUs (DeepSeek, Kimi K2, GLM-4.7-Flash) takes latents of 576 alone, or dies of others,
@@ -41,9 +40,7 @@ def check_settings(config: GeneratorConfig) -> None:
 
 
 def check_libraries() -> None:
-    with explain(
-        OSError, "vLLM needs libnuma on the CPU ({why}): install it, on Debian and Ubuntu by apt-get install libnuma1."
-    ):
+    with explain(OSError, "vLLM needs libnuma on the CPU ({why}): install it, on Debian by apt-get install libnuma1."):
         ctypes.CDLL("libnuma.so.1")
 
 

@@ -29,8 +29,7 @@ def use_avx512() -> None:
 def avoid_broken_amx() -> None:
     """Keep this process and its children from using broken AMX. Call it before bf16 is used on a CPU.
 
-    It sets oneDNN's own environment variable, unless the user has set it. The check takes as long as importing torch,
-    once: the children find the variable set.
+    It sets oneDNN's own environment variable, unless the user has. The check takes as long as importing torch, once.
     """
     if _ISA in os.environ or "amx_bf16" not in _cpu_flags():
         return

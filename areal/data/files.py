@@ -31,8 +31,7 @@ def unit_of(path: Path) -> str:
 
 
 def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row with its number, from 1: of its line, or among the rows. `what` says in error messages what the
-    file is. Raises UserError."""
+    """Yield each row with its number, from 1: of its line, or of the row. what: the file's name. Raises UserError."""
     path = path.expanduser()
     match kind_of(path.name):
         case ".parquet":

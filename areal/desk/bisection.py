@@ -111,8 +111,7 @@ class Trials:
         return not self.condition.met_by(self.value(left_out))
 
     def value(self, left_out: frozenset[Suspect]) -> float | None:
-        """The metric at the last step without these groups, by a replay. A last batch of which no group would remain is
-        whole: the metric is measured on it."""
+        """The metric at the last step without these groups, by a replay. A last batch is whole if none would remain."""
         left_out = left_out - self.last_batch if left_out >= self.last_batch else left_out
         if left_out not in self._values:
             batches = [(step, [g for g in batch if (step, g.id) not in left_out]) for step, batch in self._batches]

@@ -67,9 +67,7 @@ def _declare_planning(tools: RoomTools) -> None:
     instead("--figure", type=Path, metavar="FILE.svg", help=figure)
     instead("--against", metavar="paper:NAME", help="print a table of the paper, such as paper:table2, with these runs")
 
-    add = tools.add(
-        "config", "settings_list:print_keys", "list the keys of the configuration, their values and meaning"
-    ).add_argument
+    add = tools.add("config", "settings_list:print_keys", "list the keys, their values and meaning").add_argument
     schema = "print the JSON schema of a configuration, by which editors complete YAML"
     add("--schema", action="store_true", help=schema)
     add("words", nargs="*", metavar="WORD", help="only keys with these words, such as trainer.lora or staleness")

@@ -98,11 +98,7 @@ def _read_measures(folder: Path) -> RunMeasures:
     config = run.config
     tflops = [record["tflops"] for record in run.steady or run.records if record.get("tflops")]
     numbers = {**run.summary, "tflops": statistics.fmean(tflops) if tflops else None}
-    measures = {
-        measure: numbers[key] * factor
-        for measure, (*_, key, factor) in MEASURES.items()
-        if numbers.get(key) is not None
-    }
+    measures = {m: numbers[key] * factor for m, (*_, key, factor) in MEASURES.items() if numbers.get(key) is not None}
     return RunMeasures(folder, config, _model_name(config.model), measures)
 
 

@@ -197,9 +197,7 @@ def _range(run: Record, steps: str) -> tuple[int, int]:
     match, trained, begin = re.fullmatch(r"(\d*):(\d*)", steps), run.trained, run.first_version
     first, last = (int(match[1] or begin), int(match[2] or trained)) if match else (0, 0)
     if not first < last <= trained:
-        raise UserError(
-            f"--steps {steps} is not within the {trained} steps of {run.folder}: write A:B, for those after A up to B."
-        )
+        raise UserError(f"--steps {steps} is not in the {trained} steps of {run.folder}: write A:B, after A up to B.")
     if (first or begin) and not run.checkpoint(first).is_dir():
         there = [f"{version}" for version in run.versions if version or begin] + ["0, the run's model"] * (not begin)
         raise UserError(f"No checkpoint of step {first} is in {run.folder}: begin --steps at {' or '.join(there)}.")
@@ -261,14 +259,10 @@ def start_ranks(config: Config, console: Console) -> None:
 
 
 def replay(replays: Sequence[Replay], console: Console) -> bool:
-    """Do all `replays`, and print what they show (all ranks). Returns whether all of them ended, and those without
-    changes with the run's weights."""
+    """Do all `replays`, and print results (all ranks). Returns whether all ended, unchanged ones with equal weights."""
     start_ranks(replays[0].config, console)
     if any(variant.off_policy for variant in replays):
-        console.print(
-            "Off-policy: what a variant trains on was sampled by the policies of the run, not by its own.",
-            soft_wrap=True,
-        )
+        console.print("Off-policy: a variant trains on what the run's policies sampled, not its own.", soft_wrap=True)
     alike: dict[str, Replay] = {}
     same = {variant.name: alike.setdefault(variant.what_matters(), variant) for variant in replays}
     todo = list(alike.values())

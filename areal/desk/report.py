@@ -405,8 +405,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def _draw_line(axes: Any, label: str, x: Sequence[float], y: Sequence[float], colour: str) -> None:
-    """The smoothed curve over its faint points. So few points that none is smoothed are marked, and joined
-    if none is missing and there are more than two."""
+    """The smoothed curve over its faint points. A few points are marked and, more than two without a gap, joined."""
     points = [(place, value) for place, value in zip(x, y, strict=True) if math.isfinite(value)]
     if not points:
         return
@@ -467,10 +466,7 @@ def _ages(run: Record) -> Panel:
     oldest = max(map(len, histograms), default=0)
     places = min(oldest, LEGEND_COLUMNS)
     labels = {round(place * (oldest - 1) / max(1, places - 1)) for place in range(places)}
-    stack = [
-        (f"{age}" if age in labels else "", [sum(histogram[age : age + 1]) for histogram in histograms])
-        for age in range(oldest)
-    ]
+    stack = [(f"{age}" if age in labels else "", [sum(h[age : age + 1]) for h in histograms]) for age in range(oldest)]
     return Panel("Groups by staleness", stack=stack, steps=run.steps, colours=ramp(oldest))
 
 

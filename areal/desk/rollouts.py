@@ -5,8 +5,6 @@ its settings are locked: a query may come from somebody's command line. Texts an
 are shown, never for those that are only filtered or sorted.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -251,7 +249,7 @@ class Rollouts:
     def _select(self, select: str, clauses: str, values: dict[str, Any]) -> list[dict[str, Any]]:
         return self._answer(lambda ask, paths: ask(f"{select} {_FROM} WHERE {clauses}", {"files": paths, **values}))
 
-    def _answer(self, read: Callable[[_Ask, list[str]], T]) -> T:
+    def _answer(self, read: "Callable[[_Ask, list[str]], T]") -> T:
         """What `read` returns, which may ask several queries on a list of files."""
         cursor = self._connection.cursor()
 
@@ -284,7 +282,7 @@ class Rollouts:
         except duckdb.Error as error:
             raise _mistake(error) from None
 
-    def _read(self, read: Callable[[_Ask, list[str]], T], ask: _Ask) -> T:
+    def _read(self, read: "Callable[[_Ask, list[str]], T]", ask: "_Ask") -> T:
         for attempt in range(_ATTEMPTS):
             paths = [str(path) for path in self._record.rollout_files()]
             if not paths:

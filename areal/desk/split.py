@@ -308,8 +308,7 @@ def plan(
     """The split with the highest throughput among those in which training fits.
 
     Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device has both, and is
-    g t / (g + t) fast. For training, the lowest ZeRO stage that fits is used, with gradient checkpointing if that is
-    configured or nothing fits without it.
+    g t / (g + t) fast. Training has the lowest ZeRO stage that fits, with checkpointing if it must.
 
     Raises UserError if nothing fits.
     """

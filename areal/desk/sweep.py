@@ -76,9 +76,7 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
     values = overridden(read_values(file), overrides)
     grid = values.pop("grid", None)
     if not isinstance(grid, dict) or not grid or not all(isinstance(axis, list) and axis for axis in grid.values()):
-        raise UserError(
-            f"{file} has no grid: name keys and their values, such as `grid: {{max_staleness: [0, 4], seed: [0, 1]}}`."
-        )
+        raise UserError(f"{file} has no grid: name keys with values, such as `grid: {{max_staleness: [0, 4]}}`.")
     combinations = points(grid, f"The grid of {file}")
     sweep = {"name": overridden({}, overrides).get("name", file.stem)}
     folder = str(validated(overridden(values, settings=combinations[0] | sweep), file).folder)
@@ -151,8 +149,7 @@ class Sweep:
     def _run_process(self, run: SweptRun) -> int:
         if self._signal:
             return 0
-        # With this variable run.py ends when this process ends, however that happens. In a session of its own it hears
-        # of a Ctrl-C only from here, and once.
+        # With this variable run.py ends with this process. In a session of its own it hears of a Ctrl-C only from here.
         self._process = subprocess.Popen(
             [sys.executable, START, *run.arguments()],
             env=os.environ | {SUPERVISED: str(os.getpid())},

@@ -190,8 +190,7 @@ def _set_routes(outputs: Sequence[EngineCoreOutput], scheduled: SchedulerOutput,
 
 def _prepare_reload(model: torch.nn.Module) -> None:
     """To call before vLLM's own reload, as `_finish_reload` after it."""
-    # It warns of every layer without weights in the files, such as rotary embeddings and tied heads. The files have
-    # been compared with the model before.
+    # It warns of every layer without weights, such as tied heads. The files were compared with the model before.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if ON_CPU:
         kernels.forget_packed_experts(model)
@@ -329,8 +328,7 @@ class KeepingScheduler(AsyncGatheringScheduler):
 
 
 class _DiesWithGenerator:
-    """Kills vLLM's engine process when the generator ends. Without this, the engine process would not notice that its
-    parent was killed, and would keep its memory."""
+    """Kills vLLM's engine process when the generator ends. Else it would keep its memory."""
 
     def _init_executor(self) -> None:
         generator = multiprocessing.parent_process()

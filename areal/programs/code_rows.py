@@ -132,8 +132,7 @@ class Calls:
 class Asserts:
     """Python code that raises an exception if the program is wrong. `prepare` is run before all `tests`.
 
-    candidate: the function under test. prompt: the beginning of the program. pytest_style: the tests are those of
-    pytest's kind that `prepare` defines.
+    candidate: the function under test. prompt: the beginning of the program. pytest_style: `prepare` has the tests.
     """
 
     prepare: list[str]

@@ -102,8 +102,7 @@ class CodeTests:
         return "inside"
 
     async def weakness(self, row: Mapping[str, Any]) -> str | None:
-        """What happens in a program that passes the row's tests although it computes nothing, or None. Raises
-        RewardError if the row cannot be judged."""
+        """What is in a program that passes the row's tests and computes nothing, or None. Raises RewardError."""
         return await self._once(self._weakness, await self.way(row), read_tests(row))
 
     async def _once(
@@ -291,8 +290,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def same_result(answer: str, expected: Any) -> bool:
-    """True if the text is the JSON of `expected`; a number that is close to a float in it agrees with it. A comparison
-    that raises, as of huge numbers, is False."""
+    """True if the text is the JSON of `expected`; numbers are compared closely. One that raises is False."""
     try:
         return _same_value(json.loads(answer), expected)
     except (ArithmeticError, ValueError, RecursionError):

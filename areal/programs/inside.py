@@ -157,8 +157,7 @@ REFUSED = {
 }  # fmt: skip
 # Those that put pages into pipes and sockets, where they are not counted. Programs then read and write instead.
 INVALID = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75)}
-# Those that succeed and do nothing. They write to disks, or change what the kernel caches of files that all programs
-# see. A program's own files are in memory.
+# Those that succeed and do nothing. They write to disks, or change what the kernel caches of others' files.
 NEEDLESS = {
     "sync": (162, 81),
     "syncfs": (306, 267),

@@ -30,8 +30,7 @@ _READY = b"ready"
 def limited(question: Callable[[], bool]) -> bool | None:
     """The answer of the question, asked in a child process; None if it raises an exception or exceeds a limit.
 
-    It takes WALL_SECONDS at most. Raises TimeoutError if the child does not get the processor in that time, and
-    ChildProcessError if it cannot be limited.
+    It takes WALL_SECONDS at most. Raises TimeoutError, and ChildProcessError if the child cannot be limited.
     """
     return next(iter(_ask_child([question], WALL_SECONDS)), None)
 

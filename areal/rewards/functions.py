@@ -122,8 +122,7 @@ def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
 def judge_by(
     answer: Callable[[SamplingConfig, str], Awaitable[tuple[str, int, bool]]], name: str, options: Mapping[str, Any]
 ) -> RewardFunction:
-    """The judge called `name`, whose model is in a run. answer: what that answers to a text, as
-    areal.rewards.judge.Answer. Raises UserError."""
+    """The judge called `name`, whose model is in a run. answer: as areal.rewards.judge.Answer. Raises UserError."""
     kind: Any = find(name)
     judge: Judge = _make(name, kind, options)
     judge.answer = partial(answer, judge.sampling)

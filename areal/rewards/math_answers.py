@@ -19,8 +19,7 @@ from areal.rewards import answer_forms, final_answer
 from areal.rewards.answer_forms import rounded, tidy
 from areal.rewards.final_answer import MARK
 
-# Decimal places to which math-verify evaluates a difference, beyond those of the row's smallest number. With its
-# default, 15, all numbers below 1e-15 are equal.
+# Decimal places of a difference in math-verify beyond the row's smallest number's. By default 15: 1e-16 is 0.
 DIGITS = 300
 # Decimal places to which decimals are rounded; if the row's number is smaller than 0.001, significant digits.
 PLACES = 6

@@ -174,8 +174,7 @@ class GenerationChecks:
         return findings
 
     async def compare_received(self, received: str, published: str, scratch: str) -> list[Finding]:
-        """Compare the log-probs of sequences that were sampled by weights received from the trainer with those of the
-        reference. scratch: an empty folder."""
+        """Compare log-probs of sequences sampled by received weights with the reference's. scratch: an empty folder."""
         assert self._receiving is not None
         sequences = read(Path(received))
         model = model_of(Path(self._config.model), Path(published), Path(scratch))

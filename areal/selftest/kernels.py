@@ -36,8 +36,7 @@ def share_of_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def check_attention(sizes: Any, dtype: str, device: torch.device) -> Finding:
-    """The attention that training will use, forward and backward, on a row of several sequences. It is called with a
-    layer of the model, as the model does it."""
+    """The attention of training, forward and backward, on a row of several sequences, called with a model's layer."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind = choose_attention(dtype)

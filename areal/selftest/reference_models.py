@@ -13,8 +13,7 @@ from areal.selftest.sequences import Sampled
 from areal.weights.folders import ADAPTER_FILE, copy_model_files, write_index, write_weights
 
 GPU_SHARE, HOST_SHARE = 0.8, 0.5
-"""The reference is computed on the GPU if it takes no more than this share of what is free there; else on the CPU, if
-it takes no more than this share of its memory."""
+"""The reference is on the GPU if it takes at most this share of what is free there, else so on the CPU."""
 
 
 def reference_logprobs(folder: Path, sequences: Sequence[Sampled], config: Config) -> list[np.ndarray] | None:

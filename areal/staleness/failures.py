@@ -114,10 +114,7 @@ class Failures:
         first = self._steps.setdefault((step, NUMBERS.sub("", reason)), trainer)
         if first == trainer:  # each of its ranks may say so
             return None
-        return (
-            f"Step {step} failed twice in the same way: {' '.join(reason.split())}. The traceback is in "
-            f"{self._folder}/logs."
-        )
+        return f"Step {step} failed twice alike: {' '.join(reason.split())}. The traceback is in {self._folder}/logs."
 
     def failed(self, cause: str, reason: str, now: float) -> None:
         """A group failed."""

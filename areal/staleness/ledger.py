@@ -285,8 +285,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No batch can be formed yet. `ready` groups are ready and `needed` are needed for a batch. The groups `stragglers`
-    have to finish first, earliest deadline first."""
+    """No batch yet: `ready` groups are ready, `needed` are needed. `stragglers` have to finish first, by deadline."""
 
     version: int
     ready: int
@@ -772,8 +771,7 @@ class Ledger(LedgerState):
         return sorted(row.prompt_index for row in rows)
 
     def needs_payload(self, group_id: str) -> bool:
-        """True if the trainer has to keep what it has of the group: it is alive, no checkpoint covers its step, or a
-        later attempt may still go on with its samples."""
+        """True if the trainer has to keep what it has of the group: it is alive, not in a checkpoint, or may go on."""
         if group_id in self._redoable or group_id in self._groups:
             return True
         unfinished: list[LedgerGroup | QueuedPrompt] = [*self._leased(), *self._requeued]

@@ -1,7 +1,6 @@
 """How long work may stand still: the limit of each kind of work, from the works of that kind that ended well.
 
-A hang cannot be told from slow work, except by time: work that nothing has moved for ten times as long as ever before
-is taken for a hang. No I/O and no clock.
+A hang is work that nothing has moved for ten times as long as ever before: nothing else tells it from slow work.
 """
 
 import math

@@ -127,8 +127,7 @@ class RunFolder:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of summary.json of the run in `folder`, or None if the run is not over or the file is
-    damaged: `--resume` writes it anew."""
+    """The contents of summary.json of the run in `folder`; None: it is not over, or the file is damaged."""
     return _object_in(folder / SUMMARY)
 
 

@@ -20,8 +20,7 @@ _OF_CALLS = {"prompts": np.uint8, "limits": np.int32, "lengths": np.int32, "fini
 
 @dataclass(frozen=True, slots=True)
 class SavedCall:
-    """prompt: `digest_of` its prompt. limit: the most tokens that the workflow asked for; `NO_LIMIT`: any number.
-    sampled: its tokens so far, at least one."""
+    """prompt: `digest_of` its prompt. limit: most tokens, or `NO_LIMIT`. sampled: its tokens so far, not none."""
 
     prompt: bytes
     limit: int

@@ -208,8 +208,7 @@ class TrainingEngine:
         disk_retry = disk_retry or DiskRetry(model, "the trainer", logs=self.rank == 0)
         self._publisher, self._saver = Writer(disk_retry), Writer(disk_retry)
         self.work_done = 0
-        """Micro-batches computed, parameters gathered and pictures read since the start. Rises during long work, not if
-        it hangs."""
+        """Micro-batches computed, parameters gathered and pictures read since the start. Rises unless work hangs."""
 
     def _prepare_model(self) -> tuple[Head, list[dict[str, Any]]]:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
@@ -290,8 +289,7 @@ class TrainingEngine:
     def _fit_rows(self, module: torch.nn.Module, head: Head) -> None:
         """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
 
-        A row is a prefix tree, or several sequences, or, if the model does not keep them apart, a single one. Raises
-        UserError if the model cannot be trained.
+        A row is a prefix tree, or several sequences, or, if the model mixes them, a single one. Raises UserError.
         """
         kinds = (True, False) if self._prefix_tree else (False,)
         windows: list[int | None] = []
@@ -311,10 +309,7 @@ class TrainingEngine:
                 self._check_divided(module, head)
         self._prefix_tree, self._one_a_row = bool(prefix_tree), self._one_a_row or prefix_tree is None
         if self._one_a_row and self.config.microbatches:
-            raise UserError(
-                f"{head} mixes the sequences of a micro-batch, so each needs one of its own: leave out "
-                f"trainer.microbatches."
-            )
+            raise UserError(f"{head} mixes the sequences of a micro-batch: leave out trainer.microbatches.")
         if self.rank == 0:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             settings = {key: getattr(self.config, key) for key in ("dtype", "gradient_checkpointing")}

@@ -23,8 +23,7 @@ KNOWN = {
     "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307,
 }  # fmt: skip
 SMALLEST, LARGEST, LEAST_SECONDS, REPEATS = 64, 1024, 0.01, 5
-"""A product of matrices measures a CPU: their sides, how long it takes at least unless they are the largest, and how
-often it is tried; the fastest counts."""
+"""A product of matrices measures a CPU: their sides, its least time (unless largest), and tries; the fastest counts."""
 
 
 class Operations:
@@ -69,8 +68,7 @@ class Operations:
 
 
 def experts_of(sizes: Any) -> tuple[int, int]:
-    """How many routed experts a layer has, and how many a token takes; 0 if there are none. sizes: the model's text
-    config, which has other names in each family."""
+    """How many routed experts a layer has, and how many a token takes; or 0. sizes: of transformers, by family."""
 
     def first(*names: str) -> int:
         return next((value for name in names if isinstance(value := getattr(sizes, name, None), int) and value), 0)

@@ -120,11 +120,8 @@ def _read_tower(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    tower = (
-        _Tiles(config, dtype)
-        if config.model_type == "smolvlm"
-        else AutoModel.from_config(config.vision_config, dtype=dtype)
-    )
+    tiles = config.model_type == "smolvlm"
+    tower = _Tiles(config, dtype) if tiles else AutoModel.from_config(config.vision_config, dtype=dtype)
     name_in_files = re.compile(r"^.*\b(visual\.|(?=(vision_model|connector)\.))")
     stored = {name_in_files.sub("", name): tensor for name, tensor in beside_text(folder, 0, 1)}
     tower.load_state_dict(stored)

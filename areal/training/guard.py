@@ -90,8 +90,7 @@ class Guard:
         return next(filter(None, verdicts), None)
 
     def check_first(self, metrics: Mapping[str, float | None], model: Path) -> str | None:
-        """Check the run's first step, whose tokens were sampled by the weights that engines and trainer begin with.
-        Returns as `check` does. model: its folder."""
+        """Check the run's first step, with tokens of the first weights. Returns as `check`. model: its folder."""
         gap, limit = metrics.get("logprob_gap"), self._config.logprob_gap
         if gap is None or limit is None or gap <= limit:  # NaN is beyond it
             return None

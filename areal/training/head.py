@@ -247,8 +247,7 @@ class Head:
         probe: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """The model's new forward method: log-probs and entropies, [S] each, of the tokens that `PackedRow` describes;
-        and if there is a critic, its values.
+        """The model's new forward method: log-probs, entropies, [S], of a `PackedRow`'s tokens; a critic's values.
 
         probe: given back as what the model makes of these logits.
         """

@@ -291,8 +291,7 @@ def resolve_objective(name: str) -> Objective:
 
 
 def rehearse(config: TrainerConfig) -> Objective:
-    """The objective of `config`, after test calls on micro-batches of three tokens, whose policies differ or are the
-    same as in the first step, and on an empty one.
+    """The objective of `config`, after test calls on three tokens, of equal and other policies, and on none.
 
     A rank without work has empty micro-batches. Raises UserError if the objective does not load, raises, or does not
     return a `TokenLoss` as that class describes it, or one with values or gradients that are not finite.

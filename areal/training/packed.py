@@ -369,8 +369,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
 
 
 def _pictures_in(batch: FlatBatch, places: np.ndarray, source: np.ndarray, device: torch.device) -> dict[str, Tensor]:
-    """`PackedRow.pictures`, `parts` and `places` of a row; nothing if the batch has no pictures. places, source: where
-    tokens are in the row and in the batch."""
+    """`PackedRow.pictures`, `parts` and `places` of a row; or nothing. places, source: of tokens in row and batch."""
     if not len(batch.pictures):
         return {}
     columns = np.empty((5, places.max() + 1), np.int64)

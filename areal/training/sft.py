@@ -7,8 +7,6 @@ token. Of rollouts, the loss is that of the sampled tokens, exactly as they were
 reads the same rows, and only rank 0 prints.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -146,7 +144,7 @@ def _trainer(config: SftConfig, steps: int) -> TrainerConfig:
     return trainer
 
 
-def likelihood(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+def likelihood(tokens: "Tokens", config: TrainerConfig) -> "TokenLoss":
     """-log pi of each token: an objective for the engine."""
     from areal.training.objectives import TokenLoss
 
@@ -167,7 +165,7 @@ _OBJECTIVE = {
 }
 
 
-def _loss(engine: TrainingEngine, rows: Sequence[Group]) -> float:
+def _loss(engine: "TrainingEngine", rows: Sequence[Group]) -> float:
     return engine.loss(rows if engine.rank == 0 else None, temperature=1.0)
 
 

@@ -4,8 +4,6 @@ A version's *stamp* is a digest of its `Manifest`, which has a CRC-32 of every c
 a version can therefore take its chunks from any sender, and detects corrupt chunks.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections import deque
@@ -46,7 +44,7 @@ class FileSums:
     checksums: tuple[int, ...]
 
     @classmethod
-    def of_parts(cls, name: str, parts: Iterable[memoryview]) -> FileSums:
+    def of_parts(cls, name: str, parts: Iterable[memoryview]) -> "FileSums":
         """Return the sums of a file with these bytes, by parts of any size."""
         checksums, size, last = [], 0, 0
         for part in parts:
@@ -83,7 +81,7 @@ class Manifest:
     files: tuple[FileSums, ...]
 
     @classmethod
-    def of(cls, folder: Path) -> Manifest:
+    def of(cls, folder: Path) -> "Manifest":
         """Return the manifest of the files that are in `folder` now. Raises OSError."""
         with ThreadPoolExecutor(CHECKING_THREADS) as threads:  # CRC-32 is computed without the GIL
             return cls(tuple(_sums(path, threads) for path in sorted(folder.iterdir()) if path.is_file()))
@@ -107,7 +105,7 @@ class Manifest:
             for i, checksum in enumerate(file.checksums)
         ]
 
-    def is_laid_out_like(self, manifest: Manifest) -> bool:
+    def is_laid_out_like(self, manifest: "Manifest") -> bool:
         """True if both have the same files with the same sizes, so that their chunks can be compared."""
         return [(f.name, f.size) for f in self.files] == [(f.name, f.size) for f in manifest.files]
 

@@ -3,8 +3,6 @@
 A reader never sees an incomplete folder: it is written under a hidden name, synced, and renamed to its final name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -98,7 +96,7 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], file: Path, **facts: str) -> None:
+def write_tensors(tensors: "Mapping[str, Tensor]", file: Path, **facts: str) -> None:
     """Write `tensors` as a safetensors file, and `facts` into its header."""
     from safetensors.torch import save_file
 
@@ -106,14 +104,14 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path, **facts: str) -> No
     file.chmod(0o644)  # save_file makes it private, but generators may run as another user
 
 
-def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard: int = 0, shards: int = 1) -> Path:
+def write_weights(tensors: "Mapping[str, Tensor]", folder: Path, shard: int = 0, shards: int = 1) -> Path:
     """Write `tensors`, by their Hugging Face names, as a shard of the weights in `folder`. Returns the file."""
     file = folder / (f"model-{shard + 1:05}-of-{shards:05}.safetensors" if shards > 1 else WEIGHTS_FILE)
     write_tensors(tensors, file)
     return file
 
 
-def sums_of(file: Path, tensors: Mapping[str, Tensor]) -> FileSums:
+def sums_of(file: Path, tensors: "Mapping[str, Tensor]") -> FileSums:
     """The checksums of a safetensors file that has just been written from `tensors`. They are those of the tensors in
     memory, so what goes wrong on the way to the disk is noticed by who reads it."""
     import torch
@@ -127,7 +125,7 @@ def sums_of(file: Path, tensors: Mapping[str, Tensor]) -> FileSums:
     return FileSums.of_parts(file.name, chain([memoryview(size + header)], stored))
 
 
-def saved_buffers(module: Module) -> dict[str, Tensor]:
+def saved_buffers(module: "Module") -> "dict[str, Tensor]":
     """The buffers that a model's files have beside its parameters, by name."""
     saved = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}

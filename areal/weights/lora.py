@@ -89,8 +89,7 @@ def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> Iterator[tu
     """The tensors of a model folder by name, in their order in its safetensors files: all, or if `shards` is given,
     part number `shard` of that many parts of about the same size.
 
-    Every file is open on return, so the folder may be removed then. Raises OSError if there are none or one cannot be
-    opened, SafetensorError if one is damaged.
+    Every file is open on return, so the folder may be removed then. Raises OSError, SafetensorError.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:

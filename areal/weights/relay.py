@@ -8,8 +8,7 @@ with a smaller index, so no two can wait for each other, even while they see dif
 
 from collections.abc import Collection
 
-# For this long a generator that failed is not asked. A dead generator is listed until its lease ends; without this
-# pause every version would wait for it.
+# For this long a generator that failed is not asked: a dead one is listed until its lease ends.
 AVOIDED_SECONDS = 30.0
 
 

@@ -241,10 +241,7 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
 def bound_workflow(name: str, workflow: Any, options: Mapping[str, Any]) -> functools.partial[Any]:
     """The workflow with its options set. name: for messages. Raises UserError."""
     if not _is_async(workflow):
-        raise UserError(
-            f"The workflow {name!r} is no async function: write `async def`, and await what it calls "
-            f"(docs/workflows.md)."
-        )
+        raise UserError(f"The workflow {name!r} is no async function: write `async def` (docs/workflows.md).")
     return functools.partial(workflow, **_checked(name, workflow, options))
 
 

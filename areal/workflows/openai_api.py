@@ -35,10 +35,7 @@ Event = Json | Literal["[DONE]"]
 NO_FILE = "a picture of a message is neither a data URL nor of the row: send its file as base64 (docs/agents.md)"
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
-NO_FORM = (
-    "only text can be trained: a format forbids tokens while it is sampled, and the trainer does not know which "
-    "(docs/agents.md)"
-)
+NO_FORM = "only text can be trained: a format forbids tokens, which the trainer does not know (docs/agents.md)"
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]

@@ -20,4 +20,4 @@ def test_a_token_that_is_older_than_the_bound_allows_is_named_with_its_group():
     assert breach_of_bound(groups, 7) is None
     assert breach_of_bound(groups, None) is None
     breach = breach_of_bound(groups, 8)
-    assert breach == "group g1.0 has tokens of version 7, and max_staleness allows none older than version 8"
+    assert breach == "group g1.0 has tokens of version 7: max_staleness allows none before 8"

@@ -856,7 +856,7 @@ async def test_a_step_that_fails_twice_in_the_same_way_ends_the_run(config):
             await rank.bus.close()
         ending = await asyncio.wait_for(running, SECONDS)
     assert not ending.ok
-    reason = "Step 1 failed twice in the same way: ValueError: at 0x55d1, 8 tokens. The traceback is in "
+    reason = "Step 1 failed twice alike: ValueError: at 0x55d1, 8 tokens. The traceback is in "
     assert ending.reason == f"{reason}{config.folder}/logs. No checkpoint was saved before that."
 
 

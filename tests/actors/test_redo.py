@@ -300,7 +300,5 @@ async def test_a_step_that_fails_twice_in_the_same_way_ends_the_run_with_its_rea
     ending = await asyncio.wait_for(master, SECONDS)
     await manager.bus.close()
     assert not ending.ok
-    assert ending.reason.startswith(
-        f"Step 1 failed twice in the same way: ValueError: no loss of {12 // nodes} tokens, at 0x"
-    )
+    assert ending.reason.startswith(f"Step 1 failed twice alike: ValueError: no loss of {12 // nodes} tokens, at 0x")
     assert ending.reason.endswith("No checkpoint was saved before that.")

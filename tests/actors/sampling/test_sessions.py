@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import structlog
 from helpers import needs_namespaces
+from tiny_pictures import png
 
 from actors.runtime.directory import Directory
 from actors.sampling.calls import Call, SampleFailed, SampleState
@@ -25,7 +26,7 @@ from areal.config import Config
 from areal.data.rows import Row
 from areal.errors import UserError
 from areal.generation.routing import GeneratorLoad
-from areal.pictures import digest_of
+from areal.pictures import digest_of, digests_in
 from areal.programs.outside import Outcome, SandboxError, open_sandbox
 from areal.programs.slots import Programs
 from areal.result import Result
@@ -246,6 +247,45 @@ def test_calls_name_the_pictures_of_their_prompts_and_send_those_that_the_genera
     with pytest.raises(BusError, match="pictures that no job has"):
         with_files(request, frames[2:], [b])
     assert type(Call.request(0, frames[2:])) is Generate
+
+
+async def test_a_picture_that_a_workflow_shows_goes_to_the_generator_and_stands_in_the_sample(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "image_token_id": 5}')
+    (tmp_path / "preprocessor_config.json").write_text('{"min_pixels": 784}')
+    monkeypatch.setattr(Cluster, "config", Cluster.config.model_copy(update={"model": str(tmp_path)}))
+    cluster, requests = Cluster(generator(0)), []
+
+    async def run_job(member: Member, call):
+        requests.append(Call.request(0, [call], [*call.pictures]))
+        return call.add(chunk(65, version=3, finish="stop"), "stop")
+
+    cluster.run_job = run_job
+    _, session = session_at(cluster, generator(0))
+    small, tall = png(28, 28, 0), png(28, 56, 1)
+    parts = [session.show(tall), session.show(small)]
+    await session.generate([9, 5, 5, 8, 5, 8], pictures=parts)
+    await session.generate([9, 5, 5, 8, 5, 8, 65, 5, 8], pictures=[*parts, session.show(small)])
+    await session.generate([9, 5, 8], pictures=parts[1:])
+    await session.generate([9, 8])
+    names = [digest_of(tall), digest_of(small)]
+    files = [[content.tobytes() for content in request.files] for request in requests[:3]]
+    assert [[*request.pictures[0]] for request in requests[:3]] == [names, [*names, names[1]], names[1:]]
+    assert files == [[tall, small], [tall, small], [small]] and type(requests[3]) is Generate
+    grown, *branches = session.trajectory(1.0).sequences()
+    assert [row.tobytes().hex() for row in grown.pictures[[1, 2, 4, 7]]] == [names[n] for n in (0, 0, 1, 1)]
+    assert not grown.pictures[[0, 3, 5, 6, 8, 9]].any()
+    assert [digests_in(branch.pictures) for branch in branches] == [[names[1]], []]
+
+    saved, (_, again) = unpacked(packed(session.calls_so_far())), session_at(cluster, generator(0))
+    again.saved_calls = saved
+    await again.generate([9, 5, 8], pictures=[again.show(png(28, 28, 7))])
+    await again.generate([9, 5, 8], pictures=[again.show(small)])
+    assert len(requests) == 5 and again.unsaved == 1, "the call with another picture alone is sampled anew"
+    for tokens, shown in [([9, 5, 5], parts), ([9, 5, 8], [{**parts[1], "digest": "0a" * 16}])]:
+        with pytest.raises(SampleFailed, match="not those of its 2 pictures|neither of the row nor of session.show"):
+            await session.generate(tokens, pictures=shown)
+    with pytest.raises(ValueError, match="no picture in one of the formats"):
+        session.show(b"text")
 
 
 class Streams:

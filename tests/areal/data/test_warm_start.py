@@ -54,7 +54,7 @@ def test_the_tokenizer_refuses_what_the_task_does_not_know(built):
 def test_the_loss_falls_and_progress_tells_so(built):
     _, lines = built
     assert len(lines) == 1
-    loss = re.fullmatch(r"the quickstart's model: step 20 of 20, loss (.*), about 0 s left", lines[0])
+    loss = re.fullmatch(r"the quickstart's model: step 20 of 20, loss (.*), 0 s left", lines[0])
     assert loss and float(loss[1]) < math.log(len(addition.ALPHABET)) - 0.5
 
 
