@@ -109,6 +109,8 @@ LAST_SECONDS = 12.0
 NEAR_SECONDS = 1.0
 # The share of the runs with large groups, whose managers die again and again, so that stored samples are used again.
 SIBLINGS = 0.06
+# Number of parts of all samples that a score of a group may have, which is one message.
+GROUP_PARTS = 10_000
 # Time after which the supervisor restarts a process that ended by itself.
 SUPERVISOR_SECONDS = 0.3
 # Approximate duration of a commit.
@@ -179,7 +181,8 @@ class World:
         if model is None:
             self.model = replace(self.model, save_every=Random(f"save {seed}").choice((0, 2, 8)))
             groups = Random(f"groups {seed}").random() < GROUPS and not self.model.branching
-            self.model = replace(self.model, groups=groups)
+            parts = min(self.model.reward_parts, GROUP_PARTS // self.model.group_size if groups else GROUP_PARTS)
+            self.model = replace(self.model, groups=groups, reward_parts=parts)
             sampler = Random(f"sampler {seed}").choice(tuple(SAMPLERS))
             self.model = replace(self.model, sampler=sampler, size=3 if sampler == SKIPS_FLAT else None)
         scorers = Random(f"scorers {seed}")
