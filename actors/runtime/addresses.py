@@ -5,8 +5,10 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -33,6 +35,7 @@ OWN_KEYS = "keys"
 # After this time without a run in the folder, a role logs that it waits for one.
 SILENCE_SECONDS, LOOK_SECONDS = 3.0, 0.2
 
+T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -139,21 +142,13 @@ def locate(master: str, patience: float) -> tuple[str, Path | None]:
     others. Raises UserError if none begins within `patience` seconds."""
     folder = Path(master)
     if master.startswith("tcp://") or not ("/" in master or folder.is_dir()):
-        _await_name(master, patience)
+        _wait(lambda: _is_known(master), patience, f"waiting for the name in {master}")  # `host_towards` says so
         return master, None
-    begun = time.monotonic()
-    logged = False
-    while (address := claimed_address(folder)) is None:
-        waited = time.monotonic() - begun
-        if waited > patience:
-            raise UserError(
-                f"No run is in progress in {folder} (waited {patience:g} s): start one with "
-                f"`python run.py --role master --config FILE`, or give the address of a master, tcp://HOST:PORT."
-            )
-        if waited > SILENCE_SECONDS and not logged:
-            logged = True
-            log.warning("waiting for the run", folder=master, seconds=patience)
-        time.sleep(LOOK_SECONDS)
+    if (address := _wait(lambda: claimed_address(folder), patience, f"waiting for the run in {folder}")) is None:
+        raise UserError(
+            f"No run is in progress in {folder} (waited {patience:g} s): start one with "
+            f"`python run.py --role master --config FILE`, or give the address of a master, tcp://HOST:PORT."
+        )
     keys = None
     if not os.environ.get(KEYS) and is_loopback(host_of(address)):
         keys = folder.absolute() / OWN_KEYS
@@ -162,22 +157,24 @@ def locate(master: str, patience: float) -> tuple[str, Path | None]:
     return on_this_machine(address), keys
 
 
-def _await_name(master: str, patience: float) -> None:
-    """Wait for at most `patience` seconds until the name of the master's host is known: a cluster may give it only once
-    the master is up. `host_towards` says so if it is not."""
-    start, warn = time.monotonic(), True
-    while (seconds := time.monotonic() - start) < patience:
-        try:
-            host_towards(master)
-        except UserError as error:
-            if not isinstance(error.__cause__, socket.gaierror):
-                return
-            if seconds > SILENCE_SECONDS and warn:
-                warn = False
-                log.warning("waiting for the master's name", why=str(error), seconds=patience)
-        else:
-            return
+def _is_known(master: str) -> bool | None:
+    """None while the name of the master's host is not known: a cluster may give it only once the master is up."""
+    try:
+        host_towards(master)
+    except UserError as error:  # who needs the address gets it, too
+        return None if isinstance(error.__cause__, socket.gaierror) else False
+    return True
+
+
+def _wait(look: Callable[[], T | None], patience: float, warning: str) -> T | None:
+    """What `look` returns once it is something; None after `patience` seconds, in which the warning is logged once."""
+    start, warns = time.monotonic(), True
+    while (value := look()) is None and (waited := time.monotonic() - start) < patience:
+        if waited > SILENCE_SECONDS and warns:
+            warns = False
+            log.warning(warning, seconds=patience)
         time.sleep(LOOK_SECONDS)
+    return value
 
 
 def host_towards(master: str) -> str:

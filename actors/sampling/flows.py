@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -192,12 +192,14 @@ class Flow(Generic[J]):
     async def _request(self, jobs: Sequence[J]) -> bool:
         """Have the server begin the jobs. False: several of them need more pictures than it looks at for one request.
         A job that needs so many by itself has as much more time."""
-        request, lacking = self._kind.request(self._number, jobs), 0
-        while isinstance(answer := await self._peer.ask(request, CONTROL_SECONDS * (1 + lacking)), LackingPictures):
-            lacking += len(answer.names)
-            if lacking > PICTURES and len(jobs) > 1:
+        request, lacking = self._kind.request(self._number, jobs), set[str]()
+        while isinstance(
+            answer := await self._peer.ask(request, CONTROL_SECONDS * (1 + len(lacking))), LackingPictures
+        ):
+            lacking |= {*answer.names}  # it grows: a server lacks nothing that a request has
+            if len(lacking) > PICTURES and len(jobs) > 1:
                 return False
-            request = with_files(request, jobs, answer.names)
+            request = with_files(request, jobs, lacking)
         return True
 
     def _fail(self, numbers: Sequence[int], error: BusError) -> None:
@@ -303,12 +305,12 @@ class _Served(Generic[R]):
         self.filled.set()
 
 
-def with_files(request: Any, jobs: Sequence[Job], names: Sequence[str]) -> Any:
-    """A request with more pictures, those that its server lacks. Raises BusError if the jobs do not have them."""
+def with_files(request: Any, jobs: Sequence[Job], lacking: Set[str]) -> Any:
+    """A request with the pictures that its server lacks. Raises BusError if the jobs do not have them."""
     files = {name: np.frombuffer(content, np.uint8) for job in jobs for name, content in job.files.items()}
-    if not files.keys() >= {*names}:
+    if not files.keys() >= lacking:
         raise BusError("a server lacks pictures that no job has")
-    return request.model_copy(update={"files": (*request.files, *(files[name] for name in names))})
+    return request.model_copy(update={"files": tuple(file for name, file in files.items() if name in lacking)})
 
 
 async def _run_job(served: _Served[R], job: int, work: JobFunction[R]) -> None:

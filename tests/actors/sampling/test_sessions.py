@@ -251,11 +251,11 @@ def test_calls_name_the_pictures_of_their_prompts_and_send_those_that_the_genera
     a, b = digest_of(b"a"), digest_of(b"b")
     request = Call.request(0, frames)
     assert [request.pictures[sequence.prompt] for sequence in request.sequences] == [(a, b), (b, b), ()]
-    more = with_files(request, frames, [b])
+    more = with_files(request, frames, {b})
     assert [content.tobytes() for content in more.files] == [b"b"] and not request.files
-    assert [content.tobytes() for content in with_files(more, frames, [a]).files] == [b"b", b"a"]
+    assert [content.tobytes() for content in with_files(more, frames, {a, b}).files] == [b"a", b"b"]
     with pytest.raises(BusError, match="pictures that no job has"):
-        with_files(request, frames[2:], [b])
+        with_files(request, frames[2:], {b})
     assert type(Call.request(0, frames[2:])) is Generate
 
 
@@ -266,7 +266,8 @@ async def test_a_picture_that_a_workflow_shows_goes_to_the_generator_and_stands_
     cluster, requests = Cluster(generator(0)), []
 
     async def run_job(member: Member, call):
-        requests.append(Call.request(0, [call], [*call.pictures]))
+        request = Call.request(0, [call])
+        requests.append(with_files(request, [call], {*call.pictures}) if call.pictures else request)
         return call.add(chunk(65, version=3, finish="stop"), "stop")
 
     cluster.run_job = run_job
