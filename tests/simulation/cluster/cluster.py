@@ -31,7 +31,7 @@ from areal.storage.journal import Journal
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool
 from protocols import transport
-from protocols.codec import Frame
+from protocols.codec import Frame, decode_body
 from protocols.messages import MembersChanged, Message
 from protocols.transport import Bus
 from simulation.cluster.costs import Costs
@@ -159,7 +159,7 @@ class Cluster:
         begun = time.thread_time()
         spaced = patch.object(membership, "HEARTBEAT_SECONDS", SPACED_HEARTBEAT_SECONDS)
         self._end_spacing = spaced.stop
-        events = patch.object(transport, "decode_body", cache_of_events(transport.decode_body))
+        events = patch.object(transport, "decode_body", cache_of_events(decode_body))
         with _quiet(self.logged), patch.multiple(transport, **SPACED), events:
             spaced.start()
             try:
@@ -275,7 +275,7 @@ def cache_of_events(decode: Callable[[str, Sequence[Frame]], Message]) -> Callab
     """Decodes each event of the directory once, not for each of thousands of subscribers, who get the same frames."""
     last: tuple[Sequence[Frame], Message | None] = (), None
 
-    def decode_body(kind: str, frames: Sequence[Frame]) -> Message:
+    def decode_once(kind: str, frames: Sequence[Frame]) -> Message:
         nonlocal last
         if kind != MembersChanged.kind:
             return decode(kind, frames)
@@ -284,7 +284,7 @@ def cache_of_events(decode: Callable[[str, Sequence[Frame]], Message]) -> Callab
         assert last[1] is not None
         return last[1]
 
-    return decode_body
+    return decode_once
 
 
 def config_of(setup: Setup) -> Config:
