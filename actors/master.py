@@ -275,7 +275,10 @@ class Master(HandlesRequests):
                 )
         except TimeoutError:
             log.error("the run ends without a summary", why=str(self._run.shortage))
-        self._run.send_out(self._shutdown(ending))
+        if self._run.shortage:  # events wait for the journal, and this one would for ever
+            self._events.publish(self._shutdown(ending))
+        else:
+            self._run.send_out(self._shutdown(ending))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._run.changed.until(lambda: not self.state.members)

@@ -129,10 +129,9 @@ class RolloutManager(Sampler):
 
     def _free_groups(self) -> int:
         """Number of groups to start now. It is at least 1 if no group is in progress."""
-        generators = self.directory.with_role("generator")
-        slots = sum(map(self._router.limit, generators)) / self._router.askers
+        slots = self._router.places / self._router.askers
         beginning = self._samples * sum(not sessions for sessions in self._sessions.values())
-        requests = sum(self._router.requests[m.identity] for m in generators) + beginning
+        requests = self._router.sequences + beginning
         free = groups_that_fit(self._samples, slots, requests, self._running)
         if not self._groups:
             free = max(1, free)

@@ -46,8 +46,10 @@ class StepMeter:
         """
         fresh: Counter[str] = Counter()
         if previous is not None:
-            fresh.update({name: stats.get(name, 0.0) - previous.get(name, 0.0) for name in COUNTERS})
-        self._counted += fresh
+            differences = ((name, stats.get(name, 0.0) - previous.get(name, 0.0)) for name in COUNTERS)
+            fresh.update({name: difference for name, difference in differences if difference})
+        if fresh:
+            self._counted += fresh
         return fresh
 
     def record_wait(self, answer: Batch | Waiting | RunEnded) -> None:

@@ -16,7 +16,17 @@ from actors.runtime.membership import HEARTBEAT_SECONDS
 from areal.roles import ROLES
 from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError, RefusedError
-from protocols.messages import Heartbeat, Join, LoadColumns, Member, MembersChanged, Message, Policy, actor_name
+from protocols.messages import (
+    Engagement,
+    Heartbeat,
+    Join,
+    LoadColumns,
+    Member,
+    MembersChanged,
+    Message,
+    Policy,
+    actor_name,
+)
 
 # All members have to fit into one snapshot, which is one message, and so do the changes that one event reports.
 MAX_MEMBERS = 4096
@@ -55,6 +65,7 @@ class Members:
         self.starts = Counter[str]()  # of actors since the master started, by role/index
         self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
         self._sizes = Counter({identity: _bytes_of(member) for identity, member in state.members.items()})
+        self._engagements: dict[str, Engagement] = {}  # of the generators, in their last heartbeats
         self._loads_due: dict[str, float] = {}  # when an asker gets loads again
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
@@ -88,9 +99,9 @@ class Members:
 
     def update(self, member: Member, beat: Heartbeat) -> bool:
         """Enter what the member says of itself. Returns True if that is new. Raises BusyError as `add` does."""
-        updated = member.model_copy(update={"state": beat.state, "serves": beat.serves})
-        if updated == member:
+        if (beat.state, beat.serves) == (member.state, member.serves):
             return False
+        updated = member.model_copy(update={"state": beat.state, "serves": beat.serves})
         self._check_room(updated)
         self._enter(MemberChanged(member=updated))
         return True
@@ -105,6 +116,7 @@ class Members:
         while len(self.removed) > REMOVED_KEPT:
             del self.removed[next(iter(self.removed))]
         del self.last_heartbeats[identity], self._sizes[identity]
+        self._engagements.pop(identity, None)
         self._loads_due.pop(identity, None)
         self._publish(MembersChanged(gone=(identity,)))
 
@@ -126,7 +138,10 @@ class Members:
         return [(identity, silence) for identity, silence in silences if silence > seconds]
 
     def record_heartbeat(self, identity: str, beat: Heartbeat) -> None:
-        sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
+        sequences = 0
+        if beat.engagement:
+            self._engagements[identity] = beat.engagement
+            sequences = sum(beat.engagement.sequences.values())
         self.last_heartbeats[identity] = LastHeartbeat(self.clock(), beat, sequences=sequences)
 
     def answers_users(self, generator: Member) -> bool:
@@ -145,7 +160,7 @@ class Members:
         now = self.clock()
         if now < self._loads_due.get(asker, now):
             return None
-        loads = {name: p.beat.engagement for name, p in self.last_heartbeats.items() if p.beat.engagement is not None}
+        loads = self._engagements
         self._loads_due[asker] = now + len(loads) * LOAD_SECONDS - HEARTBEAT_SECONDS
         return LoadColumns(
             names=tuple(loads),

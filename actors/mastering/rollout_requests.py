@@ -1,5 +1,7 @@
 """What rollout managers ask of the master and tell it."""
 
+import asyncio
+
 import structlog
 
 from actors.mastering import changes
@@ -32,11 +34,12 @@ class RolloutRequests(HandlesRequests):
 
     def __init__(self, run: RunControl) -> None:
         self._run = run
+        self._turn = asyncio.Lock()  # one asker looks at each change for all that wait behind it
 
     @handles(AskPermits)
     async def ask_permits(self, request: Request[AskPermits]) -> Permits:
         owner = self._run.member(request, "rollout_manager").identity
-        if not await self._run.park(request, self._run.free_groups):
+        if not await self._run.park(request, self._run.free_groups, self._turn):
             return Permits(permits=())
         self._run.member(request)  # the sender may have been removed while its request was parked
         self._run.meter.begin()

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +27,8 @@ from protocols.transport import Request
 
 # States that are kept besides those of the checkpoints that are: their checkpoints are being written.
 SPARE_STATES = 2
+# The turn of a request that waits for nobody else's.
+ALONE = nullcontext()
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -119,10 +121,13 @@ class RunControl:
         if reason:
             self.finish(False, reason)
 
-    async def park(self, request: Request[Message], condition: Callable[[], T]) -> T | None:
-        """The first true value of `condition`, or None shortly before the request's deadline."""
+    async def park(
+        self, request: Request[Message], condition: Callable[[], T], turn: AbstractAsyncContextManager[Any] = ALONE
+    ) -> T | None:
+        """The first true value of `condition`, or None shortly before the request's deadline. turn: that the request
+        has while it waits for it."""
         with suppress(TimeoutError):
-            async with parked(request):
+            async with parked(request), turn:
                 return await self.changed.until(condition)
         return None
 

@@ -65,6 +65,7 @@ class Router:
         self.loads: dict[str, GeneratorLoad] = {}
         self.users = False
         self._avoid: dict[str, _Avoided] = {}
+        self._counted: tuple[list[Member], dict[str, GeneratorLoad], int] = [], {}, 0  # what `places` is of, and it
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
         """The actor of `role` to ask next. Waits until one is healthy.
@@ -98,6 +99,21 @@ class Router:
     def askers(self) -> int:
         """Number of healthy actors of this actor's own role, at least 1."""
         return max(1, len(self.directory.with_role(self._role)))
+
+    @property
+    def places(self) -> int:
+        """Number of sequences that all healthy generators take. Each sample that ends asks, and there may be thousands
+        of generators, so they are only looked at again after a change."""
+        generators = self.directory.with_role("generator")
+        if self._counted[0] is not generators or self._counted[1] is not self.loads:
+            self._counted = generators, self.loads, sum(map(self.limit, generators))
+        return self._counted[2]
+
+    @property
+    def sequences(self) -> int:
+        """Number of this actor's sequences at healthy generators."""
+        members = ((self.directory.members.get(identity), n) for identity, n in self.requests.items())
+        return sum(n for m, n in members if m is not None and m.role == "generator" and m.state == "healthy")
 
     def limit(self, generator: Member) -> int:
         """Number of sequences that the generator takes from all askers together."""

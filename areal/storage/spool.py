@@ -259,7 +259,13 @@ class Spool:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, explain(sqlite3.Error, "the spool cannot be used: {why}", SpoolError), self._connection:
-            yield self._connection
+            try:
+                yield self._connection
+            except sqlite3.DatabaseError as error:
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CORRUPT:
+                    ways = ways_on(self._file.parent)
+                    raise SpoolDamage(f"The spool {self._file} is damaged ({error}): {ways}") from error
+                raise
 
     def _unpacked(
         self, group_id: str, place: int, prompt_index: int, crc: int, note: str, row: str, frame: bytes

@@ -83,6 +83,7 @@ from protocols.messages import (
     RowScores,
     RowsScored,
     ScoringFailed,
+    Shutdown,
     Span,
     StepFailed,
     TrainingFailed,
@@ -212,6 +213,27 @@ async def test_a_master_with_a_full_disk_is_heard_and_its_run_can_be_ended_in_or
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await running).reason == "told to stop by SIGTERM"
     assert json.loads((small_disk / "summary.json").read_text())["reason"] == "told to stop by SIGTERM"
+
+
+async def test_who_stops_a_run_on_a_disk_that_takes_nothing_at_all_is_heard_by_its_actors(config, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(master_module, "FAREWELL_SECONDS", 0.5)
+    heard: list[object] = []
+    async with master_of(without_evaluation(config)) as running, callers(config, "rollout_manager") as (manager,):
+        events = (await manager.ask(AskSnapshot())).events
+        subscriber = manager.bus.subscribe(events, lambda sequence, event: heard.append(event))
+        await asyncio.sleep(0.5)  # a subscription takes its time
+        monkeypatch.setattr(Journal, "_write", refuse)
+        monkeypatch.setattr(RunFolder, "write_summary", refuse)
+        with pytest.raises(PreparingError, match="read-only"):
+            while True:
+                await manager.ask(AskPermits(count=1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (await running).reason == "told to stop by SIGTERM"
+        await subscriber.close()
+    assert any(isinstance(event, Shutdown) for event in heard)
 
 
 async def test_a_master_whose_disk_does_not_answer_is_heard_and_goes_on_with_it(config, monkeypatch):
@@ -611,7 +633,7 @@ async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there
             elsewhere = Caller("generator", config.master.address)
             await elsewhere.join(listens="tcp://10.0.0.7:1")
             await elsewhere.bus.close()
-    warned = [line for line in logs if "cannot reach" in line["event"]]
+    warned = [line for line in logs if "no other host reaches" in line["event"]]
     assert [line["joined"] for line in warned] == [elsewhere.bus.identity.name]
 
 

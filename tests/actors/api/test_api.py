@@ -404,7 +404,7 @@ async def test_a_reward_that_cannot_score_an_empty_completion_is_told_in_a_note(
         ),
         (
             lambda: areal.train(model="quickstart", trainer={"objective": needs_a_lock}),
-            "The objective needs_a_lock uses LOCK, which is only in this process: define it in needs_a_lock",
+            "The objective needs_a_lock uses LOCK of this process: define it in needs_a_lock",
         ),
         (lambda: areal.train(model="none", data=[{"prompt": "1"}], reward=length, data_=1), "Unknown key 'data_'"),
     ],

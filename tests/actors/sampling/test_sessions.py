@@ -127,6 +127,16 @@ async def test_what_others_have_there_counts_too():
         assert (await router.choose("generator")).index == 0
 
 
+async def test_places_and_sequences_are_those_of_the_healthy_generators_of_now():
+    router = Cluster(generator(0), generator(1)).router
+    with router.using(generator(0)), router.using(generator(1)):
+        assert (router.places, router.sequences) == (2 * router.limit(generator(0)), 2)
+        router.loads = {"generator/0#x": GeneratorLoad(0, 0, 5, version=0)}
+        assert router.places == 5 + router.limit(generator(1))
+        router.directory.update({}, ["generator/1#x"])
+        assert (router.places, router.sequences) == (5, 1)
+
+
 class Clock:
     """The running loop's time, which only a test moves."""
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -225,6 +226,23 @@ def test_damaged_calls_are_none(change):
     spool.put_calls("g1.0", 0, 1, calls_of(5, 6))
     spool._connection.execute(f"UPDATE unfinished SET {change}")
     assert versions_of(spool, "g1.0", 0) == versions_of(spool, "g1.0", 1) == []
+
+
+def test_a_spool_whose_pages_are_damaged_is_told_with_the_ways_on(path: Path):
+    with closing(Spool.open(path)) as spool:
+        put(spool, make_group(0))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        ((page,),) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'parts'")
+        ((size,),) = connection.execute("PRAGMA page_size")
+    data = bytearray(path.read_bytes())
+    data[(page - 1) * size] ^= 0x40  # which kind of page it is
+    path.write_bytes(data)
+    with (
+        closing(Spool.open(path)) as spool,
+        pytest.raises(UserError, match=r"spool .* is damaged \(.*malformed.*areal"),
+    ):
+        spool.get(["g0.0"])
 
 
 def test_missing_groups_are_named():

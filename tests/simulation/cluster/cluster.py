@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,6 +22,7 @@ from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
+from actors.runtime import membership
 from actors.runtime.addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.trainer import Trainer
@@ -30,10 +31,11 @@ from areal.storage.journal import Journal
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool
 from protocols import transport
-from protocols.codec import Frame
+from protocols.codec import Frame, decode_body
+from protocols.messages import MembersChanged, Message
 from protocols.transport import Bus
 from simulation.cluster.costs import Costs
-from simulation.cluster.engines import CHUNK, ModelEngine, ModelLearner, ModelRewards, ModelSource, ModelTokenizer
+from simulation.cluster.engines import ModelEngine, ModelLearner, ModelRewards, ModelSource, ModelTokenizer
 from simulation.cluster.lengths import Lengths
 from simulation.cluster.loop import ProcessLoop, Scheduler, undisturbed
 from simulation.cluster.network import SimNetwork, Wire
@@ -41,6 +43,8 @@ from simulation.cluster.setups import GRAIN, Setup
 
 # Keep-alives of a stream are sent at longer intervals than in a real run (2 s), only to save simulation time.
 SPACED: dict[str, Any] = {"KEEP_ALIVE_SECONDS": 60.0, "STREAM_SILENCE_SECONDS": 200.0}
+# Until the measured steps heartbeats are too, for the same reason.
+SPACED_HEARTBEAT_SECONDS = 4.0
 
 MASTER = "tcp://master:5555"
 # Durations of a commit of the journal or of the spool on a local NVMe disk, and of a message within a data centre.
@@ -137,6 +141,7 @@ class Cluster:
         self._tasks: list[asyncio.Task[Any]] = []
         self._totals: list[Totals] = []
         self._failure: str | None = None
+        self._end_spacing: Callable[[], Any]
 
     def run(self) -> tuple[Totals, Totals, float]:
         """Returns the totals at the beginning and at the end of the measured steps, and the CPU seconds of the
@@ -152,12 +157,17 @@ class Cluster:
             for index in range(number):
                 self._start(role, index, 0.1 + self._random.random() * START_SECONDS)
         begun = time.thread_time()
-        with _quiet(self.logged), patch.multiple(transport, **SPACED):
+        spaced = patch.object(membership, "HEARTBEAT_SECONDS", SPACED_HEARTBEAT_SECONDS)
+        self._end_spacing = spaced.stop
+        events = patch.object(transport, "decode_body", cache_of_events(decode_body))
+        with _quiet(self.logged), patch.multiple(transport, **SPACED), events:
+            spaced.start()
             try:
                 self.scheduler.run((setup.warm_up + setup.steps) * LONGEST_STEP_SECONDS)
             finally:
                 for loop in self._loops:
                     loop.bury()
+                spaced.stop()
         if self._failure is not None or len(self._totals) < 2:
             raise RuntimeError(self._failure or f"the run makes no progress after {len(self.steps)} steps")
         start, end = self._totals
@@ -170,6 +180,7 @@ class Cluster:
     def stepped(self, metrics: dict[str, Any]) -> None:
         self.steps.append(metrics)
         if len(self.steps) == self.setup.warm_up:
+            self._end_spacing()
             self._mark()
         if len(self.steps) == self.setup.warm_up + self.setup.steps:
             self._mark()
@@ -260,6 +271,22 @@ class Cluster:
         self.fail(f"a {role} ended: {error!r}" if error else f"a {role} ended: {task.result().reason}")
 
 
+def cache_of_events(decode: Callable[[str, Sequence[Frame]], Message]) -> Callable[[str, Sequence[Frame]], Message]:
+    """Decodes each event of the directory once, not for each of thousands of subscribers, who get the same frames."""
+    last: tuple[Sequence[Frame], Message | None] = (), None
+
+    def decode_once(kind: str, frames: Sequence[Frame]) -> Message:
+        nonlocal last
+        if kind != MembersChanged.kind:
+            return decode(kind, frames)
+        if last[1] is None or last[0] is not frames:
+            last = frames, decode(kind, frames)
+        assert last[1] is not None
+        return last[1]
+
+    return decode_once
+
+
 def config_of(setup: Setup) -> Config:
     """The configuration of the run. Its lengths are in tokens of messages, each of which stands for GRAIN tokens."""
     return Config.model_validate(
@@ -280,7 +307,7 @@ def config_of(setup: Setup) -> Config:
             "generator": {
                 "count": setup.generators,
                 "max_concurrent_rollouts": setup.concurrent,
-                "stream_interval": CHUNK // GRAIN,
+                "stream_interval": setup.chunk // GRAIN,
                 "tensor_parallel": setup.llm.devices_an_engine,
             },
             "rollout_manager": {"count": setup.managers, "max_concurrent_groups": setup.groups_a_manager},

@@ -26,9 +26,6 @@ from simulation.cluster.costs import Costs
 from simulation.cluster.lengths import Lengths
 from simulation.cluster.setups import GRAIN
 
-# Tokens of a sequence in one message. The default of `generator.stream_interval` is 16, which only means more messages
-# to the rollout managers. The larger value saves simulation time.
-CHUNK = 1024
 # Time of a device for a micro-batch of 16k tokens with 7B.
 MICROBATCH_SECONDS = 3.6
 # Time of a score, and at most of the start of a reward actor.
@@ -209,7 +206,7 @@ class ModelEngine:
             stream.context += stream.due
             stream.emit(self.version)
             if stream.left:
-                heappush(self._due, (stream.go_on(at, CHUNK), next(self._serial), stream))
+                heappush(self._due, (stream.go_on(at, self._setup.chunk), next(self._serial), stream))
             else:
                 self._forget(stream)
         self._admit()

@@ -160,8 +160,11 @@ class SimPublication(SimDoor):
         if self.closed:
             raise Unreachable("closed")
         copies: list[Frame] = [bytes(frame) for frame in frames]
+        scheduler = self.network.wire.scheduler
+        scheduler.enter(None)  # a real network sends the copies in a thread that is no actor's
         for caller in list(self.callers.values()):
             self.network.wire.carry(self.network, caller, caller.from_door, copies)
+        scheduler.enter(self.network.loop)
 
 
 class SimCaller(SimLink):

@@ -121,6 +121,12 @@ class Setup:
         return max(1, self.devices - self.generators * self.llm.devices_an_engine)
 
     @property
+    def chunk(self) -> int:
+        """Tokens of a sequence in one message. The default of `generator.stream_interval` is 16, which only means more
+        messages to the rollout managers. The larger values save simulation time."""
+        return 1024 if self.devices <= 1024 else 4096
+
+    @property
     def managers(self) -> int:
         """One for every 32 devices."""
         return max(1, self.devices // 32)
