@@ -301,13 +301,15 @@ def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None
     chats = workflow == "tools" or (has_turns and not isinstance(source.row(0).prompt, str))
     if not chats or not tokenizer.chat_template:
         return
-    # Templates may raise anything.
-    advice = "set data.chat_template, or another model"
-    with explain(Exception, f"The workflow {workflow} cannot talk to this model ({{why}}): {advice}."):
+    try:
         if workflow == "tools":
             check_shown(tokenizer, [user("Hello")], [EXAMPLE_TOOL])
         else:
             ChatTemplate(tokenizer).check()
+    except Exception as error:  # templates may raise anything
+        raise UserError(
+            f"The workflow {workflow} cannot talk to this model ({error}): set data.chat_template, or another model."
+        ) from None
 
 
 def check_quickstart(config: Config, source: PromptSource) -> None:
