@@ -83,13 +83,13 @@ def memory_kills() -> int:
     return 0
 
 
-@cache
 def check_transport(transport: str | None) -> None:
     """Raises UserError if weights cannot be sent by `weights.transport` from or to this machine."""
     if transport == "nccl" and not visible_devices():
         raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
 
 
+@cache
 def _listed_by_driver() -> Sequence[str]:
     """All GPUs. The driver is asked once in a process, since it may take long to answer. Where its tool is missing, as
     in some containers, its device files count, or else what torch sees if it is loaded."""

@@ -867,6 +867,8 @@ def _max_lora_rank(rank: int) -> int:
 def _read_model_folder(model: Path) -> tuple[Shapes, bool]:
     """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder, and
     whether the head is tied. Raises UserError if the folder does not hold a readable model."""
+    if not (model / "config.json").is_file():
+        raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
     if not any(model.glob("*.safetensors")):
         raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
     with explain((OSError, ValueError), f"The model in {model} cannot be read: {{why}}."):
