@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +22,7 @@ from rich.table import Table
 import areal
 from areal.command_line import output as terminal
 from areal.config import Config
-from areal.desk.replay import Replay, plan, run_variant
+from areal.desk.replay import Replay, keeps_weights, plan, run_variant
 from areal.devices import set_allocator
 from areal.errors import UserError
 from areal.plugins import announce_code
@@ -304,9 +303,12 @@ class Audit:
             versions.unknown.append("no step could be trained again")
 
     def _intervals(self, weights: AuditFinding) -> Iterator[tuple[int, int]]:
-        """The steps between two known weights, as far as their rollouts are there."""
+        """The steps from a checkpoint to weights that can be compared, as far as their rollouts are there: all that
+        there are with --full, else those from the last checkpoint before such weights."""
         versions = sorted({*self.record.versions, max(self.records, default=0)})
-        for interval in pairwise(versions):
+        ends = [version for version in versions[1:] if keeps_weights(self.record, version)]
+        starts = versions[:1] + ends if self.full else [max(v for v in versions if v < end) for end in ends]
+        for interval in zip(starts, ends, strict=False):
             try:
                 plan(self.record, [], steps="{}:{}".format(*interval))
             except UserError as error:

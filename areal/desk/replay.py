@@ -465,16 +465,24 @@ def _summary(
     }
 
 
+def keeps_weights(run: Record, step: int) -> bool:
+    """Whether a run's weights after a step can be compared with a replay's. A checkpoint has more than is published
+    where there are adapters, or vision beside the text model."""
+    if (run.ending or {}).get("weights", {}).get("version") == step:
+        return True
+    checkpoint = run.checkpoint(step)
+    return checkpoint.is_dir() and not (run.config.trainer.lora or is_wrapper(checkpoint))
+
+
 def _recorded_stamp(variant: Replay, step: int) -> str | None:
     """The stamp of the run's weights after a step; None if it is not known."""
     weights = (variant.run.ending or {}).get("weights", {})
     if weights.get("version") == step:
         return weights["stamp"]
-    checkpoint = variant.run.checkpoint(step)
-    # A checkpoint has more than is published where there are adapters, or vision beside the text model.
-    if variant.config.trainer.lora or not checkpoint.is_dir() or is_wrapper(checkpoint):
+    if not keeps_weights(variant.run, step):
         return None
-    return Manifest(tuple(file for file in Manifest.of(checkpoint).files if file.name.endswith(".safetensors"))).stamp
+    files = Manifest.of(variant.run.checkpoint(step)).files
+    return Manifest(tuple(file for file in files if file.name.endswith(".safetensors"))).stamp
 
 
 def _worthless_from(records: Sequence[dict[str, Any]]) -> int | None:

@@ -21,7 +21,7 @@ from tiny_training import TEMPERATURE, VOCAB, make_model
 from areal.__main__ import main
 from areal.config import Config, dump_config
 from areal.data.warm_start import make_tokenizer
-from areal.desk.audit import Audit
+from areal.desk.audit import Audit, AuditFinding
 from areal.staleness.ledger import Batch, Event, Ledger, LedgerSettings, event_record
 from areal.storage.journal import Journal
 from areal.storage.records import line_of, record_of
@@ -164,6 +164,12 @@ def test_a_run_is_what_its_record_says(run, capsys):
     assert failures(run, "--full") == {}
     report = json.loads((run / "audit.json").read_text())
     assert sorted(report["replayed"]) == [[0, 2], [2, 4]]
+
+
+def test_checkpoints_that_hold_more_than_weights_that_are_published_are_trained_through(run, monkeypatch):
+    monkeypatch.setattr("areal.desk.replay.is_wrapper", lambda folder: True)  # as of a model with vision
+    assert list(Audit(run)._intervals(AuditFinding("check"))) == [(2, 4)]
+    assert list(Audit(run, full=True)._intervals(AuditFinding("check"))) == [(0, 4)]
 
 
 def change_token(run: Path) -> None:
