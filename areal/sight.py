@@ -100,28 +100,28 @@ class Sight:
     def column(self, tokens: np.ndarray, parts: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
         """The column `pictures` of the tokens of a prompt, whose first placeholders stand for the pictures that these
         parts of messages show; None if it has no placeholder. Raises ValueError if they do not."""
-        places, ends = np.flatnonzero(tokens == self.token), 0
+        runs = self._runs(tokens, [self.tokens(part["width"], part["height"]) for part in parts])
         column = np.zeros((len(tokens), DIGEST_BYTES), np.uint8)
-        for part in parts if len(places) else ():
-            count = self.tokens(part["width"], part["height"])
-            run, ends = places[ends : ends + count], ends + count
-            if len(run) < count or run[-1] - run[0] != count - 1:
-                raise ValueError(f"the placeholders of a prompt are not those of its {len(parts)} pictures")
+        for run, part in zip(runs, parts, strict=False):
             column[run] = np.frombuffer(bytes.fromhex(part["digest"]), np.uint8)
-        return column if ends else None
+        return column if runs else None
 
     def starts(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> list[int]:
         """Where the placeholders of each picture begin among the tokens of a sequence, int [n]; none if it has no
         placeholder. Those after the last picture's are tokens like any other. Raises ValueError if the first
         placeholders do not stand for these pictures."""
-        places, ends = np.flatnonzero(np.asarray(tokens) == self.token), 0
-        starts = []
-        for picture in pictures if len(places) else ():
-            run, ends = places[ends : ends + picture.tokens], ends + picture.tokens
-            if len(run) < picture.tokens or run[-1] - run[0] != picture.tokens - 1:
-                raise ValueError(f"the placeholders of a prompt are not those of its {len(pictures)} pictures")
-            starts.append(int(run[0]))
-        return starts
+        return [int(run[0]) for run in self._runs(np.asarray(tokens), [picture.tokens for picture in pictures])]
+
+    def _runs(self, tokens: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+        """The places of the placeholders of each picture, int [count]; none if there is no placeholder. counts: in how
+        many parts each picture is seen. Raises ValueError if the first placeholders do not stand for these pictures."""
+        places, end, runs = np.flatnonzero(tokens == self.token), 0, list[np.ndarray]()
+        for count in counts if len(places) else ():
+            run, end = places[end : end + count], end + count
+            if len(run) < count or run[-1] - run[0] != count - 1:
+                raise ValueError(f"the placeholders of a prompt are not those of its {len(counts)} pictures")
+            runs.append(run)
+        return runs
 
 
 class SquareSight(Sight):

@@ -468,17 +468,22 @@ def _summary(
 def keeps_weights(run: Record, step: int) -> bool:
     """Whether a run's weights after a step can be compared with a replay's. A checkpoint has more than is published
     where there are adapters, or vision beside the text model."""
-    if (run.ending or {}).get("weights", {}).get("version") == step:
+    if _final_stamp(run, step):
         return True
     checkpoint = run.checkpoint(step)
     return checkpoint.is_dir() and not (run.config.trainer.lora or is_wrapper(checkpoint))
 
 
+def _final_stamp(run: Record, step: int) -> str | None:
+    """The stamp of the weights that a run ended with; None if that was not after this step."""
+    weights = (run.ending or {}).get("weights", {})
+    return weights["stamp"] if weights.get("version") == step else None
+
+
 def _recorded_stamp(variant: Replay, step: int) -> str | None:
     """The stamp of the run's weights after a step; None if it is not known."""
-    weights = (variant.run.ending or {}).get("weights", {})
-    if weights.get("version") == step:
-        return weights["stamp"]
+    if stamp := _final_stamp(variant.run, step):
+        return stamp
     if not keeps_weights(variant.run, step):
         return None
     files = Manifest.of(variant.run.checkpoint(step)).files
