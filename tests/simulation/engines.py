@@ -150,18 +150,23 @@ class Mishaps:
 
 class Toil:
     """What the engine of one process works on, and since when, by the clock of its process. `to_hang`: the beginnings
-    of the works that never end. `hangs`: one of them has begun."""
+    of the works that never end. `hangs`: those of them that have begun."""
 
     def __init__(self) -> None:
         self._since: dict[object, tuple[float, str]] = {}
         self.to_hang: set[str] = set()
-        self.hangs = False
+        self.hangs: set[str] = set()
 
     def must_hang(self, what: str) -> bool:
         """Whether work that begins now never ends."""
-        hangs = what.startswith(tuple(self.to_hang))
-        self.hangs = self.hangs or hangs
-        return hangs
+        hangs = {beginning for beginning in self.to_hang if what.startswith(beginning)}
+        self.hangs |= hangs
+        return bool(hangs)
+
+    def recover(self) -> None:
+        """Work that begins from now on ends. But one loop of an engine samples all its sequences: if it hangs, it
+        samples nothing any more, else sequences that hang would be hidden by the progress of later ones."""
+        self.to_hang &= self.hangs & {"sampling"}
 
     @property
     def oldest(self) -> tuple[float, str] | None:

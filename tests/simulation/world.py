@@ -856,7 +856,7 @@ class World:
             life.loop.resume()
             life.loop.before_work = life.loop.after_work = life.network.on_answer = None
             life.loop.fuse = 0
-            life.toil.to_hang.clear()
+            life.toil.recover()
 
     # --- the trace
 
