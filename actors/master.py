@@ -342,12 +342,7 @@ class Master(HandlesRequests):
                 self._run.changed.notify()
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            policy=self.state.policy,
-            members=tuple(self.state.members.values()),
-            sequence=self._events.sequence,
-            events=self._events.address,
-        )
+        return self.members.snapshot(self._events.sequence, self._events.address)
 
     # --- membership
 
@@ -360,9 +355,9 @@ class Master(HandlesRequests):
         return Welcome(identity=member.identity, start=start, config=config, snapshot=self._snapshot())
 
     def _admit(self, member: Member) -> Member:
-        for occupant in self.members.with_role(member.role, healthy=False):
-            if occupant.index == member.index:
-                self._remove(occupant.identity, f"replaced by {member.identity}")
+        place = f"{actor_name(member.identity)}#"
+        for occupant in [identity for identity in self.state.members if identity.startswith(place)]:
+            self._remove(occupant, f"replaced by {member.identity}")
         self.members.add(member)
         log.info("joined", actor=member.identity, address=member.address)
         if member.role == "generator" and not self._run.end.done():

@@ -59,11 +59,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, Json, model_validator
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 35
+PROTOCOL_VERSION = 36
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -205,10 +205,11 @@ class Join(Message):
 
 class Snapshot(Message):
     """The current policy and members, for actors that join late. Events with numbers after `sequence` change them and
-    are published at the address `events`. Sequence numbers continue after those of an earlier master of the run."""
+    are published at the address `events`. Sequence numbers continue after those of an earlier master of the run. The
+    master sends the JSON of each member, which it makes once, not for each of those who ask."""
 
     policy: Policy
-    members: Several[Member]
+    members: Several[Annotated[Json[Member] | Member, Field(union_mode="left_to_right")]]
     sequence: int
     events: Name
 

@@ -25,6 +25,7 @@ from protocols.messages import (
     MembersChanged,
     Message,
     Policy,
+    Snapshot,
     actor_name,
 )
 
@@ -64,7 +65,8 @@ class Members:
         self.last_heartbeats = {identity: LastHeartbeat(clock(), restored=True) for identity in state.members}
         self.starts = Counter[str]()  # of actors since the master started, by role/index
         self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
-        self._sizes = Counter({identity: _bytes_of(member) for identity, member in state.members.items()})
+        self._entries = {identity: _entry(member) for identity, member in state.members.items()}
+        self._size = sum(map(len, self._entries.values()))
         self._engagements: dict[str, Engagement] = {}  # of the generators, in their last heartbeats
         self._loads_due: dict[str, float] = {}  # when an asker gets loads again
 
@@ -73,9 +75,15 @@ class Members:
 
     # --- the directory
 
+    def snapshot(self, sequence: int, events: str) -> Snapshot:
+        """Thousands that join at once get it, so a member is encoded when it changes, not for each of them."""
+        entries: tuple[Any, ...] = tuple(self._entries.values())
+        return Snapshot.model_construct(policy=self._state.policy, members=entries, sequence=sequence, events=events)
+
     def find_joined(self, join: Join, mark: str) -> Member | None:
         """The member that this Join already created, if an earlier master answered the same Join."""
-        return next((m for m in self.with_role(join.role, healthy=False) if m.identity.endswith(f"#{mark}")), None)
+        members, of_mark = self._state.members, f"#{mark}"
+        return next((members[i] for i in members if i.endswith(of_mark) and members[i].role == join.role), None)
 
     def new_entry(self, join: Join, mark: str) -> Member:
         """The entry of an actor that wants to join. Raises RefusedError, and BusyError if there are too many."""
@@ -115,7 +123,8 @@ class Members:
         self.removed[identity] = reason
         while len(self.removed) > REMOVED_KEPT:
             del self.removed[next(iter(self.removed))]
-        del self.last_heartbeats[identity], self._sizes[identity]
+        del self.last_heartbeats[identity]
+        self._size -= len(self._entries.pop(identity))
         self._engagements.pop(identity, None)
         self._loads_due.pop(identity, None)
         self._publish(MembersChanged(gone=(identity,)))
@@ -123,11 +132,14 @@ class Members:
     def _enter(self, change: Joined | MemberChanged) -> None:
         member = change.member
         self._state.emit(change)
-        self._sizes[member.identity] = _bytes_of(member)
+        entry = _entry(member)
+        self._size += len(entry) - len(self._entries.get(member.identity, b""))
+        self._entries[member.identity] = entry
         self._publish(MembersChanged(changed=(member,)))
 
     def _check_room(self, member: Member) -> None:
-        if self._sizes.total() - self._sizes[member.identity] + _bytes_of(member) > MAX_DIRECTORY_BYTES:
+        before = self._entries.get(member.identity, b"")
+        if self._size - len(before) + len(_entry(member)) > MAX_DIRECTORY_BYTES:
             raise BusyError(f"the directory of the run has no room for what {member.identity} tells of itself")
 
     # --- heartbeats
@@ -202,10 +214,10 @@ def next_event(outbox: deque[Message]) -> Message:
     return MembersChanged(changed=tuple(m for i, m in changed.items() if i not in gone), gone=tuple(gone))
 
 
-def _bytes_of(member: Member) -> int:
-    """What the entry of a member takes in a message, at the most: msgpack is shorter than JSON."""
-    return len(member.model_dump_json().encode())
+def _entry(member: Member) -> bytes:
+    """The entry of a member in a snapshot. In an event it is shorter: msgpack is shorter than JSON."""
+    return member.model_dump_json().encode()
 
 
 def _bytes_of_change(event: MembersChanged) -> int:
-    return sum(map(_bytes_of, event.changed)) + sum(len(identity) + 5 for identity in event.gone)
+    return sum(len(_entry(member)) for member in event.changed) + sum(len(identity) + 5 for identity in event.gone)
