@@ -323,10 +323,15 @@ class Trainer(Actor):
                 damage = damage or str(error)
                 continue
             if damage:
-                log.error(f"{damage} The run goes on from version {version}: the steps since are trained again.")
+                self._alert(f"{damage} The run goes on from version {version}: the steps since are trained again.")
             return version
         ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
         raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}")
+
+    def _alert(self, sentence: str) -> None:
+        """Tell the user, until the next checkpoint of further steps."""
+        log.error(sentence)
+        self.member.alert = sentence
 
     async def _load(self, version: int, run: str) -> None:
         """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
@@ -495,7 +500,7 @@ class Trainer(Actor):
             with self.member.working(f"writing a checkpoint of version {version}", "checkpoint", refusals):
                 await self._learner.finish_save()
         except UserError as error:
-            log.error(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
+            self._alert(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
             return error
         self.member.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
         if publication is not None:
@@ -507,6 +512,8 @@ class Trainer(Actor):
         saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
         needless = (await self.member.ask_master(saved, CheckpointAnswer)).drop.splitlines()
         self._checkpoint_version = version
+        if version > self._recovery.version:  # a redone one may come a moment after the alert
+            self.member.alert = ""
         await self.member.on_disk("the spool", self._spool.forget, needless)
         self._checkpoints.append(version)
         while len(self._checkpoints) > limit:
