@@ -78,6 +78,8 @@ RETRY_LOAD_SECONDS = 1.0
 LOADS_FAIL_SECONDS = 60.0
 # How long the trainer may keep a request for the devices before it refuses it.
 TAKE_SECONDS = 20.0
+# Copied with the settings of each sequence: `model_construct` inspects factories of defaults anew, for 0.4 ms.
+ANY_SAMPLING = SamplingConfig(max_new_tokens=1)
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -330,7 +332,7 @@ class Generator(Actor):
         self, name: str, sender: str, new: NewSequence, prompt: "_Prompt", add: "Callable[[_New], None]"
     ) -> None:
         """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
-        sampling = SamplingConfig.model_construct(**{name: getattr(new, name) for name in SAMPLING})
+        sampling = ANY_SAMPLING.model_copy(update={name: getattr(new, name) for name in SAMPLING})
         self._sequences[name] = sender
         try:
             await self._loaded.until(

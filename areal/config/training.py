@@ -120,6 +120,8 @@ class TrainerConfig(Section):
     paper's figure 6a); null: by Algorithm 1"""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """recompute activations in the backward pass, which saves memory; auto: on GPUs"""
+    compile: bool = False
+    """compile the layers of the model (torch.compile): the first step takes a minute or two longer, later ones less"""
     lora: LoraConfig | None = Field(None, description="train adapters instead of all weights")
     peak_tflops: float | None = Field(None, gt=0)
     """dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"""
@@ -252,6 +254,8 @@ class TrainerConfig(Section):
                 f"trainer.offload is all, but trainer.zero_stage is {self.zero_stage}, which leaves the weights on the "
                 f"devices: set trainer.zero_stage=3, or trainer.offload=optimizer"
             )
+        if self.compile and self.zero_stage == 3:
+            yield "trainer.compile cannot compile layers whose weights are gathered: lower trainer.zero_stage"
         yield from deepspeed_conflicts(self.deepspeed_options, self.offload)
         if self.eps_clip > 1 and self.objective in OBJECTIVE_SETTINGS and self.objective not in ("gmpo", "dppo_kl"):
             yield (

@@ -38,7 +38,7 @@ from areal.storage.pictures import PictureStore, pictures_of
 from areal.training.advantages import advantages, gae
 from areal.training.agreement import SILENCE, RankMessages, Writer
 from areal.training.checkpoint import TrainingState
-from areal.training.flops import Operations, peak_tflops
+from areal.training.flops import Operations, experts_of, peak_tflops
 from areal.training.frozen_tower import FrozenTower
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
@@ -64,7 +64,16 @@ from areal.training.optimizer import (
     parameter_groups,
     value_head_group,
 )
-from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
+from areal.training.packed import (
+    FLASH,
+    FlatBatch,
+    PackedRow,
+    choose_attention,
+    compile_layers,
+    empty_row,
+    pack,
+    row_inputs,
+)
 from areal.training.routes import RouteReplay
 from areal.training.shards import Copied, ModelFolder, Published, WeightCopies
 from areal.training.step_metrics import StepResult, Tally
@@ -199,6 +208,10 @@ class TrainingEngine:
         self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
         self._fit_rows(self._module, head)
+        if config.compile:
+            if self._one_a_row or any(experts_of(self._module.config.get_text_config())):
+                raise UserError(f"{head} has layers that mix tokens, or experts: leave out trainer.compile.")
+            compile_layers(self._module, self._attention)
         self._operations = Operations(self._module)
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()

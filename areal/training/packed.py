@@ -406,6 +406,20 @@ def choose_attention(dtype: str, *, flash: bool = True) -> str:
     return PACKED_FLEX
 
 
+def compile_layers(module: Any, attention: str) -> None:
+    """Have torch compile each layer of a model on its first pass. In place: its parameters keep their names.
+
+    attention: the name of the attention, which is not compiled: what it does differs from row to row.
+    """
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))
+    for layer in module.get_decoder().modules():
+        if type(layer).__name__ in module._no_split_modules:
+            layer.compile(dynamic=True)
+
+
 def row_inputs(row: PackedRow, attention: str) -> dict[str, Any]:
     """The arguments of the model's own forward method for a row."""
     inputs = {"input_ids": row.tokens, "position_ids": row.positions, "use_cache": False}

@@ -23,6 +23,7 @@ from tiny_training import (
     make_batch,
     make_forest,
     make_kind,
+    make_tree,
     run_worker,
     settings,
     step_and_gradients,
@@ -74,6 +75,30 @@ def test_gradients_are_the_same_with_checkpointing_under_zero_3(tmp_path):
     _, gradients = step_and_gradients(engine, make_batch())
     engine.close()
     assert_same_gradients(gradients, exact_gradients(folder))
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_the_same_gradients_and_names(tmp_path):
+    folder = make_kind("Gemma3", tmp_path / "model")
+    engine = TrainingEngine(folder, settings(compile=True), seed=0)
+    compiled = torch._dynamo.utils.counters["stats"]
+    _, gradients = step_and_gradients(engine, make_batch())
+    engine.step(make_forest(), version=4, temperature=TEMPERATURE)
+    graphs = compiled["unique_graphs"]
+    for batch in (make_batch(1), make_tree(), make_forest()):  # rows of other shapes
+        engine.step(batch, version=5, temperature=TEMPERATURE)
+    published = load_file(engine.publish(tmp_path / "0") / "model.safetensors")
+    engine.close()
+    assert_same_gradients(gradients, exact_gradients(folder))
+    assert 0 < graphs == compiled["unique_graphs"]
+    assert published.keys() == load_file(folder / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Lfm2"])
+def test_layers_that_cannot_be_compiled_are_refused_at_the_start(tmp_path, kind):
+    folder = make_kind(kind, tmp_path / "model")
+    with pytest.raises(UserError, match="has layers that mix tokens, or experts: leave out trainer.compile"):
+        TrainingEngine(folder, settings(compile=True), seed=0)
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Granite"])
