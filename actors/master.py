@@ -477,6 +477,7 @@ class Master(HandlesRequests):
             *self._run.failures.firsts.values(),
             *self._hangs.alerts.values(),
             *self._memory.alerts.values(),
+            *filter(None, (last.beat.alert for last in self.members.last_heartbeats.values())),
             *disks,
             *pauses,
         ]

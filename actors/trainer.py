@@ -197,6 +197,7 @@ class Trainer(Actor):
         member.serve(self._samples)
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
+        self._damage = ""  # told as long as this trainer lives, since a checkpoint may follow at once
         self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
         self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
         self._at_rest = asyncio.Event()  # no further step begins
@@ -323,10 +324,16 @@ class Trainer(Actor):
                 damage = damage or str(error)
                 continue
             if damage:
-                log.error(f"{damage} The run goes on from version {version}: the steps since are trained again.")
+                self._damage = f"{damage} The run goes on from version {version}: the steps since are trained again."
+                self._alert(self._damage)
             return version
         ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
         raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}")
+
+    def _alert(self, sentence: str) -> None:
+        """Tell the user, until the next checkpoint."""
+        log.error(sentence)
+        self.member.alert = sentence
 
     async def _load(self, version: int, run: str) -> None:
         """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
@@ -495,7 +502,7 @@ class Trainer(Actor):
             with self.member.working(f"writing a checkpoint of version {version}", "checkpoint", refusals):
                 await self._learner.finish_save()
         except UserError as error:
-            log.error(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
+            self._alert(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
             return error
         self.member.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
         if publication is not None:
@@ -507,6 +514,7 @@ class Trainer(Actor):
         saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
         needless = (await self.member.ask_master(saved, CheckpointAnswer)).drop.splitlines()
         self._checkpoint_version = version
+        self.member.alert = self._damage
         await self.member.on_disk("the spool", self._spool.forget, needless)
         self._checkpoints.append(version)
         while len(self._checkpoints) > limit:

@@ -63,7 +63,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, J
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 36
+PROTOCOL_VERSION = 37
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -285,7 +285,7 @@ class Heartbeat(Message):
     a generator's load. `works`: of the actor's operations in progress one of each kind, the oldest first; none while it
     only waits. `ended`: by kind, for how long those have stood still that have ended since the last heartbeat. A
     generator is healthy once it has loaded the policy that was current when it joined. `shortage`: while it waits for a
-    disk."""
+    disk. `alert`: a sentence for the user of the run, if any."""
 
     state: State
     serves: Annotated[Several[Name], Field(max_length=MAX_SERVED)]
@@ -297,6 +297,7 @@ class Heartbeat(Message):
     spans: Annotated[Several[Span], Field(max_length=MAX_STATS)] = ()
     clock: Number = 0.0
     shortage: DiskShortage | None = None
+    alert: Annotated[str, Field(max_length=1024)] = ""
 
 
 class Shutdown(Message):

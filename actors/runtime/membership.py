@@ -104,7 +104,7 @@ class Membership:
 
     Once the actor has joined, `config` is the configuration of the run, `directory` what is known of the run, `works`
     what the actor works on, and `disk` waits for room on its disk. `used` is closed when the actor ends. `outcome`: the
-    end of the sentence that says why it has left.
+    end of the sentence that says why it has left. `alert`: what the user of the run is told on its console.
     """
 
     config: Config
@@ -131,7 +131,7 @@ class Membership:
         self.role = Actor()  # until it is made
         self.state: State = "starting"
         self.activity = "starting"
-        self.outcome = ""
+        self.outcome = self.alert = ""
         self.engine_seed = 0
         self.used = AsyncExitStack()
         self._options = options
@@ -398,6 +398,7 @@ class Membership:
             serves=role.serves(),
             activity=str(short or self.activity)[:512],
             shortage=DiskShortage(**asdict(short) | {"waits": short.waits[:512]}) if short else None,
+            alert=self.alert[:1024],
             stats=role.stats() | vitals.numbers(),
             engagement=role.engagement(),
             works=(*role.works(), *self.works.report()),

@@ -281,8 +281,7 @@ class Supervisor:
                 silent += 1
                 lost = answering == master.starts and silent * (LOOK_SECONDS + ASK_SECONDS) > lost_seconds / 2
                 if lost and (process := master.running):
-                    self._say(f"{master.name} is killed: it has not answered for {lost_seconds / 2:g} s")
-                    kill_group(process)
+                    self._kill(master, process, f"it has not answered for {lost_seconds / 2:g} s")
                 continue
             answering, silent = master.starts, 0
             for alert in status["alerts"]:
@@ -296,9 +295,13 @@ class Supervisor:
         now = asyncio.get_running_loop().time()
         for child in self.children:
             if child.has_left(members, now) and (process := child.running):
-                why = "it has lost its place in the run, and does not end"
-                self._say(f"{child.name} is killed: {why}. Last output: {child.last_line}")
-                kill_group(process)
+                why = f"it has lost its place in the run, and does not end. Last output: {child.last_line}"
+                self._kill(child, process, why)
+
+    def _kill(self, child: Child, process: asyncio.subprocess.Process, why: str) -> None:
+        self._say(f"{child.name} is killed: {why}")
+        kill_group(process)
+        child.memory_kills = memory_kills()  # those of the kernel before are not why it dies
 
     async def _until_answers(self, master: Child, bus: Bus, address: str) -> bool:
         """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's
@@ -413,7 +416,8 @@ class Supervisor:
                 if out is None and self._folder is not None:
                     out = log_file(self._folder / "logs" / f"{child.role}-{child.index}.out")
                     out.append(f"{text}\n" for text in child.tail)
-                child.tail.extend(lines)
+                # Python's tracker of semaphores warns once the process is dead: that says nothing of why.
+                child.tail.extend(line for line in lines if "resource_tracker" not in line)
                 if out is not None:
                     out.append(f"{text}\n" for text in lines)
 

@@ -78,6 +78,8 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
         raise sqlite3.DatabaseError("it is a database of another program or purpose")
     if not new and marks[1] != version:
         program = read_meta(connection, "program") or "an earlier version"
+        if program == _program():  # no version of its own, since neither is released
+            program = f"{'an earlier' if marks[1] < version else 'a later'} commit of {program}"
         raise FormatError(f"{program} wrote it in format version {marks[1]}, this program reads {version}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
@@ -102,7 +104,11 @@ def write_meta(connection: sqlite3.Connection, name: str, value: str) -> None:
 
 
 def note_program(connection: sqlite3.Connection) -> None:
-    write_meta(connection, "program", f"version {areal.__version__}")
+    write_meta(connection, "program", _program())
+
+
+def _program() -> str:
+    return f"version {areal.__version__}"
 
 
 def new_identity() -> str:

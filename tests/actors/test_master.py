@@ -146,9 +146,10 @@ class Caller:
         self.bus.identity.name = welcome.identity
         return welcome
 
-    async def beat(self, shortage: DiskShortage | None = None, **stats: float):
+    async def beat(self, shortage: DiskShortage | None = None, alert: str = "", **stats: float):
         serves = {"reward": ("addition",), "scorer": ("wise",)}.get(self.role, ())
-        beat = Heartbeat(state="healthy", serves=serves, activity="testing", stats=stats, shortage=shortage)
+        beat = Heartbeat(state="healthy", serves=serves, activity="testing", stats=stats)
+        beat = beat.model_copy(update={"shortage": shortage, "alert": alert})
         return await self.ask(beat)
 
 
@@ -189,6 +190,14 @@ def small_disk(config, monkeypatch) -> Iterator[Path]:
     config.folder.mkdir()
     with mounted_small_disk(config.folder, inodes=100):
         yield config.folder
+
+
+async def test_what_a_member_tells_the_user_is_an_alert_until_it_takes_it_back(config):
+    async with master_of(without_evaluation(config)), callers(config, "trainer", "reward") as (trainer, reward):
+        for said in ["the newest checkpoint is damaged", ""]:
+            await trainer.beat(alert=said)
+            await reward.beat()
+            assert [*(await reward.ask(AskStatus())).values["alerts"]] == [said] * bool(said)
 
 
 async def test_a_master_with_a_full_disk_is_heard_and_its_run_can_be_ended_in_order(config, small_disk):

@@ -619,7 +619,7 @@ def saved_calls_of_another_sample() -> AbstractContextManager[None]:
 
 def saved_calls_whatever_their_prompts() -> AbstractContextManager[None]:
     """A call goes on from saved tokens of a call with another prompt."""
-    return patch.multiple(sessions, digest_of=lambda prompt: bytes(DIGEST_BYTES))
+    return patch.multiple(sessions, digest_of=lambda prompt, names: bytes(DIGEST_BYTES))
 
 
 def newest_version_of_saved_calls() -> AbstractContextManager[None]:
@@ -937,7 +937,7 @@ def sessions_trained_twice() -> AbstractContextManager[None]:
 
 def sessions_of_two_gateways() -> AbstractContextManager[None]:
     """The trainer takes the calls of a session also from a gateway that was replaced."""
-    return patch.multiple(SampleStore, _check_asker=lambda store, request: None)
+    return patch.multiple(SampleStore, _check_holder=lambda store, request: None)
 
 
 def expiry_not_told() -> AbstractContextManager[None]:

@@ -314,7 +314,7 @@ PROVOKED = {
     "stored sessions begin anew": Provoked("has calls, but", samples_unreported, ALONE),
     "deleted sessions stay": Provoked("is told that it is deleted", lambda n: plan(), ALONE),
     "sessions trained twice": Provoked("an answer of", lambda n: plan(), replace(ALONE, eval_size=1, idle_seconds=1.0)),
-    "sessions of two gateways": Provoked("the answer", gateways_are_replaced, ALONE, 16),
+    "sessions of two gateways": Provoked("the answer", gateways_are_replaced, ALONE, 40),
     "expiry not told": Provoked("its reward is taken, but", lambda n: plan(), MIXED),
 }
 

@@ -228,13 +228,15 @@ async def test_a_child_that_died_while_the_kernel_killed_for_lack_of_memory_is_t
     monkeypatch.setattr(areal.devices, "VMSTAT", tmp_path / "vmstat")
     count = "(folder / 'vmstat').write_text(f'nr_free_pages 7\\noom_kill {start + 3}\\n')"
     (tmp_path / "vmstat").write_text("oom_kill 3\n")
-    play = stage(reward=f"{count} if start < 3 else None\nsys.exit(4) if start < 4 else stay()")
+    warning = "print('why it dies\\n  warnings.warn(resource_tracker: 1 leaked semaphore)', flush=True)"  # of Python's
+    play = stage(reward=f"{count} if start < 3 else None\n{warning}\nsys.exit(4) if start < 4 else stay()")
     running = asyncio.create_task(play.supervisor.run_roles(["reward"], [], {}))
     await until(lambda: len(play.starts("reward")) == 4)
     play.supervisor.interrupt(signal.SIGINT)
     await running
     deaths = [line for line in play.output.splitlines() if "exited with 4" in line]
     assert ["the kernel has killed 1 for lack of memory" in line for line in deaths] == [True, True, False]
+    assert all("Last output: why it dies" in line for line in deaths)
 
 
 async def test_a_child_for_which_the_machine_has_no_process_left_is_started_again(stage, at_once, monkeypatch):
@@ -376,7 +378,9 @@ def replace_status(folder: Path, status: dict[str, list]) -> None:
 async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     whole, config, tmp_path, at_once, just_ended, monkeypatch
 ):
-    """A process that is stopped for good does not hear that it has lost its place."""
+    """A process that is stopped for good does not hear that it has lost its place. Nor did the kernel kill it."""
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    monkeypatch.setattr(areal.devices, "VMSTAT", tmp_path / "vmstat")
     monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(supervisor, "FENCED_SECONDS", 0.2)
     play = whole()
@@ -391,6 +395,7 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     generator = next(child for child in play.supervisor.children if child.role == "generator")
     await until(lambda: generator.identity == "generator/0#a")
     os.kill(play.pid("generator"), signal.SIGSTOP)
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")  # some other process
     tell("trainer/0#a")
     await until(lambda: len(play.starts("generator")) == 2)
     await until(lambda: "stays" in generator.last_line)
@@ -404,6 +409,7 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     assert play.output.count("generator/0 may hang") == 2
     killed = "generator/0 is killed: it has lost its place in the run, and does not end. Last output: generator stays"
     assert killed in play.output
+    assert "lack of memory" not in play.output
 
 
 async def test_a_master_that_has_stopped_to_answer_is_killed_and_started_again(

@@ -9,7 +9,7 @@ from areal.storage import journal, rollouts, spool
 from protocols.messages import PROTOCOL_VERSION
 
 VERSIONS = {
-    "0.2": {"journal": 10, "spool": 11, "rollouts": 3, "protocol": 36},
+    "0.2": {"journal": 10, "spool": 11, "rollouts": 3, "protocol": 37},
 }
 """The formats of each version. Whoever changes one raises the middle number in pyproject.toml, once for the next
 release, and adds a line here."""

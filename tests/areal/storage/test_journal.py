@@ -399,6 +399,9 @@ def test_a_journal_of_an_older_format_names_the_version_that_wrote_it(path: Path
     change(path, f"PRAGMA user_version = {version}; UPDATE facts SET value = 'version 0.0.1' WHERE name = 'program'")
     with pytest.raises(UserError, match=rf"version 0\.0\.1 wrote it in format version {version}"):
         Journal.open(path)
+    change(path, f"UPDATE facts SET value = 'version {areal.__version__}' WHERE name = 'program'")
+    with pytest.raises(UserError, match=rf"an earlier commit of version {areal.__version__} wrote it in format"):
+        Journal.open(path)
 
 
 def test_a_journal_of_a_later_format_names_the_version_that_wrote_it(path: Path):
