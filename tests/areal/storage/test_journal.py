@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import contextlib
 import itertools
+import re
 import signal
 import sqlite3
 import subprocess
