@@ -283,9 +283,8 @@ class Audit:
             if facts is None or facts["run"] != run:
                 weights.faults.append(f"{checkpoint} is damaged, or of another run")
         possible = list(self._intervals(weights))
-        drawn = possible if self.full else [random.SystemRandom().choice(possible)] if possible else []
         tokens = 0
-        for first, last in drawn:
+        for first, last in possible if self.full else random.SystemRandom().sample(possible, len(possible)):
             (variant,) = plan(self.record, [], steps=f"{first}:{last}")
             sampling = _TokenVersions(variant, self._limit(), versions)
             summary = run_variant(variant, Console(quiet=True), check=sampling.check, run=run)
@@ -295,12 +294,16 @@ class Audit:
                 weights.faults.append(f"the steps {first + 1} to {last} give other weights{self._since(variant)}")
             elif summary["same_weights"] is None:
                 weights.unknown.append(f"the weights after step {last} are not in the record")
-        steps = sum(last - first for first, last in drawn)
-        how = "trained again" if self.full or not drawn else "drawn and trained again; --full trains all"
+            if tokens and not self.full:
+                break  # else no token of a later batch is of the versions that these few steps pass
+        steps = sum(last - first for first, last in self.replayed)
+        how = "trained again" if self.full else "drawn and trained again; --full trains all"
         weights.about = f"{steps} of {len(self.records)} steps {how}" if steps else ""
         versions.about = f"{tokens} sampled tokens, with log-probs by the weights of their version" if tokens else ""
-        if not drawn:
+        if not possible:
             versions.unknown.append("no step could be trained again")
+        elif not tokens:
+            versions.unknown.append("no trained token is of a version that these steps pass")
 
     def _intervals(self, weights: AuditFinding) -> Iterator[tuple[int, int]]:
         """The steps from a checkpoint to weights that can be compared, as far as their rollouts are there: all that
