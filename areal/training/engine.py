@@ -209,9 +209,7 @@ class TrainingEngine:
         self.device: torch.device = self._deepspeed.device
         self._fit_rows(self._module, head)
         if config.compile:
-            if self._one_a_row or any(experts_of(self._module.config.get_text_config())):
-                raise UserError(f"{head} has layers that mix tokens, or experts: leave out trainer.compile.")
-            compile_layers(self._module, self._attention)
+            self._compile_layers(head)
         self._operations = Operations(self._module)
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
@@ -327,6 +325,11 @@ class TrainingEngine:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             settings = {key: getattr(self.config, key) for key in ("dtype", "gradient_checkpointing")}
             log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[prefix_tree], **settings)
+
+    def _compile_layers(self, head: Head) -> None:
+        if self._one_a_row or any(experts_of(self._module.config.get_text_config())):
+            raise UserError(f"{head} has layers that mix tokens, or experts: leave out trainer.compile.")
+        compile_layers(self._module, self._attention)
 
     def _check_divided(self, module: torch.nn.Module, head: Head) -> None:
         """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
