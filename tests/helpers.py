@@ -19,12 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import zmq
 
+from areal.config import Config
 from areal.storage.spool import Spool, SpoolPart
 from areal.trajectory import Branch, Group, Trajectory
 from protocols.network import ZmqNetwork
@@ -36,6 +37,21 @@ needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode != 0,
     reason="user namespaces are forbidden here, as they often are in containers",
 )
+
+
+def ten_steps(**more: Any) -> Config:
+    """The configuration of a run of ten steps of two groups. more: sections in place of these."""
+    values = {
+        "model": "m",
+        "steps": 10,
+        "batch_size": 2,
+        "group_size": 2,
+        "sampling": {"max_new_tokens": 8},
+        "data": {"source": "addition", "eval_size": 0},
+        "reward": {"functions": ["addition"]},
+        "trainer": {"minibatches": 1},
+    }
+    return Config.model_validate(values | more)
 
 
 SHORT = """

@@ -100,23 +100,23 @@ class Members:
 
     def add(self, member: Member) -> None:
         """Raises BusyError if the directory has no room for the member."""
-        self._check_room(member)
+        entry = self._fitting_entry(member)
         self.last_heartbeats[member.identity] = LastHeartbeat(self.clock())
         self.starts[actor_name(member.identity)] += 1
-        self._enter(Joined(member=member))
+        self._enter(Joined(member=member), entry)
 
     def update(self, member: Member, beat: Heartbeat) -> bool:
         """Enter what the member says of itself. Returns True if that is new. Raises BusyError as `add` does."""
         if (beat.state, beat.serves) == (member.state, member.serves):
             return False
         updated = member.model_copy(update={"state": beat.state, "serves": beat.serves})
-        self._check_room(updated)
-        self._enter(MemberChanged(member=updated))
+        self._enter(MemberChanged(member=updated), self._fitting_entry(updated))
         return True
 
     def hold(self, generator: Member, policy: Policy | None, serving: bool = False) -> None:
         """Have the generator load no policy newer than `policy`; None: any. serving: whether users get it."""
-        self._enter(MemberChanged(member=generator.model_copy(update={"held": policy, "serving": serving})))
+        holding = generator.model_copy(update={"held": policy, "serving": serving})
+        self._enter(MemberChanged(member=holding), _entry(holding))
 
     def remove(self, identity: str, reason: str) -> None:
         self._state.emit(Left(identity=identity))
@@ -129,18 +129,19 @@ class Members:
         self._loads_due.pop(identity, None)
         self._publish(MembersChanged(gone=(identity,)))
 
-    def _enter(self, change: Joined | MemberChanged) -> None:
+    def _enter(self, change: Joined | MemberChanged, entry: bytes) -> None:
         member = change.member
         self._state.emit(change)
-        entry = _entry(member)
         self._size += len(entry) - len(self._entries.get(member.identity, b""))
         self._entries[member.identity] = entry
         self._publish(MembersChanged(changed=(member,)))
 
-    def _check_room(self, member: Member) -> None:
-        before = self._entries.get(member.identity, b"")
-        if self._size - len(before) + len(_entry(member)) > MAX_DIRECTORY_BYTES:
+    def _fitting_entry(self, member: Member) -> bytes:
+        """Raises BusyError if the directory has no room for the entry."""
+        before, entry = self._entries.get(member.identity, b""), _entry(member)
+        if self._size - len(before) + len(entry) > MAX_DIRECTORY_BYTES:
             raise BusyError(f"the directory of the run has no room for what {member.identity} tells of itself")
+        return entry
 
     # --- heartbeats
 

@@ -470,8 +470,7 @@ class Supervisor:
         await self._until_ended(begun + STOP_SECONDS - loop.time())
         for child in self.children:
             if process := child.running:
-                self._say(f"{child.name} is killed: it did not stop within {STOP_SECONDS:g} s")
-                kill_group(process)
+                self._kill(child, process, f"it did not stop within {STOP_SECONDS:g} s")
             if child.process is not None:
                 await self._end_of(child)
         for child in trainers:

@@ -148,9 +148,8 @@ class Caller:
 
     async def beat(self, shortage: DiskShortage | None = None, alert: str = "", **stats: float):
         serves = {"reward": ("addition",), "scorer": ("wise",)}.get(self.role, ())
-        beat = Heartbeat(state="healthy", serves=serves, activity="testing", stats=stats)
-        beat = beat.model_copy(update={"shortage": shortage, "alert": alert})
-        return await self.ask(beat)
+        more = {"shortage": shortage, "alert": alert}
+        return await self.ask(Heartbeat(state="healthy", serves=serves, activity="testing", stats=stats, **more))
 
 
 @contextlib.asynccontextmanager

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import ten_steps
 
 from actors.mastering.changes import PublishedChange
 from actors.mastering.evaluations import GRACE_SECONDS, Evaluations
 from actors.mastering.members import Members
 from actors.mastering.progress import Progress
 from actors.mastering.run_state import RunState
-from areal.config import Config
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Counters
 from areal.storage.journal import Journal
@@ -29,18 +29,11 @@ class Run:
     def __init__(self, connection: sqlite3.Connection | None = None, **more: Any) -> None:
         self.now = 100.0
         values: dict[str, Any] = {
-            "model": "m",
-            "steps": 10,
-            "batch_size": 2,
-            "group_size": 2,
-            "sampling": {"max_new_tokens": 8},
             "data": {"source": "addition", "eval_size": 4},
-            "reward": {"functions": ["addition"]},
             "evaluator": {"every": 2, "timeout_seconds": 50.0},
             "master": {"lost_seconds": 30.0, "stall_seconds": 90.0},
-            "trainer": {"minibatches": 1},
-        } | more
-        config = Config.model_validate(values)
+        }
+        config = ten_steps(**values | more)
         self.connection = connection or sqlite3.connect(":memory:", check_same_thread=False)
         self.state = RunState(config, Journal(self.connection))
         self.members = Members(self.state, lambda event: None, lambda: self.now)

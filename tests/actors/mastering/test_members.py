@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from helpers import ten_steps
 
 from actors.mastering.members import Members
 from actors.mastering.run_state import RunState
-from areal.config import Config
 from areal.storage.journal import Journal
 from protocols.codec import decode_body, encode_body
 from protocols.errors import MalformedError
@@ -20,18 +20,8 @@ from protocols.messages import Heartbeat, Join, Member, Policy, Snapshot
 
 @pytest.fixture
 def state() -> Iterator[RunState]:
-    values: dict[str, Any] = {
-        "model": "m",
-        "steps": 10,
-        "batch_size": 2,
-        "group_size": 2,
-        "sampling": {"max_new_tokens": 8},
-        "data": {"source": "addition", "eval_size": 0},
-        "reward": {"functions": ["addition"]},
-        "trainer": {"minibatches": 1},
-    }
     journal = Journal(sqlite3.connect(":memory:", check_same_thread=False))
-    yield RunState(Config.model_validate(values), journal)
+    yield RunState(ten_steps(), journal)
     journal.close()
 
 

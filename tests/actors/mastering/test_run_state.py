@@ -3,6 +3,8 @@
 import asyncio
 import sqlite3
 
+from helpers import ten_steps
+
 from actors.mastering import changes
 from actors.mastering.run_state import RunState
 from areal.config import Config
@@ -11,17 +13,7 @@ from areal.storage.journal import Journal
 
 
 def config_of(**data) -> Config:
-    values = {
-        "model": "m",
-        "steps": 10,
-        "batch_size": 2,
-        "group_size": 2,
-        "sampling": {"max_new_tokens": 8},
-        "data": {"source": "addition", "size": 20, "eval_size": 0, **data},
-        "reward": {"functions": ["addition"]},
-        "trainer": {"minibatches": 1},
-    }
-    return Config.model_validate(values)
+    return ten_steps(data={"source": "addition", "size": 20, "eval_size": 0, **data})
 
 
 def state_of(config: Config, connection: sqlite3.Connection) -> RunState:
