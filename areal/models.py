@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from areal.config import Config
 from areal.config.training import LoraConfig
 from areal.errors import UserError, explain
 from areal.processes import ROOT, cache_folder, tied
+
+if TYPE_CHECKING:
+    import numpy as np  # which starts threads when it is imported: see ENGINE_ENVIRONMENT in areal/roles.py
 
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
 # Types of layers, by their names in transformers, new and old, whose attention the trainer computes or that have none.
@@ -253,9 +255,9 @@ class Routing(NamedTuple):
 
     @property
     def width(self) -> int:
-        return self.layers * self.chosen * np.dtype(self.dtype).itemsize
+        return self.layers * self.chosen * int(self.dtype[-1])
 
-    def check(self, routes: np.ndarray | None, sampled: np.ndarray) -> None:
+    def check(self, routes: "np.ndarray | None", sampled: "np.ndarray") -> None:
         """Raises ValueError if tokens do not have routes of this model. routes: uint8 [T, any]. sampled: bool [T]."""
         if routes is None:
             raise ValueError("its tokens have no routes, which trainer.routing=replay needs")
@@ -266,7 +268,7 @@ class Routing(NamedTuple):
             )
         if not routes[sampled].any(1).all():
             raise ValueError("one of its sampled tokens has no routes, which trainer.routing=replay needs")
-        if routes.size and np.ascontiguousarray(routes).view(self.dtype).max() >= self.experts:
+        if routes.size and routes.copy().view(self.dtype).max() >= self.experts:
             raise ValueError(f"one of its routes names an expert that is not one of the model's {self.experts}")
 
 
