@@ -178,6 +178,9 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
         raise UserError("Name what a scorer serves, one of the run's `scorers`: --role scorer --scorer NAME.")
     if "monitor" in roles and roles != ["monitor"]:
         raise UserError("Start the monitor by itself (--role monitor): it shows one run.")
+    if len(roles) == 1 and roles != ["monitor"]:  # before anything below imports numpy
+        for name, value in ROLES[roles[0]].environment.items():
+            os.environ.setdefault(name, value)
     from actors.runtime.addresses import check_place, find_master
 
     check_place(arguments.index, arguments.ports)  # now, because the master may be long in coming
@@ -186,9 +189,6 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
 
         for name in arguments.reward:
             find(name)
-    if len(roles) == 1 and roles != ["monitor"]:
-        for name, value in ROLES[roles[0]].environment.items():
-            os.environ.setdefault(name, value)
     arguments.master = find_master(arguments.master, arguments.wait)
     if "monitor" in roles:
         return run_monitor(arguments)
