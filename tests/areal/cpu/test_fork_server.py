@@ -14,6 +14,7 @@ import pytest
 
 from areal.cpu import fork_server
 from areal.cpu.fork_server import forked_engines, start_fork_server
+from areal.processes import ROOT
 from areal.selftest.synthetic import write_tiny_model
 
 SCRIPT = """
@@ -120,3 +121,20 @@ def test_an_engine_of_several_devices_spawns_its_workers(tmp_path):
         [sys.executable, str(tmp_path / "start.py")], stdout=subprocess.PIPE, text=True, timeout=60
     )
     assert (process.returncode, process.stdout) == (0, "spawned\n")
+
+
+BEGINNING = """
+import os
+from actors.start import command
+
+command.run_role = lambda *arguments: print(len(os.listdir("/proc/self/task")))
+command.main()
+"""
+
+
+def test_a_generator_has_one_thread_when_it_asks_for_its_configuration():
+    """In a user's environment: `make test` sets OMP_NUM_THREADS, by which numpy starts no threads."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("NUM_THREADS")}
+    command = [sys.executable, "-c", BEGINNING, "--role", "generator", "--master", "tcp://127.0.0.1:1"]
+    threads = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert threads.stdout == "1\n"
