@@ -134,22 +134,28 @@ def plan_moves(
             if now - sequence.since >= REST_SECONDS:
                 here[sequence.generator].append(sequence)
     count = {name: expected(load, asker_counts[name], askers) for name, load in loads.items()}
+    slowness = {name: _slowness(count[name], loads[name]) for name, own in here.items() if own}
+    # What it would be if each asker moved one there.
+    with_more = {name: _slowness(count[name] + askers, load) for name, load in loads.items()}
     moves = []
-    while sources := [name for name in loads if here[name]]:
-        source = max(sources, key=lambda name: _slowness(count[name], loads[name]))
-        target = min(loads, key=lambda name: _slowness(count[name] + askers, loads[name]))
-        gain = _slowness(count[source], loads[source]) - _slowness(count[target] + askers, loads[target])
+    while slowness:
+        source, target = max(slowness, key=slowness.__getitem__), min(with_more, key=with_more.__getitem__)
+        gain = slowness[source] - with_more[target]
         if source == target or gain < LEAST_GAIN:
             break
         fit = [sequence for sequence in here[source] if sequence.min_version <= loads[target].version]
         best = max(fit, key=lambda sequence: _spared(sequence, gain), default=None)
         if best is None or _spared(best, gain) <= 0:
-            here[source] = []
+            del slowness[source]
             continue
         here[source].remove(best)
-        count[source] -= askers
-        count[target] += askers
         moves.append((best, target))
+        for name, change in (source, -askers), (target, askers):
+            count[name] += change
+            slowness |= {name: _slowness(count[name], loads[name])} if name in slowness else {}
+            with_more[name] = _slowness(count[name] + askers, loads[name])
+        if not here[source]:
+            del slowness[source]
     return moves
 
 
