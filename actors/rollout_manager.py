@@ -151,16 +151,15 @@ class RolloutManager(Sampler):
         """Every BALANCE_SECONDS, move sequences to generators where they finish sooner."""
         while True:
             await asyncio.sleep(BALANCE_SECONDS)
-            generators = {
-                m.identity: m
+            loads = {
+                m.identity: load
                 for m in self.directory.with_role("generator")
-                if m.identity in self._router.loads and self._router.trusts(m)
+                if (load := self._router.loads.get(m.identity)) and self._router.trusts(m)
             }
-            loads = {identity: self._router.loads[identity] for identity in generators}
             calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
             moves = plan_moves(loads, calls, self._router.askers, asyncio.get_running_loop().time())
             for call, target in moves:
-                call.move(generators[target])
+                call.move(self.directory.members[target])
             self._moved += len(moves)
 
     @property

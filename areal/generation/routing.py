@@ -9,6 +9,7 @@ full generators to those that run out of work (`plan_moves`).
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -28,6 +29,7 @@ BACK_OFF = 0.95
 STEP = 1 / 32
 # With this share of its limit an engine has half of its highest total throughput: less work does not end much sooner.
 HALF_SPEED = 0.25
+_EMPTY = HALF_SPEED / (1 + HALF_SPEED)  # the slowness of a generator without sequences
 # A generator whose weights are too old for a sequence counts as fuller by this share of its limit.
 BEHIND = 0.25
 # A move has to save a sequence this share of the time per token on a full engine. So nothing moves in balance.
@@ -126,36 +128,40 @@ def plan_moves(
     the fastest while this ends the sequence sooner, including its prefill. Each of the `askers` is assumed to move as
     many.
     """
-    here: dict[str, list[S]] = {name: [] for name in loads}
-    asker_counts = dict.fromkeys(loads, 0)
+    resting: dict[str, list[S]] = {}
+    own: Counter[str] = Counter()
     for sequence in sequences:
-        if sequence.generator in here:
-            asker_counts[sequence.generator] += 1
+        if (name := sequence.generator) in loads:
+            own[name] += 1
             if now - sequence.since >= REST_SECONDS:
-                here[sequence.generator].append(sequence)
-    count = {name: expected(load, asker_counts[name], askers) for name, load in loads.items()}
-    slowness = {name: _slowness(count[name], loads[name]) for name, own in here.items() if own}
-    # What it would be if each asker moved one there.
-    with_more = {name: _slowness(count[name] + askers, load) for name, load in loads.items()}
+                resting.setdefault(name, []).append(sequence)
+
+    def slowness(name: str, more: int = 0) -> float:
+        return _slowness(expected(loads[name], own[name] + more, askers), loads[name])
+
+    slow = {name: slowness(name) for name in resting}
+    if max(slow.values(), default=0.0) < LEAST_GAIN + _EMPTY:  # as usual where there are many generators
+        return []
+    slow_with_more = {name: slowness(name, 1) for name in loads}
     moves = []
-    while slowness:
-        source, target = max(slowness, key=slowness.__getitem__), min(with_more, key=with_more.__getitem__)
-        gain = slowness[source] - with_more[target]
+    while slow:
+        source, target = max(slow, key=slow.__getitem__), min(slow_with_more, key=slow_with_more.__getitem__)
+        gain = slow[source] - slow_with_more[target]
         if source == target or gain < LEAST_GAIN:
             break
-        fit = [sequence for sequence in here[source] if sequence.min_version <= loads[target].version]
+        fit = [sequence for sequence in resting[source] if sequence.min_version <= loads[target].version]
         best = max(fit, key=lambda sequence: _spared(sequence, gain), default=None)
         if best is None or _spared(best, gain) <= 0:
-            del slowness[source]
+            del slow[source]
             continue
-        here[source].remove(best)
+        resting[source].remove(best)
+        own.update({source: -1, target: 1})
+        for name in source, target:
+            slow_with_more[name] = slowness(name, 1)
+            slow |= {name: slowness(name)} if name in slow else {}
+        if not resting[source]:
+            del slow[source]
         moves.append((best, target))
-        for name, change in (source, -askers), (target, askers):
-            count[name] += change
-            slowness |= {name: _slowness(count[name], loads[name])} if name in slowness else {}
-            with_more[name] = _slowness(count[name] + askers, loads[name])
-        if not here[source]:
-            del slowness[source]
     return moves
 
 
