@@ -131,7 +131,7 @@ def plan_moves(
     resting: dict[str, list[S]] = {}
     own: Counter[str] = Counter()
     for sequence in sequences:
-        if (name := sequence.generator) in loads:
+        if (name := sequence.generator) is not None and name in loads:
             own[name] += 1
             if now - sequence.since >= REST_SECONDS:
                 resting.setdefault(name, []).append(sequence)
