@@ -128,38 +128,38 @@ def plan_moves(
     the fastest while this ends the sequence sooner, including its prefill. Each of the `askers` is assumed to move as
     many.
     """
-    resting: dict[str, list[S]] = {}
-    own: Counter[str] = Counter()
+    sequences_at_rest: dict[str, list[S]] = {}
+    own_sequences: Counter[str] = Counter()
     for sequence in sequences:
         if (name := sequence.generator) is not None and name in loads:
-            own[name] += 1
+            own_sequences[name] += 1
             if now - sequence.since >= REST_SECONDS:
-                resting.setdefault(name, []).append(sequence)
+                sequences_at_rest.setdefault(name, []).append(sequence)
 
-    def slowness(name: str, more: int = 0) -> float:
-        return _slowness(expected(loads[name], own[name] + more, askers), loads[name])
+    def slowness(name: str, added: int = 0) -> float:
+        return _slowness(expected(loads[name], own_sequences[name] + added, askers), loads[name])
 
-    slow = {name: slowness(name) for name in resting}
+    slow = {name: slowness(name) for name in sequences_at_rest}
     if max(slow.values(), default=0.0) < LEAST_GAIN + _EMPTY:  # as usual where there are many generators
         return []
-    slow_with_more = {name: slowness(name, 1) for name in loads}
+    slow_with_one_more = {name: slowness(name, 1) for name in loads}
     moves = []
     while slow:
-        source, target = max(slow, key=slow.__getitem__), min(slow_with_more, key=slow_with_more.__getitem__)
-        gain = slow[source] - slow_with_more[target]
+        source, target = max(slow, key=slow.__getitem__), min(slow_with_one_more, key=slow_with_one_more.__getitem__)
+        gain = slow[source] - slow_with_one_more[target]
         if source == target or gain < LEAST_GAIN:
             break
-        fit = [sequence for sequence in resting[source] if sequence.min_version <= loads[target].version]
+        fit = [sequence for sequence in sequences_at_rest[source] if sequence.min_version <= loads[target].version]
         best = max(fit, key=lambda sequence: _spared(sequence, gain), default=None)
         if best is None or _spared(best, gain) <= 0:
             del slow[source]
             continue
-        resting[source].remove(best)
-        own.update({source: -1, target: 1})
+        sequences_at_rest[source].remove(best)
+        own_sequences.update({source: -1, target: 1})
         for name in source, target:
-            slow_with_more[name] = slowness(name, 1)
+            slow_with_one_more[name] = slowness(name, 1)
             slow |= {name: slowness(name)} if name in slow else {}
-        if not resting[source]:
+        if not sequences_at_rest[source]:
             del slow[source]
         moves.append((best, target))
     return moves
