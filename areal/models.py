@@ -259,6 +259,8 @@ class Routing(NamedTuple):
 
     def check(self, routes: "np.ndarray | None", sampled: "np.ndarray") -> None:
         """Raises ValueError if tokens do not have routes of this model. routes: uint8 [T, any]. sampled: bool [T]."""
+        import numpy as np
+
         if routes is None:
             raise ValueError("its tokens have no routes, which trainer.routing=replay needs")
         if routes.shape[1] != self.width:
@@ -268,7 +270,7 @@ class Routing(NamedTuple):
             )
         if not routes[sampled].any(1).all():
             raise ValueError("one of its sampled tokens has no routes, which trainer.routing=replay needs")
-        if routes.size and routes.copy().view(self.dtype).max() >= self.experts:
+        if routes.size and np.ascontiguousarray(routes).view(self.dtype).max() >= self.experts:
             raise ValueError(f"one of its routes names an expert that is not one of the model's {self.experts}")
 
 

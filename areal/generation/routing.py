@@ -144,23 +144,24 @@ def plan_moves(
         return []
     slow_with_one_more = {name: slowness(name, 1) for name in loads}
     moves = []
-    while slow:
-        source, target = max(slow, key=slow.__getitem__), min(slow_with_one_more, key=slow_with_one_more.__getitem__)
+    while sequences_at_rest:
+        source = max(sequences_at_rest, key=slow.__getitem__)
+        target = min(loads, key=slow_with_one_more.__getitem__)
         gain = slow[source] - slow_with_one_more[target]
         if source == target or gain < LEAST_GAIN:
             break
-        fit = [sequence for sequence in sequences_at_rest[source] if sequence.min_version <= loads[target].version]
+        movable = sequences_at_rest[source]
+        fit = [sequence for sequence in movable if sequence.min_version <= loads[target].version]
         best = max(fit, key=lambda sequence: _spared(sequence, gain), default=None)
         if best is None or _spared(best, gain) <= 0:
-            del slow[source]
+            del sequences_at_rest[source]
             continue
-        sequences_at_rest[source].remove(best)
+        movable.remove(best)
+        if not movable:
+            del sequences_at_rest[source]
         own_sequences.update({source: -1, target: 1})
         for name in source, target:
-            slow_with_one_more[name] = slowness(name, 1)
-            slow |= {name: slowness(name)} if name in slow else {}
-        if not sequences_at_rest[source]:
-            del slow[source]
+            slow[name], slow_with_one_more[name] = slowness(name), slowness(name, 1)
         moves.append((best, target))
     return moves
 
