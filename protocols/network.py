@@ -251,7 +251,7 @@ class Approach(Handshakes):
         self._address = address
         self._keys = keys
         self._on_lost = on_lost
-        self._connected = False
+        self._connected = self._disconnected = False
         self._timer: asyncio.TimerHandle | None = None
         self._connect(keys.generations[0])
 
@@ -260,8 +260,13 @@ class Approach(Handshakes):
         super().close()
 
     def _ended(self, event: zmq.Event) -> None:
-        if event in (zmq.Event.DISCONNECTED, zmq.Event.CLOSED):
-            if self._connected or event == zmq.Event.CLOSED:  # else a handshake failed, and other keys are tried
+        if event == zmq.Event.CLOSED:
+            # The first after a disconnect() may be of an attempt that it ended; a refused connection is tried again.
+            if not self._disconnected:
+                self._on_lost()
+            self._disconnected = False
+        elif event == zmq.Event.DISCONNECTED:
+            if self._connected:  # else a handshake failed, and other keys are tried
                 self._on_lost()
             self._connected = False
         elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
@@ -278,6 +283,7 @@ class Approach(Handshakes):
     def _try_next(self) -> None:
         self._timer = None
         self._watched.disconnect(self._address)
+        self._disconnected = True
         generations = self._keys.generations  # which may have changed; if `_tried` was retired, the newest is next
         place = generations.index(self._tried) + 1 if self._tried in generations else 0
         self._connect(generations[place % len(generations)])

@@ -13,7 +13,7 @@ from protocols import network, security
 from protocols.codec import Header, encode
 from protocols.errors import DeadlineError
 from protocols.messages import AskStatus, Completion, Done, Leave, Score, Shutdown, Status
-from protocols.network import SHARED_BYTES, ZmqNetwork
+from protocols.network import SHARED_BYTES, Approach, ZmqNetwork
 from protocols.security import KeyGeneration, Keys, KeysError, Refusals, make_keys, retire_keys, rotate_keys
 from protocols.transport import Bus
 
@@ -207,6 +207,22 @@ async def test_old_and_new_actors_talk_in_both_directions_while_keys_rotate(bus,
     async with contextlib.aclosing(new.peer(old_server).stream(AskStatus(), PATIENCE)) as parts:
         assert await anext(parts) == Done()  # a handshake with other keys first is no lost connection
     assert await old.peer(new_server).ask(AskStatus(), PATIENCE) == Done()
+
+
+async def test_an_attempt_that_the_change_of_keys_ends_is_no_lost_connection(folder, monkeypatch):
+    ended, events, lost = Approach._ended, [], []
+    monkeypatch.setattr(Approach, "_ended", lambda self, event: (ended(self, event), events.append(event)))
+    network = ZmqNetwork(Keys(folder))
+    with contextlib.closing(network), sockets.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        listener.setblocking(False)
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        link = network.connect(address, pytest.fail, pytest.fail, lambda: lost.append(events[:]))
+        first, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with raw(address):  # fills the queue, so that the next attempt is still going on when other keys are tried
+            first.close()
+            await until(lambda: zmq.Event.CLOSED in events)
+        assert zmq.Event.HANDSHAKE_FAILED_NO_DETAIL in events and not lost
+        await link.close()
 
 
 async def test_a_link_outlives_a_server_that_comes_back_with_new_keys(bus, serve, folder):
