@@ -128,14 +128,12 @@ def kill(run: Run, role: str, chaos: random.Random) -> None:
 def lose_machine(run: Run) -> None:
     """What the loss of its machine does to a run: nobody has time to tell anybody. The supervisor and the roles are
     killed; what they have started, such as vLLM's engine process, has to notice."""
+    run.process.send_signal(signal.SIGSTOP)  # who saw it end first would have time to close its files
     everything = descendants(run.process.pid)
-    run.process.kill()
     for process in everything:
         if process.parent == run.process.pid:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it heard of its parent's end
+            os.kill(process.pid, signal.SIGKILL)
+    run.process.kill()
     run.process.wait()
     pids, deadline = {process.pid for process in everything}, time.monotonic() + NOTICE_SECONDS
     while left := [p.command for p in processes() if p.pid in pids and p.command]:
