@@ -15,7 +15,7 @@ from actors.mastering.run_state import RunState
 from areal.storage.journal import Journal
 from protocols.codec import decode_body, encode_body
 from protocols.errors import MalformedError
-from protocols.messages import Heartbeat, Join, Member, Policy, Snapshot
+from protocols.messages import Engagement, Heartbeat, Join, Member, Policy, Snapshot
 
 
 @pytest.fixture
@@ -69,6 +69,37 @@ def test_a_snapshot_has_each_member_as_it_last_changed(members, state):
     assert [(m.state, m.serving) for m in read(members)] == [("healthy", False), ("starting", True)]
     again = Members(state, lambda event: None, lambda: 1.0)  # as after a restart of the master
     assert read(again) == read(members)
+
+
+def test_an_asker_gets_the_newest_load_of_each_generator_that_is_there(members):
+    asker = "rollout_manager/0#a"
+    generators = [join(members, index).identity for index in range(4)]
+
+    def tells(generator: int, sequences: dict[str, int], limit: int, version: int) -> None:
+        load = Engagement(sequences=sequences, limit=limit, version=version)
+        beat = Heartbeat(state="healthy", serves=(), activity="", stats={}, engagement=load)
+        members.record_heartbeat(generators[generator], beat)
+
+    def loads() -> dict[str, tuple[int, ...]]:
+        """The columns' rows: sequences, of which the asker's, limit, version."""
+        told = members.loads_for(asker)
+        columns = told.sequences, told.asker_sequences, told.limits, told.versions
+        return dict(zip(told.names, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+
+    tells(3, {}, 8, 1)
+    tells(1, {asker: 2, "rollout_manager/1#b": 3}, 8, 1)
+    tells(0, {asker: 1}, 16, 2)
+    before = members.loads_for(asker)
+    assert loads() == {generators[3]: (0, 0, 8, 1), generators[1]: (5, 2, 8, 1), generators[0]: (1, 1, 16, 2)}
+    tells(3, {asker: 7}, 4, 3)
+    members.remove(generators[1], "left")
+    members.remove(generators[2], "left")  # it has told nothing yet
+    tells(0, {}, 16, 3)
+    assert loads() == {generators[3]: (7, 7, 4, 3), generators[0]: (0, 0, 16, 3)}
+    generators.append(join(members, 4).identity)
+    tells(4, {asker: 1}, 2, 2)
+    assert loads() == {generators[3]: (7, 7, 4, 3), generators[0]: (0, 0, 16, 3), generators[4]: (1, 1, 2, 2)}
+    assert before.sequences.tolist() == [0, 5, 1]  # what is being sent does not change
 
 
 def test_a_join_and_its_snapshot_take_as_many_calls_among_hundreds_of_members_as_among_a_few(members):
