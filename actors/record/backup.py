@@ -47,7 +47,7 @@ def backup(options: Namespace) -> None:
             break
         except (OvertakenError, FileNotFoundError, shutil.Error) as error:  # a file that was removed meanwhile
             if attempt == ATTEMPTS - 1:
-                raise UserError(f"{folder} cannot be copied to {copy}: {error}.") from error
+                raise UserError(f"{folder} cannot be copied to {copy}: {error}. Stop the run first.") from error
     print(f"The run with its {version} steps is in {copy}: python run.py --resume {copy} goes on from it.")
 
 
@@ -55,14 +55,14 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
     """Copy the run into an empty folder. Returns its version."""
     older = folder / OLDER[METRICS]
     number = older.exists() and older.stat().st_ino
-    checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version
     pictures = config.pictures_folder.name
-    for name in LINKED:
-        _link_files(folder, copy, name)
     # A link stays a link: who made the folder does not choose what of this user's files is in the copy.
     ignored = shutil.ignore_patterns(*ELSEWHERE, *LINKED, pictures)
     shutil.copytree(folder, copy, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     copy.chmod(0o700)  # it holds completions, and perhaps secrets
+    checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version  # after the logs, which may be large
+    for name in LINKED:
+        _link_files(folder, copy, name)
     state = _state(config, folder / JOURNAL, copy)
     if (folder / SPOOL).exists():  # else it is on the trainer's host
         copy_store(folder / SPOOL, copy)
