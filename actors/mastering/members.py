@@ -45,11 +45,13 @@ NO_BEAT = Heartbeat(state="starting", serves=(), activity="starting", stats={})
 
 @dataclass(slots=True)
 class LastHeartbeat:
-    """A member's last heartbeat, and its time by the master's clock. `restored`: none has come to this master yet."""
+    """The last heartbeat of a member, and its time by the master's clock. `restored`: the member joined an earlier
+    master, and this one has not heard from it yet. `sequences`: all those in the engagement."""
 
     time: float
     beat: Heartbeat = NO_BEAT
     restored: bool = False
+    sequences: int = 0
 
 
 class Members:
@@ -66,9 +68,6 @@ class Members:
         self._entries = {identity: _entry(member) for identity, member in state.members.items()}
         self._size = sum(map(len, self._entries.values()))
         self._engagements: dict[str, Engagement] = {}  # of the generators, in their last heartbeats
-        # The sequences, limit and version of engagement i. Made anew for each asker, they would take most of the time.
-        self._columns = np.zeros((3, MAX_MEMBERS), np.int64)
-        self._places: dict[str, int] = {}  # the i of each engagement
         self._loads_due: dict[str, float] = {}  # when an asker gets loads again
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
@@ -126,10 +125,7 @@ class Members:
             del self.removed[next(iter(self.removed))]
         del self.last_heartbeats[identity]
         self._size -= len(self._entries.pop(identity))
-        if self._engagements.pop(identity, None):
-            place = self._places[identity]
-            self._columns[:, place:-1] = self._columns[:, place + 1 :]
-            self._places = {name: i for i, name in enumerate(self._engagements)}
+        self._engagements.pop(identity, None)
         self._loads_due.pop(identity, None)
         self._publish(MembersChanged(gone=(identity,)))
 
@@ -155,11 +151,11 @@ class Members:
         return [(identity, silence) for identity, silence in silences if silence > seconds]
 
     def record_heartbeat(self, identity: str, beat: Heartbeat) -> None:
-        if load := beat.engagement:
-            self._engagements[identity] = load
-            place = self._places.setdefault(identity, len(self._places))
-            self._columns[:, place] = sum(load.sequences.values()), load.limit, load.version
-        self.last_heartbeats[identity] = LastHeartbeat(self.clock(), beat)
+        sequences = 0
+        if beat.engagement:
+            self._engagements[identity] = beat.engagement
+            sequences = sum(beat.engagement.sequences.values())
+        self.last_heartbeats[identity] = LastHeartbeat(self.clock(), beat, sequences=sequences)
 
     def answers_users(self, generator: Member) -> bool:
         """Whether it has sequences of gateways. Those of others may wait for newer weights."""
@@ -179,10 +175,12 @@ class Members:
             return None
         loads = self._engagements
         self._loads_due[asker] = now + len(loads) * LOAD_SECONDS - HEARTBEAT_SECONDS
-        sequences, limits, versions = self._columns[:, : len(loads)].copy()  # which is sent while they change
-        of_asker = np.array([load.sequences.get(asker, 0) for load in loads.values()], np.int64)
         return LoadColumns(
-            names=tuple(loads), sequences=sequences, asker_sequences=of_asker, limits=limits, versions=versions
+            names=tuple(loads),
+            sequences=np.array([self.last_heartbeats[name].sequences for name in loads], np.int64),
+            asker_sequences=np.array([load.sequences.get(asker, 0) for load in loads.values()], np.int64),
+            limits=np.array([load.limit for load in loads.values()], np.int64),
+            versions=np.array([load.version for load in loads.values()], np.int64),
         )
 
     def status_rows(self) -> list[dict[str, Any]]:
