@@ -251,7 +251,7 @@ class Approach(Handshakes):
         self._address = address
         self._keys = keys
         self._on_lost = on_lost
-        self._connected = self._disconnected = False
+        self._connected = self._close_expected = False
         self._timer: asyncio.TimerHandle | None = None
         self._connect(keys.generations[0])
 
@@ -262,9 +262,9 @@ class Approach(Handshakes):
     def _ended(self, event: zmq.Event) -> None:
         if event == zmq.Event.CLOSED:
             # The first after a disconnect() may be of an attempt that it ended; a refused connection is tried again.
-            if not self._disconnected:
+            if not self._close_expected:
                 self._on_lost()
-            self._disconnected = False
+            self._close_expected = False
         elif event == zmq.Event.DISCONNECTED:
             if self._connected:  # else a handshake failed, and other keys are tried
                 self._on_lost()
@@ -283,7 +283,7 @@ class Approach(Handshakes):
     def _try_next(self) -> None:
         self._timer = None
         self._watched.disconnect(self._address)
-        self._disconnected = True
+        self._close_expected = True
         generations = self._keys.generations  # which may have changed; if `_tried` was retired, the newest is next
         place = generations.index(self._tried) + 1 if self._tried in generations else 0
         self._connect(generations[place % len(generations)])

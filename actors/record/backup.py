@@ -47,7 +47,7 @@ def backup(options: Namespace) -> None:
             break
         except (OvertakenError, FileNotFoundError, shutil.Error) as error:  # a file that was removed meanwhile
             if attempt == ATTEMPTS - 1:
-                raise UserError(f"{folder} cannot be copied to {copy}: {error}. Stop the run first.") from error
+                raise UserError(f"{folder} cannot be copied to {copy}: {error}.") from error
     print(f"The run with its {version} steps is in {copy}: python run.py --resume {copy} goes on from it.")
 
 
@@ -68,11 +68,11 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
         copy_store(folder / SPOOL, copy)
     _link_files(folder, copy, pictures)  # after the spool: a picture is on disk before its group is in it
     if _state(config, folder / JOURNAL).checkpoint_version != checkpoint_version:
-        raise OvertakenError("a checkpoint was saved meanwhile")
+        raise OvertakenError("a checkpoint was saved meanwhile; stop the run first")
     # The journal was copied before, and must not be the older.
     (copy / METRICS).write_bytes(metrics_up_to(folder / METRICS, state.ledger.version))
     if (older.exists() and older.stat().st_ino) != number:
-        raise OvertakenError(f"{older} was replaced meanwhile")
+        raise OvertakenError(f"{older} was replaced meanwhile; stop the run first")
     return state.ledger.version
 
 
