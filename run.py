@@ -3,7 +3,7 @@
 
 import sys
 
-from actors.start.command import main
+from actors.start.run_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,16 +26,16 @@ from actors.sampling.router import Router
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
 from areal.config import Config
-from areal.config.engines import SamplingConfig
-from areal.config.roles import EvaluatorConfig
-from areal.config.rows import BenchmarkConfig
+from areal.config.data_section import BenchmarkConfig
+from areal.config.engine_sections import SamplingConfig
+from areal.config.role_sections import EvaluatorConfig
+from areal.config.roles import ROLES
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark
-from areal.evaluation import scorecard
-from areal.roles import ROLES
+from areal.rewards.pass_at_k import scorecard
+from areal.samples.trajectory import Trajectory
 from areal.storage.samples import SampleFile
-from areal.trajectory import Trajectory
-from protocols.errors import text_of
+from protocols.bus_errors import text_of
 from protocols.messages import (
     AskEvaluation,
     BenchmarkScores,

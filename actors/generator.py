@@ -38,19 +38,19 @@ from actors.runtime.works import Works
 from actors.sampling.flows import Flows
 from actors.weights.direct_weights import DirectReceiver
 from actors.weights.weight_service import WeightFetcher
+from areal.base.errors import UserError, explain
 from areal.config import Config
-from areal.config.engines import SamplingConfig
+from areal.config.engine_sections import SamplingConfig
 from areal.devices import shares_devices
-from areal.errors import UserError, explain
-from areal.generation.engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
+from areal.generation.generation_engine import EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
-from areal.pictures import digest_of
-from areal.sampled import Generation, joined
-from areal.sight import Picture, Views, sight_of
+from areal.samples.pictures import digest_of
+from areal.samples.table import Generation, joined
+from areal.samples.trajectory import TokenScores
+from areal.samples.vision import Picture, Views, sight_of
 from areal.storage.disk import DiskRetry
-from areal.trajectory import TokenScores
 from areal.weights.chunks import TornWeights
-from protocols.errors import BusyError, RefusedError, StreamBrokenError
+from protocols.bus_errors import BusyError, RefusedError, StreamBrokenError
 from protocols.messages import (
     FINISHES,
     SAMPLING,
@@ -86,7 +86,7 @@ log = structlog.get_logger()
 
 
 class Engine(Protocol):
-    """The interface of the engine that samples tokens (areal.generation.engine.GenerationEngine)."""
+    """The interface of the engine that samples tokens (areal.generation.generation_engine.GenerationEngine)."""
 
     @property
     def version(self) -> int: ...

@@ -28,16 +28,16 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
+from areal.base.errors import UserError, explain
 from areal.data.rows import Row
-from areal.errors import UserError, explain
+from areal.extensions.programs.outside import SandboxError
+from areal.extensions.sandboxes.sandbox_tasks import task_of
 from areal.generation.routing import groups_that_fit, plan_moves
-from areal.pictures import digests_in
-from areal.programs.outside import SandboxError
-from areal.sight import check_pictures
+from areal.samples.pictures import digests_in
+from areal.samples.trajectory import Note, Trajectory, row_text
+from areal.samples.vision import check_pictures
 from areal.storage.saved_calls import SavedCall, packed, unpacked
-from areal.trajectory import Note, Trajectory, row_text
-from areal.workflows.sandbox_tasks import task_of
-from protocols.errors import RefusedError, text_of
+from protocols.bus_errors import RefusedError, text_of
 from protocols.messages import (
     AskCalls,
     AskPermits,

@@ -24,18 +24,18 @@ from jinja2 import TemplateError
 from actors.runtime.actor import handles
 from actors.runtime.membership import Membership
 from actors.sampling.serving import Serving
-from areal.config.engines import SamplingConfig
+from areal.base.errors import explain
+from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import SCORER
-from areal.errors import explain
-from areal.generation.engine import EngineStats, GenerationEngine
-from areal.result import Result, RewardError, as_score
+from areal.generation.generation_engine import EngineStats, GenerationEngine
 from areal.rewards.functions import judge_by
+from areal.rewards.result import Result, RewardError, as_score
 from areal.rewards.reward_model import chat_of
-from areal.sampled import Generation
-from areal.tokens import load_tokenizer
-from areal.trajectory import TokenScores
+from areal.samples.table import Generation
+from areal.samples.tokenizer import load_tokenizer
+from areal.samples.trajectory import TokenScores
 from areal.workflows.conversation import Conversation, user
-from protocols.errors import RefusedError
+from protocols.bus_errors import RefusedError
 from protocols.messages import Completion, Done, JobFailed, Message, Scored, ScoreTokens, TokensScored, slices
 from protocols.transport import Request
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class FrozenModel(Protocol):
-    """The interface of the engine of a scorer (areal.generation.engine.GenerationEngine)."""
+    """The interface of the engine of a scorer (areal.generation.generation_engine.GenerationEngine)."""
 
     async def score(self, request_id: str, tokens: Sequence[int], top_k: int = 0) -> TokenScores: ...
     async def classify(self, request_id: str, tokens: Sequence[int], activation: bool) -> np.ndarray: ...

@@ -11,8 +11,8 @@ from areal.cpu.processor import use_avx512
 
 use_avx512()  # here, so that it comes before any import of torch
 
-_LATE = dict.fromkeys(("LiveRun", "RunFailed", "join", "start", "train"), "actors.api.runs")
-_LATE |= dict.fromkeys(("Config", "dump_config", "load_config"), "areal.config") | {"UserError": "areal.errors"}
+_LATE = dict.fromkeys(("LiveRun", "RunFailed", "join", "start", "train"), "actors.api.live_run")
+_LATE |= dict.fromkeys(("Config", "dump_config", "load_config"), "areal.config") | {"UserError": "areal.base.errors"}
 
 
 def __getattr__(name: str) -> object:

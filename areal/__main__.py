@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TextIO, cast
 
 import areal
-from areal.command_line import RoomTools
+from areal.base.command_line import RoomTools
+from areal.base.errors import NOT_PERMITTED, UserError, explain
+from areal.base.processes import START, LenientOutput
+from areal.base.text import sentences_on, shown
 from areal.config import advice
-from areal.errors import NOT_PERMITTED, UserError, explain
-from areal.processes import START, LenientOutput
-from areal.text import sentences_on, shown
 
 ROOMS = (
-    "areal.desk",
+    "areal.extensions.desk",
     "actors.watching",
     "areal.data",
     "areal.training",
     "areal.rewards",
     "actors.runtime",
-    "actors.checks",
+    "actors.start",
 )
 
 
@@ -85,7 +85,7 @@ def complete(options: Namespace) -> None:
 
     parser = command_line()
     tools = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
-    start = import_module("actors.start.command")
+    start = import_module("actors.start.run_command")
     start.add_options_of_run(tools[RUN[0]].add_argument)  # those of its other name, too
     start.add_options_of_role(tools[RUN[0]].add_argument)
     for action in (action for tool in tools.values() for action in tool._actions if action.type is Path):

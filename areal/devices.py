@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
+from areal.base.errors import UserError
 from areal.config import Config
-from areal.errors import UserError
-from areal.roles import ROLES
+from areal.config.roles import ROLES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Environment variables: the cores of a generator's engine, and the cores of everything else.

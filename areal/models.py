@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from areal.base.errors import UserError, explain
+from areal.base.processes import ROOT, cache_folder, tied
 from areal.config import Config
-from areal.config.training import LoraConfig
-from areal.errors import UserError, explain
-from areal.processes import ROOT, cache_folder, tied
+from areal.config.trainer_section import LoraConfig
 
 if TYPE_CHECKING:
-    import numpy as np  # which starts threads when it is imported: see ENGINE_ENVIRONMENT in areal/roles.py
+    import numpy as np  # which starts threads when it is imported: see ENGINE_ENVIRONMENT in areal/config/roles.py
 
 QUICKSTART_FOLDER = re.compile("quickstart-[0-9a-f]{12}")
 # Types of layers, by their names in transformers, new and old, whose attention the trainer computes or that have none.

@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from protocols.errors import MalformedError, ProtocolVersionError
+from protocols.bus_errors import MalformedError, ProtocolVersionError
 from protocols.messages import KINDS, PROTOCOL_VERSION, Message
 
 MAX_HEADER_BYTES = 4096

@@ -61,7 +61,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, Json, model_validator
 
-from protocols.errors import BusError, text_of
+from protocols.bus_errors import BusError, text_of
 
 PROTOCOL_VERSION = 37
 
@@ -507,7 +507,7 @@ class NewSequence(Part):
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens")
-"""The fields of NewSequence that are those of areal.config.engines.SamplingConfig."""
+"""The fields of NewSequence that are those of areal.config.engine_sections.SamplingConfig."""
 
 
 class Generate(Message):
@@ -566,7 +566,7 @@ class TokenColumns(Message):
     """New tokens of several sequences: of sequence `jobs[i]` the next `counts[i]` tokens, which follow those of
     `jobs[i - 1]` in the columns. `finishes[i]`: the number in FINISHES of how the sequence ended with them.
 
-    jobs int64, counts and finishes int32, all [sequences]; columns: of areal.sampled.COLUMNS, each [tokens, ...].
+    jobs int64, counts and finishes int32, all [sequences]; columns: of areal.samples.table.COLUMNS, each [tokens, ...].
     """
 
     jobs: Int64s
@@ -689,7 +689,7 @@ def _check_rows(jobs: Vector, counts: Vector, values: Vector) -> None:
 
 class ScoredSample(Part):
     """`place`: its number in its group, which may have no other sample there. `frame`: of
-    areal.trajectory.Trajectory.frame. The others: as in areal.trajectory.Note."""
+    areal.samples.trajectory.Trajectory.frame. The others: as in areal.samples.trajectory.Note."""
 
     place: SampleIndex
     frame: Bytes
@@ -703,7 +703,7 @@ class ScoredSample(Part):
 
 class StoreSamples(Message):
     """Scored samples of a group for the spool of trainer rank 0; the answer says that all are on disk, and the group
-    ready if it is complete, or that it is not accepted. `row`: of areal.trajectory.row_text, or empty. The pictures
+    ready if it is complete, or that it is not accepted. `row`: of `trajectory.row_text`, or empty. The pictures
     that samples name are stored already."""
 
     group: Name
@@ -851,7 +851,7 @@ class GroupReady(Message):
     """The group's payload is on the trainer's disk. `reward_mean`, `reward_spread`: of the rewards of its samples, the
     mean and the standard deviation. `signal`: these rewards, or those of tokens, differ. `tokens`: number of sampled
     tokens in it. `discarded`: number of tokens that were sampled for the group and are in none of its
-    trajectories. `reward_parts`: the mean of each part of the rewards. `marks`: as in areal.trajectory.Note."""
+    trajectories. `reward_parts`: the mean of each part of the rewards. `marks`: as in areal.samples.trajectory.Note."""
 
     group: Name
     start_version: int
@@ -1014,7 +1014,7 @@ class Sample(Part):
 
 
 class Scores(Part):
-    """Values as in areal.evaluation.Scorecard. `accuracy` is None if no sample was scored.
+    """Values as in areal.rewards.pass_at_k.Scorecard. `accuracy` is None if no sample was scored.
     `completion_tokens_mean`: mean over the samples that were scored. `unfinished`: number of samples that
     `evaluator.timeout_seconds` cut off; they count in nothing else."""
 

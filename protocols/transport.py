@@ -25,8 +25,7 @@ from hashlib import blake2b
 from types import AsyncGeneratorType
 from typing import Generic, NamedTuple, Self, TypeVar, cast
 
-from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
-from protocols.errors import (
+from protocols.bus_errors import (
     BusError,
     BusyError,
     ConnectionLostError,
@@ -37,6 +36,7 @@ from protocols.errors import (
     from_code,
     text_of,
 )
+from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
 from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, StreamEnd
 from protocols.network import Full, Link, Network, OnCrash, Unreachable
 

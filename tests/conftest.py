@@ -17,8 +17,8 @@ import hypothesis
 import pytest
 from helpers import find_free_port, keys_folder, made_once
 
+from areal.base.processes import cache_folder
 from areal.cpu.processor import avoid_broken_amx
-from areal.processes import cache_folder
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -132,11 +132,11 @@ LONG = {"test_chaos.py", "test_redo.py", "test_eval.py", "test_run.py", "test_ho
 # What has an engine in a process of pytest. It stands together, so that one of two processes need not import vLLM and
 # DeepSpeed, which takes longer than most tests.
 ENGINES = (
-    *(f"areal/{room}/" for room in ("cpu", "generation", "selftest", "training", "weights")),
-    "areal/desk/test_audit",
-    "areal/desk/test_replay",
-    "actors/test_scorer",
-    "actors/weights/",
+    *(f"test_areal/{room}/" for room in ("cpu", "generation", "extensions/selftest", "training", "weights")),
+    "test_areal/extensions/desk/test_audit",
+    "test_areal/extensions/desk/test_replay",
+    "test_actors/test_scorer",
+    "test_actors/weights/",
 )
 
 

@@ -26,8 +26,8 @@ import pytest
 import zmq
 
 from areal.config import Config
+from areal.samples.trajectory import Branch, Group, Trajectory
 from areal.storage.spool import Spool, SpoolPart
-from areal.trajectory import Branch, Group, Trajectory
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
 

@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel
 
-from areal.workflows.openai_api import Access
+from areal.extensions.agents.openai_api import Access
 from protocols.codec import DTYPES
 from protocols.messages import KINDS, PROTOCOL_VERSION
 

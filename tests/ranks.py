@@ -19,8 +19,8 @@ import areal  # noqa: F401  # before torch, as in a run
 # isort: split
 from helpers import find_free_port
 
-from areal.cpu.training import set_environment
-from areal.processes import die_with_parent, importing
+from areal.base.processes import die_with_parent, importing
+from areal.cpu.deepspeed_on_cpu import set_environment
 
 
 def fork_rank(rank: int, ranks: int, port: int, words: list[str]) -> int:

@@ -8,7 +8,7 @@ those of MISJUDGED.
 
 import json
 
-from areal.programs.code_rows import read_tests
+from areal.extensions.programs.code_rows import read_tests
 
 ASSERTS: dict[str, tuple[str, list[str]]] = {
     "numbers": ("def f(a, b):\n    return a * b", ["assert f(2, 3) == 6", "assert f(2.5, 2) == 5.0", "assert f(b=2, a=10**30) == 2 * 10**30"]),

@@ -10,9 +10,9 @@ import numpy as np
 import yaml
 from scripted_policy import byte_tokenizer
 
-from areal.run_files import ROLLOUTS
+from areal.samples.trajectory import Branch, Group, Note, TokenValues, Trajectory, row_text
 from areal.storage.rollouts import RolloutWriter
-from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory, row_text
+from areal.storage.run_files import ROLLOUTS
 
 Said = list[tuple[str, bool]]
 """Texts, and whether the policy sampled them."""

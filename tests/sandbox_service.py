@@ -16,10 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
-from areal.children import Output
+from areal.base.children import Output
 from areal.config.scoring import SandboxConfig
-from areal.programs.outside import Commands
-from areal.programs.slots import Programs
+from areal.extensions.programs.outside import Commands
+from areal.extensions.programs.slots import Programs
 
 
 class Service:

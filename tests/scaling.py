@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before tests/, which has folders of the packages' names
 
-from areal.command_line import output
-from areal.errors import UserError
+from areal.base.command_line import output
+from areal.base.errors import UserError
 from simulation.cluster.report import run_sizes
 from simulation.cluster.setups import MODELS, Setup, devices_for, parse_devices
 

@@ -16,11 +16,11 @@ from zlib import crc32
 import numpy as np
 from helpers import network
 
-from actors.runtime.addresses import ListenAddress
+from actors.runtime.bound_addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.scorer import Scorer
 from areal.config import Config
-from areal.trajectory import TokenScores
+from areal.samples.trajectory import TokenScores
 from protocols.messages import Completion
 from protocols.transport import Bus
 

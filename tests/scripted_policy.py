@@ -8,16 +8,16 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.config.engines import SamplingConfig
+from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import Credit, SandboxConfig
-from areal.pictures import part_of
-from areal.programs.slots import Programs
-from areal.sampled import Generation
-from areal.sight import sight_of
-from areal.trajectory import Trajectory
+from areal.extensions.agents.parsers import Parsers
+from areal.extensions.programs.slots import Programs
+from areal.extensions.sandboxes.sandbox_owner import Sandboxes
+from areal.samples.pictures import part_of
+from areal.samples.table import Generation
+from areal.samples.trajectory import Trajectory
+from areal.samples.vision import sight_of
 from areal.workflows.forest import Forest
-from areal.workflows.parsers import Parsers
-from areal.workflows.sandbox_owner import Sandboxes
 
 EOS = 0
 END = "<end>"

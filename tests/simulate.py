@@ -25,7 +25,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before tests/, which has folders of the packages' names
 
-from areal.errors import UserError
+from areal.base.errors import UserError
 from simulation.faults import HANDLERS, POINTS, SESSION_HANDLERS
 from simulation.mutants import MUTANTS
 from simulation.world import Result, simulate

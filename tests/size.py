@@ -1,8 +1,9 @@
-"""Counts the lines of the modules that a run reaches, and of all others, the tools. `make lint` fails above the numbers
+"""Counts the lines of the product: the core, the tools, each extension, the spine. `make lint` fails above the numbers
 in pyproject.toml (`[tool.areal.size]`), which a commit raises by hand and explains.
 
-Imports are read, also those within functions, from run.py, the roles and the files that are started as processes of
-their own, which no import leads to.
+The core is what imports lead to from run.py, the roles and the files that are started as processes of their own.
+Imports within functions count. Extensions are folders; the tools are the rest. The spine is the way of a sample from
+its permit to the optimizer's step, a list that is kept by hand.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("protocols", "actors", "areal")
-# The engine in vLLM's process, the workers of reward pools with what they import by name, and what sandboxes start.
+ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "scorer", "evaluator")
+# The engine in vLLM's process, and the workers of reward pools with what they import by name.
 PROCESSES = (
     "areal.generation.vllm_worker",
     "areal.weights.transfer",
     "areal.rewards.worker",
     "areal.rewards.math_answers",
 )
-IN_SANDBOXES = "areal.programs"
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -59,16 +60,24 @@ def reached(files: Mapping[str, Path], starts: Iterable[str]) -> set[str]:
     return seen
 
 
-def of_a_run(root: Path) -> tuple[dict[str, Path], set[str]]:
-    """All modules of the product, and those of them that a run reaches."""
+def parts(root: Path) -> dict[str, dict[str, Path]]:
+    """All modules of the product by the part that they belong to: core, tools, or the name of an extension."""
     files = modules(root)
-    roles = [name for name in files if name.startswith("actors.") and name.count(".") == 1 and _is_file(files[name])]
-    programs = [name for name in files if name.startswith(IN_SANDBOXES)]
-    return files, reached(files, ["run", "actors.start.__main__", *roles, *programs, *PROCESSES])
+    starts = ["run", "actors.start.__main__", *PROCESSES, *(f"actors.{role}" for role in ROLES)]
+    starts += [f"actors.{role}.{role}" for role in ROLES]
+    core = reached({name: file for name, file in files.items() if not extension_of(name)}, starts)
+    result: dict[str, dict[str, Path]] = {"core": {}, "tools": {}}
+    for name, file in files.items():
+        part = extension_of(name) or ("core" if name in core else "tools")
+        result.setdefault(part, {})[name] = file
+    return result
 
 
-def _is_file(path: Path) -> bool:
-    return path.name != "__init__.py"
+def extension_of(module: str) -> str | None:
+    """The extension that a module belongs to, if any: its folder below areal/extensions, or the gateway's room."""
+    if module.startswith("areal.extensions."):
+        return module.split(".")[2]
+    return "gateway" if module.startswith("actors.gateway") else None
 
 
 def lines(files: Iterable[Path]) -> int:
@@ -76,14 +85,23 @@ def lines(files: Iterable[Path]) -> int:
 
 
 def main(root: Path = ROOT) -> int:
-    """Prints the two numbers. Returns 1 if one is above its limit, else 0."""
-    files, run = of_a_run(root)
-    counts = {"run": lines(files[name] for name in run), "tools": lines(files[name] for name in files.keys() - run)}
-    limits = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["areal"]["size"]
-    for name, count in counts.items():
-        verdict = "" if count <= limits[name] else ": shrink it, or raise the limit and explain that in the commit"
-        print(f"{name}: {count} lines of at most {limits[name]}{verdict}")
-    return int(any(count > limits[name] for name, count in counts.items()))
+    """Prints the numbers. Returns 1 if one is above its limit, else 0."""
+    size = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["areal"]["size"]
+    counts = {part: lines(files.values()) for part, files in parts(root).items()}
+    extensions = {part: count for part, count in counts.items() if part not in ("core", "tools")}
+    spine = [root / name for name in size["spine"]]
+    measured = {
+        "core": counts["core"],
+        "tools": counts["tools"],
+        "extensions": sum(extensions.values()),
+        "spine_files": len(spine),
+        "spine_lines": lines(spine),
+    }
+    for name, count in measured.items():
+        verdict = "" if count <= size[name] else ": shrink it, or raise the limit and explain that in the commit"
+        print(f"{name}: {count} of at most {size[name]}{verdict}")
+    print("extensions: " + ", ".join(f"{name} {count}" for name, count in sorted(extensions.items())))
+    return int(any(count > size[name] for name, count in measured.items()))
 
 
 if __name__ == "__main__":

@@ -30,16 +30,16 @@ from helpers import SHORT, Process, check_adapters, descendants, flip_a_bit, pro
 from safetensors.torch import load_file, save_file
 from scorers import judging, scorer_of, scores_of, token_scores_of, verdict, write_classifier
 
-from actors.mastering.run_state import RunState
-from actors.record.record import check_record
+from actors.master.run_state import RunState
+from actors.record.completeness import check_record
 from areal.__main__ import main
-from areal.errors import UserError
-from areal.sampled import TOP
+from areal.base.errors import UserError
+from areal.samples.table import TOP
+from areal.samples.tokenizer import load_tokenizer
 from areal.storage.journal import journal_copy
 from areal.storage.records import read_records
 from areal.storage.rollouts import batches, files
 from areal.storage.run_folder import checkpoint_of, config_of_run
-from areal.tokens import load_tokenizer
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")

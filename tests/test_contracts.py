@@ -36,16 +36,19 @@ def report(tree: Path) -> str:
 
 # By contract: lines that break it, by the module in which they are, and how they are reported if not so.
 BREAKS: dict[str, tuple[dict[str, str], str]] = {
-    "Protocols import neither": ({"protocols.errors": "areal.config"}, ""),
+    "Protocols import neither": ({"protocols.bus_errors": "areal.config"}, ""),
     "The library imports no actors": ({"areal.rewards.pool": "actors.reward"}, ""),
     "Rooms of the library": (
-        {"areal.rewards.score": "areal.workflows.session", "areal.storage.journal": "areal.desk.report"},
+        {"areal.rewards.score": "areal.workflows.session", "areal.storage.journal": "areal.extensions.desk.report"},
         "- areal.attic",  # a room without a place on the map
     ),
-    "Rooms of the actors": ({"actors.watching.health": "actors.master", "actors.generator": "actors.trainer"}, ""),
-    "A run never imports the desk": ({"actors.watching.monitor": "areal.desk.report"}, ""),
-    "The desk opens a run by": ({"areal.desk.trace": "areal.storage.run_folder"}, ""),
-    "No circles": ({"areal.workflows.conversation": "areal.workflows.session"}, "- .openai_api -> .conversation"),
+    "Rooms of the actors": (
+        {"actors.watching.health": "actors.master.master", "actors.generator": "actors.trainer.trainer"},
+        "",
+    ),
+    "A run never imports the desk": ({"actors.watching.monitor": "areal.extensions.desk.report"}, ""),
+    "The desk opens a run by": ({"areal.extensions.desk.trace": "areal.storage.run_folder"}, ""),
+    "No circles": ({"areal.workflows.conversation": "areal.workflows.builtin"}, "- .conversation -> .builtin"),
     "vLLM is known": ({"actors.evaluator": "vllm"}, ""),
     "DeepSpeed is known": ({"areal.training.step_metrics": "deepspeed"}, ""),
     "ZeroMQ is known": ({"actors.runtime.actor": "zmq"}, ""),

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.start.command import parse
+from actors.start.run_command import parse
 from areal.__main__ import command_line
+from areal.base.processes import KEYS
 from areal.config import load_config
-from areal.processes import KEYS
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "configs" / "deploy"

@@ -72,9 +72,9 @@ def test_an_example_imports_what_is_public_and_runs(code):
 
 
 def test_every_metric_of_a_step_is_explained():
-    from actors import trainer
-    from actors.mastering.accounts import StepMeter
-    from actors.training.phases import PHASES
+    from actors.master.accounts import StepMeter
+    from actors.trainer import trainer
+    from actors.trainer.phases import PHASES
     from areal.storage.events import COUNTERS
     from areal.training.step_metrics import StepResult
 
@@ -138,7 +138,7 @@ def test_the_rows_of_the_quickstart_page_are_enough_for_its_configuration(tmp_pa
 
 
 def test_the_largest_reward_is_that_of_the_code():
-    from areal.trajectory import LARGEST_REWARD
+    from areal.samples.trajectory import LARGEST_REWARD
 
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     assert float(page.partition("an absolute value of at most ")[2].partition(",")[0]) == LARGEST_REWARD
@@ -146,7 +146,7 @@ def test_the_largest_reward_is_that_of_the_code():
 
 def test_the_first_example_of_the_notebooks_page_has_enough_rows(tmp_path, monkeypatch):
     import areal
-    from actors.api.settings import settings_of
+    from actors.api.call_settings import settings_of
 
     def train(data, reward, **keys):
         settings_of(None, data, reward, None, keys)

@@ -27,17 +27,17 @@ from conftest import ROOT
 from helpers import descendants
 from scripted_policy import CHATML, Session, byte_tokenizer
 
-from actors.checks.start_checks import on_this_machine, rehearse_start
+from actors.start.start_checks import on_this_machine, rehearse_start
 from areal.__main__ import main
+from areal.base.errors import UserError
 from areal.config import Config, from_message, load_config
 from areal.config.scoring import SandboxConfig
 from areal.data.rows import Row
-from areal.errors import UserError
-from areal.programs.slots import Programs
+from areal.extensions.agents import mcp_tools
+from areal.extensions.programs.slots import Programs
+from areal.extensions.sandboxes.sandbox_owner import Sandboxes
 from areal.training.objectives import Tokens
-from areal.workflows import mcp_tools
 from areal.workflows.builtin import resolve_workflow
-from areal.workflows.sandbox_owner import Sandboxes
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
 ON_CPUS = ("own_reward", "own_loss", "feedback", "openai_agent", "distillation", "repositories", "dots")

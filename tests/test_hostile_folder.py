@@ -12,12 +12,12 @@ import yaml
 from aiohttp.test_utils import TestClient, TestServer
 
 import areal
-from actors.mastering.run_state import RunState
+from actors.master.run_state import RunState
 from actors.watching.dashboard import RunView, application
 from areal.__main__ import main
+from areal.base.plugins import announce_code
+from areal.base.processes import ROOT
 from areal.config import dump_config, load_config
-from areal.plugins import announce_code
-from areal.processes import ROOT
 from areal.storage.journal import Journal
 from areal.storage.records import line_of, read_records
 

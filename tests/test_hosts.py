@@ -57,14 +57,14 @@ def outputs_of(ranks: list[subprocess.Popen[str]]) -> list[str]:
 
 CHOOSES = """
 import os
-from areal.network_interfaces import GLOO, choose_interface
+from areal.base.network_interfaces import GLOO, choose_interface
 choose_interface(os.environ["MASTER_ADDR"])
 print(os.environ[GLOO])
 """
 JOINS = """
 import os
-from areal.network_interfaces import GLOO
-from areal.training.engine import dist, join_ranks
+from areal.base.network_interfaces import GLOO
+from areal.training.training_engine import dist, join_ranks
 
 def meet(backend):
     print(os.environ[GLOO], flush=True)

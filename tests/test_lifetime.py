@@ -13,8 +13,8 @@ import pytest
 from conftest import ROOT
 from helpers import Process, descendants
 
-from actors.watching.runs import run_in, runs_here, stop_run
-from areal.processes import KEYS
+from actors.watching.machine_runs import run_in, runs_here, stop_run
+from areal.base.processes import KEYS
 
 CALLER = "import areal; areal.train(model='quickstart', steps=1)"
 

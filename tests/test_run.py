@@ -21,13 +21,13 @@ import zmq
 from helpers import SHORT, check_adapters, descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.checks.preflight import check_port
-from actors.checks.preflight import free_port as hold_free_port
-from actors.checks.start_checks import own_port
 from actors.runtime.supervisor import Supervisor
-from actors.start.command import keep_report, main, port_is_named
+from actors.start.preflight import check_port
+from actors.start.preflight import free_port as hold_free_port
+from actors.start.run_command import keep_report, main, port_is_named
+from actors.start.start_checks import own_port
+from areal.base.processes import KEYS
 from areal.config import load_config
-from areal.processes import KEYS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 CONFIG = str(CONFIGS / "quickstart.yaml")
@@ -364,7 +364,7 @@ def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
 
 
 def test_a_start_that_is_refused_says_nothing_of_its_port(small, free_port, monkeypatch, capsys):
-    monkeypatch.setattr("actors.start.command.port_is_named", lambda *_: False)
+    monkeypatch.setattr("actors.start.run_command.port_is_named", lambda *_: False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()
@@ -411,7 +411,7 @@ def test_two_starts_at_once_have_two_ports(free_port):
     ],
 )
 def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, overrides, resume, another):
-    monkeypatch.setattr("actors.checks.start_checks.free_port", lambda address: nullcontext("tcp://127.0.0.1:5999"))
+    monkeypatch.setattr("actors.start.start_checks.free_port", lambda address: nullcontext("tcp://127.0.0.1:5999"))
     arguments = Namespace(config=None, resume=resume, fork=None, overrides=list(overrides))
     config = load_config(Path(CONFIG), overrides if resume is None else ["master.address=tcp://127.0.0.1:5555"])
     with own_port(config, port_is_named(arguments, config)) as config:
@@ -436,7 +436,7 @@ def test_what_is_automatic_depends_on_the_devices_of_the_trainer(
         f"{{max_new_tokens: 8}}, reward: {{functions: [addition]}}, run_dir: {tmp_path}}}"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr("actors.checks.preflight.check_names", lambda config: None)  # takes a process, and is no part
+    monkeypatch.setattr("actors.start.preflight.check_names", lambda config: None)  # takes a process, and is no part
     monkeypatch.setattr(sys, "argv", ["run.py", "--config", str(config), "--dry-run", *arguments])
     assert main() == 0
     trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]

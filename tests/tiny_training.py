@@ -20,11 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal.config.training import TrainerConfig
-from areal.selftest import references
+from areal.config.trainer_section import TrainerConfig
+from areal.extensions.selftest import references
+from areal.samples.trajectory import Branch, Group, Trajectory
 from areal.storage.records import record_of
 from areal.training.shards import share_out
-from areal.trajectory import Branch, Group, Trajectory
 from areal.weights.folders import write_index, write_weights
 
 TESTS = Path(__file__).parent

@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from areal.base.errors import explain
+from areal.base.text import error_text
 from areal.config.scoring import RewardConfig
-from areal.errors import explain
-from areal.result import Result, RewardError
 from areal.rewards.functions import RewardFunction
-from areal.rewards.processes import RewardFailed
-from areal.sampled import Tokens
-from areal.text import error_text
+from areal.rewards.result import Result, RewardError
+from areal.rewards.worker_processes import RewardFailed
+from areal.samples.table import Tokens
 
 
 class FunctionPool:

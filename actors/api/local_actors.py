@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import structlog
 
 from actors.runtime.actor import Actor
-from actors.runtime.addresses import ListenAddress, new_bus, open_network
+from actors.runtime.bound_addresses import ListenAddress, new_bus, open_network
 from actors.runtime.logs import configure_logging
 from actors.runtime.membership import Membership, ask_once
-from areal.errors import UserError
+from areal.base.errors import UserError
 from protocols.addresses import host_of
 from protocols.messages import Message
 from protocols.network import ZmqNetwork

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from areal.base.errors import UserError, explain
 from areal.config import Config
-from areal.errors import UserError, explain
 from areal.storage.disk import replace
 
 FILE = "objective.py"

@@ -10,14 +10,14 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 
-from actors.mastering.run_state import RunState
+from actors.master.run_state import RunState
+from areal.base.errors import UserError
 from areal.config import Config
-from areal.errors import UserError
-from areal.run_files import JOURNAL, METRICS, OLDER, SPOOL
 from areal.storage.database import copy_store
 from areal.storage.disk import within
 from areal.storage.journal import journal_copy
 from areal.storage.records import metrics_up_to
+from areal.storage.run_files import JOURNAL, METRICS, OLDER, SPOOL
 from areal.storage.run_folder import config_of_run
 from areal.weights.folders import atomic_folder, link
 

@@ -13,17 +13,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from actors.mastering.run_state import RunState
+from actors.master.run_state import RunState
 from actors.record.rollback import versions_kept
+from areal.base.errors import UserError, explain
+from areal.base.secrets import hidden_in
 from areal.config import Config
 from areal.config.overrides import parsed
-from areal.errors import UserError, explain
-from areal.hiding import hidden_in
-from areal.run_files import EVALUATIONS, FORK, JOURNAL, METRICS
-from areal.settings import differences, is_under
+from areal.config.settings import differences, is_under
 from areal.storage.disk import replace
 from areal.storage.journal import Journal, journal_copy
 from areal.storage.records import line_of, read_records
+from areal.storage.run_files import EVALUATIONS, FORK, JOURNAL, METRICS
 from areal.storage.run_folder import (
     STATE_FILE,
     Origin,

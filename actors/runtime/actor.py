@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-from protocols.errors import RefusedError
+from protocols.bus_errors import RefusedError
 from protocols.messages import Engagement, LoadColumns, Message, Work
 from protocols.transport import Request
 

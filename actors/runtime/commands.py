@@ -9,14 +9,14 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from areal.command_line import CONFIG, OVERRIDES, RoomTools
+from areal.base.command_line import CONFIG, OVERRIDES, RoomTools
+from areal.base.errors import UserError, explain
+from areal.base.processes import START
+from areal.base.text import shown
 from areal.config import Config, load_config
 from areal.config.reading import CONFIGS
-from areal.config.roles import benchmarks_in
-from areal.errors import UserError, explain
-from areal.processes import START
-from areal.roles import ROLES
-from areal.text import shown
+from areal.config.role_sections import benchmarks_in
+from areal.config.roles import ROLES
 
 
 def declare(tools: RoomTools) -> None:
@@ -93,7 +93,7 @@ def evaluate(options: Namespace) -> None:
 
 
 def health(options: Namespace) -> int:
-    from actors.runtime.addresses import find_master, new_bus, open_network
+    from actors.runtime.bound_addresses import find_master, new_bus, open_network
     from actors.watching.health import UnhealthyError, until_healthy
     from protocols.addresses import host_of
 
@@ -118,7 +118,7 @@ def health(options: Namespace) -> int:
 
 
 def add_reward(options: Namespace) -> None:
-    from actors.runtime.addresses import find_master, open_network
+    from actors.runtime.bound_addresses import find_master, open_network
     from actors.runtime.membership import ask_once
     from protocols.addresses import host_of
     from protocols.messages import AddReward

@@ -9,8 +9,8 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict
 
+from areal.base.text import shown
 from areal.storage.disk import Backlog
-from areal.text import shown
 
 # A file that has grown to this size is renamed to NAME.1, in place of an older one.
 LIMIT_BYTES = 32 << 20

@@ -33,19 +33,19 @@ import structlog
 
 from actors.runtime import vitals
 from actors.runtime.actor import CONTROL_SECONDS, Actor, Ending, HandlesRequests, M, first_error
-from actors.runtime.addresses import ListenAddress, new_bus
+from actors.runtime.bound_addresses import ListenAddress, new_bus
 from actors.runtime.directory import Directory
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
+from areal.base.errors import UserError, explain
+from areal.base.processes import stop_signals
 from areal.config import Config, from_message
 from areal.devices import CORES, settle
-from areal.errors import UserError, explain
 from areal.observe import cpu_profile
-from areal.processes import stop_signals
 from areal.storage.disk import DiskRetry
 from protocols.addresses import host_of, reachable
-from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
+from protocols.bus_errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
 from protocols.messages import (
     AskSnapshot,
     DiskShortage,

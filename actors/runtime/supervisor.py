@@ -37,21 +37,21 @@ from typing import IO, Any
 from rich.console import Console
 
 from actors.runtime.actor import Ending
-from actors.runtime.addresses import new_bus
+from actors.runtime.bound_addresses import new_bus
 from actors.runtime.logs import log_file
 from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
-from areal.children import kill_group
+from areal.base.children import kill_group
+from areal.base.processes import START, SUPERVISED
+from areal.base.text import shown
 from areal.config import Config
+from areal.config.roles import ROLES
 from areal.devices import memory_kills
-from areal.processes import START, SUPERVISED
-from areal.roles import ROLES
 from areal.storage.disk import Backlog
 from areal.storage.records import read_records
 from areal.storage.run_folder import read_summary
-from areal.text import shown
 from protocols.addresses import on_this_machine
-from protocols.errors import BusError, ProtocolVersionError
+from protocols.bus_errors import BusError, ProtocolVersionError
 from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
 from protocols.transport import Bus, ask_until

@@ -11,8 +11,8 @@ import traceback
 import psutil
 import structlog
 
+from areal.base.text import place_in
 from areal.devices import free_memory
-from areal.text import place_in
 
 TICK_SECONDS = 0.05
 # After so many seconds in which the event loop has run nothing that is due, the log says where it stands.

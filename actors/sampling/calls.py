@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from actors.sampling.flows import Job
-from areal.config.engines import SamplingConfig
-from areal.errors import explain
-from areal.result import Result, RewardError
-from areal.sampled import Finish, Generation, TokenTable, split
+from areal.base.errors import explain
+from areal.config.engine_sections import SamplingConfig
+from areal.rewards.result import Result, RewardError
+from areal.samples.table import Finish, Generation, TokenTable, split
 from areal.workflows.conversation import Keep
-from protocols.errors import BusError
+from protocols.bus_errors import BusError
 from protocols.messages import (
     FINISHES,
     SAMPLING,

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from actors.runtime.actor import CONTROL_SECONDS, Notifier
-from protocols.errors import (
+from protocols.bus_errors import (
     BusError,
     BusyError,
     DeadlineError,

@@ -17,14 +17,14 @@ from actors.sampling.calls import Call, SampleFailed, ended, score_with_retries
 from actors.sampling.flows import Flow, Job, Spawn
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
+from areal.base.errors import explain
 from areal.config.scoring import RewardConfig
-from areal.errors import explain
-from areal.result import Result
 from areal.rewards.pool import Quarantine, digest
-from areal.rewards.processes import RewardFailed
-from areal.sampled import Generation
-from areal.trajectory import TokenScores
-from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
+from areal.rewards.result import Result
+from areal.rewards.worker_processes import RewardFailed
+from areal.samples.table import Generation
+from areal.samples.trajectory import TokenScores
+from protocols.bus_errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
     Cause,
     Completion,

@@ -21,11 +21,20 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
-from areal.errors import explain
-from areal.workflows import anthropic_api, openai_api
-from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest, Threads
-from areal.workflows.openai_api import Access, Answer, ApiError, ChatReply, ChatRequest, ChatSession, Event, Reply
-from areal.workflows.responses_api import ResponseReply, Responses, ResponsesRequest
+from areal.base.errors import explain
+from areal.extensions.agents import anthropic_api, openai_api
+from areal.extensions.agents.anthropic_api import CountRequest, MessageReply, MessagesRequest, Threads
+from areal.extensions.agents.openai_api import (
+    Access,
+    Answer,
+    ApiError,
+    ChatReply,
+    ChatRequest,
+    ChatSession,
+    Event,
+    Reply,
+)
+from areal.extensions.agents.responses_api import ResponseReply, Responses, ResponsesRequest
 from areal.workflows.session import Session
 
 MAX_BODY_BYTES = 32 * 2**20

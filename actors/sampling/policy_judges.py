@@ -11,9 +11,9 @@ import numpy as np
 from actors.sampling.calls import Call, SampleState
 from actors.sampling.services import Generators
 from areal.config import Config
-from areal.config.engines import SamplingConfig
-from areal.result import Result
+from areal.config.engine_sections import SamplingConfig
 from areal.rewards.functions import judge_by
+from areal.rewards.result import Result
 from areal.workflows.conversation import Conversation, user
 
 

@@ -12,7 +12,7 @@ import structlog
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
 from areal.generation.routing import GeneratorLoad, fullness
-from protocols.errors import BusError, BusyError, ConnectionLostError, RefusedError
+from protocols.bus_errors import BusError, BusyError, ConnectionLostError, RefusedError
 from protocols.messages import Member
 from protocols.transport import STREAM_SILENCE_SECONDS
 

@@ -14,19 +14,19 @@ from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
 from actors.sampling.services import Endpoint, Services, load_parsers
 from actors.sampling.sessions import SampleSession
-from areal.config.rows import DataConfig
+from areal.base.text import error_text
+from areal.config.data_section import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.extensions.agents.parsers import Parsers
+from areal.extensions.programs.outside import SandboxError
+from areal.extensions.programs.slots import Programs
+from areal.extensions.sandboxes.sandbox_tasks import RowError
 from areal.generation.routing import GeneratorLoad
-from areal.programs.outside import SandboxError
-from areal.programs.slots import Programs
-from areal.text import error_text
-from areal.tokens import load_tokenizer
-from areal.trajectory import Trajectory
+from areal.samples.tokenizer import load_tokenizer
+from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
-from areal.workflows.parsers import Parsers
-from areal.workflows.sandbox_tasks import RowError
-from protocols.errors import BusError, FencedError, MalformedError, RefusedError, text_of
+from protocols.bus_errors import BusError, FencedError, MalformedError, RefusedError, text_of
 from protocols.messages import Cause, ConnectionLost, Done, LoadColumns, Member, Message, ScoringFailed, Work
 from protocols.transport import ask_until
 

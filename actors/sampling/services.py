@@ -13,15 +13,15 @@ import numpy as np
 from actors.sampling.calls import Call
 from areal.config import Config
 from areal.data.rows import Row
-from areal.programs.slots import Programs
-from areal.result import Result, overlong_penalty
-from areal.sampled import Generation
+from areal.extensions.agents.openai_api import Access
+from areal.extensions.agents.parsers import Parsers
+from areal.extensions.programs.slots import Programs
+from areal.extensions.sandboxes.sandbox_owner import Sandboxes
+from areal.rewards.result import Result, overlong_penalty
+from areal.samples.table import Generation
+from areal.samples.trajectory import TokenScores, Trajectory
 from areal.staleness.standstills import UNKNOWN, Standstills
-from areal.trajectory import TokenScores, Trajectory
 from areal.workflows.conversation import begin
-from areal.workflows.openai_api import Access
-from areal.workflows.parsers import Parsers
-from areal.workflows.sandbox_owner import Sandboxes
 from areal.workflows.session import Session
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 from actors.runtime.actor import Actor, handles
 from actors.runtime.membership import Membership
 from actors.sampling.flows import Flows, JobFunction
-from protocols.errors import BusyError, RefusedError
+from protocols.bus_errors import BusyError, RefusedError
 from protocols.messages import (
     Completion,
     CompletionsScored,

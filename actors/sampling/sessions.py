@@ -15,22 +15,22 @@ import numpy as np
 from actors.sampling.calls import Call, SampleFailed, SampleState
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.services import Generators, Services
-from areal.config.engines import SamplingConfig
+from areal.base.errors import UserError, explain
+from areal.base.text import LIBRARIES, error_text, place_in
+from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import Row, prompt_text
-from areal.errors import UserError, explain
-from areal.pictures import part_of
-from areal.programs.slots import waiting
-from areal.result import all_scored, combined
-from areal.sampled import Generation, Tokens
-from areal.sight import check_pictures, sight_of
+from areal.extensions.agents.openai_api import Access, Json
+from areal.extensions.programs.slots import waiting
+from areal.extensions.sandboxes.sandbox_owner import Sandboxes
+from areal.rewards.result import all_scored, combined
+from areal.samples.pictures import part_of
+from areal.samples.table import Generation, Tokens
+from areal.samples.trajectory import Trajectory
+from areal.samples.vision import check_pictures, sight_of
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
-from areal.text import LIBRARIES, error_text, place_in
-from areal.trajectory import Trajectory
 from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
-from areal.workflows.openai_api import Access, Json
-from areal.workflows.sandbox_owner import Sandboxes
 from protocols.messages import Member
 
 NO_CHANGES: Mapping[str, float] = {}

@@ -6,6 +6,6 @@ from pathlib import Path
 ROOT = str(Path(__file__).parents[2])
 sys.path[:1] = [] if ROOT in sys.path else [ROOT]
 
-from actors.start.command import main  # noqa: E402
+from actors.start.run_command import main  # noqa: E402
 
 sys.exit(main())

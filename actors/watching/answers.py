@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from areal.desk.curves import COLOURS
+from areal.extensions.desk.curves import COLOURS
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "

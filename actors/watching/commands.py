@@ -1,12 +1,12 @@
 """The tools that serve a run's web page, and list and stop the runs of this machine."""
 
-from areal.command_line import RUN, RoomTools
+from areal.base.command_line import RUN, RoomTools
 
 
 def declare(tools: RoomTools) -> None:
-    tools.add("ps", "runs:print_runs", "list the runs that are in progress on this machine")
+    tools.add("ps", "machine_runs:print_runs", "list the runs that are in progress on this machine")
     summary = "stop a run on this machine in order, and wait until it has ended; exit code 1 if it has not"
-    tools.add("stop", "runs:stop", summary).add_argument("folder", **RUN)
+    tools.add("stop", "machine_runs:stop", summary).add_argument("folder", **RUN)
 
     summary = "serve a live web page of a run, or of several with their curves overlaid"
     add = tools.add("dashboard", "dashboard:serve", summary).add_argument

@@ -21,15 +21,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from actors.watching.answers import answer, finite, page
-from actors.watching.rollouts import RolloutPages
-from actors.watching.sessions import SessionPages
-from areal.desk import timeline
-from areal.desk.comparison import differing_settings, end_figures, value_of
-from areal.desk.report import headlines
-from areal.errors import explain
+from actors.watching.rollouts_page import RolloutPages
+from actors.watching.sessions_page import SessionPages
+from areal.base.errors import explain
+from areal.extensions.desk import timeline
+from areal.extensions.desk.comparison import differing_settings, end_figures, value_of
+from areal.extensions.desk.report import headlines
 from areal.observe.alert_inputs import Digests
-from areal.record import Record
 from areal.storage.events import GONE
+from areal.storage.record import Record
 from protocols.addresses import is_loopback
 
 # Length of the timeline, which ends at the newest event.

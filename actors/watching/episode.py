@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from areal.result import Result
-from areal.sampled import Generation
-from areal.text import shown
-from areal.trajectory import Branch, Trajectory, paths
-from areal.workflows.parsers import Parsed
+from areal.base.text import shown
+from areal.extensions.agents.parsers import Parsed
+from areal.rewards.result import Result
+from areal.samples.table import Generation
+from areal.samples.trajectory import Branch, Trajectory, paths
 
 # Longer texts are shown without their middle.
 LONGEST, QUOTED = 2000, 60

@@ -6,8 +6,8 @@ It is for the probes of cluster managers, and for scripts that wait until a run 
 import asyncio
 from typing import Any
 
-from areal.text import all_shown
-from protocols.errors import BusError
+from areal.base.text import all_shown
+from protocols.bus_errors import BusError
 from protocols.messages import AskStatus, Status, actor_name
 from protocols.transport import Bus, ask_until
 

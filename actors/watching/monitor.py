@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.watching.health import status_of
+from areal.base.text import shown
 from areal.config import Config
 from areal.data import addition
 from areal.observe.alert_inputs import alerts_of
-from areal.record import Record, new_steps
-from areal.text import shown
-from protocols.errors import BusError
+from areal.storage.record import Record, new_steps
+from protocols.bus_errors import BusError
 from protocols.messages import Message, Shutdown, actor_name
 from protocols.transport import Bus, Subscriber
 

@@ -1,4 +1,4 @@
-// As in areal/desk/curves.py, so that the report and the pages look alike.
+// As in areal/extensions/desk/curves.py, so that the report and the pages look alike.
 const MEANING = /* colours */;
 const SMOOTHED_FROM = 20, MOST_POINTS = 400, OUTLIER = 2.5;
 const perSecond = key => r => r[key] / Math.max(r.step_seconds, 1e-9);

@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from areal.config.roles import ObserveConfig
+from areal.config.role_sections import ObserveConfig
 from areal.storage.events import TOTALS
 
 # Actors of one machine try this many ports, from `observe.prometheus_port` on, and take the first free one.

@@ -25,12 +25,12 @@ import structlog
 
 from actors.runtime.actor import CONTROL_SECONDS, HandlesRequests, handles
 from actors.runtime.directory import Directory
+from areal.base.errors import explain
 from areal.config import Config
 from areal.devices import check_transport
-from areal.errors import explain
-from areal.generation.engine import FINISH, WeightLoadError
+from areal.generation.generation_engine import FINISH, WeightLoadError
 from areal.weights.packs import SENDS_AT_ONCE
-from protocols.errors import BusError, RefusedError, StreamBrokenError
+from protocols.bus_errors import BusError, RefusedError, StreamBrokenError
 from protocols.messages import Done, Message, Policy, SendWeights, TransferCall, TransferDone
 from protocols.transport import Bus, Request
 

@@ -18,12 +18,12 @@ import numpy as np
 import structlog
 
 from actors.runtime.actor import HandlesRequests, M, Notifier, handles
-from areal.config.engines import WeightsConfig
-from areal.errors import explain
+from areal.base.errors import explain
+from areal.config.engine_sections import WeightsConfig
 from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, HeldVersion, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
-from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
+from protocols.bus_errors import BusError, BusyError, RefusedError, StreamBrokenError
 from protocols.messages import FetchWeights, Member, Message, Policy, WeightChunk, WeightFile, WeightFiles
 from protocols.transport import Bus, Request
 

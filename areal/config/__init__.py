@@ -13,11 +13,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from areal.config.engines import GeneratorConfig, SamplingConfig, ScorerConfig, WeightsConfig
+from areal.base.errors import UserError, explain
+from areal.base.secrets import reveal, without_secrets
+from areal.config.data_section import ONE_OR_SEVERAL, DataConfig, SourceConfig
+from areal.config.engine_sections import GeneratorConfig, SamplingConfig, ScorerConfig, WeightsConfig
 from areal.config.mistakes import other_names, sentence_of
 from areal.config.overrides import forget_source, parsed, set_value, split_override
 from areal.config.reading import read_values, with_bases, write_yaml
-from areal.config.roles import (
+from areal.config.role_sections import (
     EvaluatorConfig,
     GatewayConfig,
     MasterConfig,
@@ -25,12 +28,9 @@ from areal.config.roles import (
     ObserveConfig,
     RolloutManagerConfig,
 )
-from areal.config.rows import ONE_OR_SEVERAL, DataConfig, SourceConfig
 from areal.config.scoring import POLICY, SCORER, RewardConfig, ScoringConfig
 from areal.config.section import NAME, Section, T, UserPath
-from areal.config.training import GuardConfig, TrainerConfig
-from areal.errors import UserError, explain
-from areal.hiding import reveal, without_secrets
+from areal.config.trainer_section import GuardConfig, TrainerConfig
 
 
 class _Checked(type(BaseModel)):  # type: ignore[misc]

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from areal.base.secrets import without_secrets
 from areal.config.reading import CONFIGS, read_yaml
 from areal.config.section import Section, section_in
-from areal.hiding import without_secrets
 
 # So many keys are named where one is not known.
 FEW_KEYS = 12
@@ -16,7 +16,7 @@ FEW_KEYS = 12
 
 def other_names() -> dict[str, str]:
     """Names of other libraries (docs/examples.md), and what they are here."""
-    names: dict[str, str] = read_yaml((Path(__file__).parents[1] / "other_names.yaml").read_text())
+    names: dict[str, str] = read_yaml((Path(__file__).with_name("other_names.yaml")).read_text())
     return names
 
 

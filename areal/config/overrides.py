@@ -7,9 +7,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 
+from areal.base.errors import UserError, explain
 from areal.config.reading import OF_SOURCE, RepeatedKeyError, is_replaced, read_yaml
 from areal.config.section import Section, section_in
-from areal.errors import UserError, explain
 
 
 def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from areal.errors import UserError, explain
+from areal.base.errors import UserError, explain
 
 # A link to the folder of a clone; in a wheel a copy of it.
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from areal.config.rows import reward_weights
+from areal.base.errors import explain
+from areal.config.data_section import reward_weights
 from areal.config.section import Section, UserPath
-from areal.errors import explain
 
 Credit = Literal["sample", "return_to_go", "call"]
 

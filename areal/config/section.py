@@ -14,7 +14,7 @@ NAME = r"(?!\.+$|-)[\w.-]{1,100}"
 
 
 class Section(BaseModel):
-    """A section of keys. The meaning of each is its description, or the text below it (areal.desk.settings_list)."""
+    """A section of keys. The meaning of each is its description, or the text below it (see settings_list.py)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import setproctitle
 
-from areal.processes import importing
+from areal.base.processes import importing
 
 IMPORTED = ["vllm.v1.engine.core", "areal.generation.vllm_worker"]
 

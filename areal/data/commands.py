@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal.command_line import RoomTools
+from areal.base.command_line import RoomTools
 
 
 def declare(tools: RoomTools) -> None:

@@ -12,7 +12,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from areal.errors import UserError, explain
+from areal.base.errors import UserError, explain
 
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".tsv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}

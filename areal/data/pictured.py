@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.base.errors import UserError, explain
 from areal.data.rows import PICTURE_MARK, PICTURE_PARTS, Prompt
-from areal.errors import UserError, explain
-from areal.pictures import MAX_BYTES, part_of
+from areal.samples.pictures import MAX_BYTES, part_of
 
 FIELDS = ("decoded_image", "image", "images")
 # What has the picture in an object, as the hub, verl and the protocols of agents write it.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal.errors import explain
+from areal.base.errors import explain
+from areal.base.processes import cache_folder
 from areal.models import quickstart_folder
-from areal.processes import cache_folder
 
 
 def make(options: Namespace) -> None:

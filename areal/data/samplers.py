@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal.config.rows import DataConfig
+from areal.base.errors import UserError, explain
+from areal.base.plugins import load
+from areal.config.data_section import DataConfig
 from areal.data.history import History, RowHistory
 from areal.data.sources import PromptSource
-from areal.errors import UserError, explain
-from areal.plugins import load
 
 Choose = Callable[[History, int], int]
 

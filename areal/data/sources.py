@@ -26,12 +26,14 @@ import jinja2
 import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal.config.rows import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
-from areal.data import addition, harbor_tasks, pictured, reasoning_tasks, verifiers_tasks
+from areal.base.errors import UserError, explain
+from areal.config.data_section import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
+from areal.data import addition, pictured
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
 from areal.data.rows import Prompt, Row, read_prompt
-from areal.errors import UserError, explain
-from areal.pictures import DIGESTS, digest_of
+from areal.extensions.environments import reasoning_tasks, verifiers_tasks
+from areal.extensions.sandboxes import harbor_tasks
+from areal.samples.pictures import DIGESTS, digest_of
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
 MAX_DRAWS = 100

@@ -20,14 +20,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from areal.errors import UserError
+from areal.base.errors import UserError
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
-from areal.record import Record
-from areal.run_files import ROLLOUTS
-from areal.sampled import NOT_SAMPLED
+from areal.samples.table import NOT_SAMPLED
+from areal.samples.tokenizer import tokenizer_in
+from areal.samples.trajectory import differ
+from areal.storage.record import Record
 from areal.storage.rollouts import files, opened
-from areal.tokens import tokenizer_in
-from areal.trajectory import differ
+from areal.storage.run_files import ROLLOUTS
 
 TOKEN_BYTES = 64 << 20
 """Uncompressed bytes of tokens that are read from a file. Of a larger file only every n-th row group is read."""

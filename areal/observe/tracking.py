@@ -23,13 +23,13 @@ from typing import Any, TextIO, cast
 
 import structlog
 
+from areal.base.errors import UserError
+from areal.base.processes import ROOT, LenientOutput, tied
 from areal.config import Config
-from areal.config.roles import ObserveConfig
-from areal.errors import UserError
-from areal.processes import ROOT, LenientOutput, tied
-from areal.run_files import EVALUATIONS, METRICS
+from areal.config.role_sections import ObserveConfig
 from areal.storage.disk import DiskRetry, refusal, replace, within
 from areal.storage.records import NewRecords
+from areal.storage.run_files import EVALUATIONS, METRICS
 from areal.storage.run_folder import config_of_run, read_summary
 
 POLL_SECONDS = 1.0

@@ -3,6 +3,6 @@
 The names in `__all__` are public, for use in custom rewards. A reward that is a plain function needs none of them.
 """
 
-from areal.result import Result, RewardError
+from areal.rewards.result import Result, RewardError
 
 __all__ = ["Result", "RewardError"]

@@ -2,7 +2,7 @@
 
 A row is good if what computes nothing does not get the full score, and if the row's own solution does, if it has one.
 For `code`, the former are programs whose functions return None, [], 0, their first argument and so on
-(`areal.programs.code_rows.TRIVIAL`); the solutions are those of `solutions_of` there. For rewards that
+(`areal.extensions.programs.code_rows.TRIVIAL`); the solutions are those of `solutions_of` there. For rewards that
 compare with the row's `answer`, the former is an empty completion, and the solution is the answer.
 
 Each line of the output is the result of one line of the input, in the same order:
@@ -21,18 +21,18 @@ from typing import Any
 
 from rich.console import Console
 
+from areal.base.errors import UserError
+from areal.base.text import shown
 from areal.config.scoring import ScoringConfig
 from areal.data import pictured
 from areal.data.rows import prompt_text, read_prompt
-from areal.errors import UserError
-from areal.pictures import decode
-from areal.programs import code_rows
-from areal.programs.code_tests import FAILS
-from areal.result import RewardError, passing
+from areal.extensions.programs import code_rows
+from areal.extensions.programs.code_tests import FAILS
 from areal.rewards.pool import RewardPool
-from areal.rewards.processes import RewardFailed
+from areal.rewards.result import RewardError, passing
 from areal.rewards.score import judge_rows, read_rows
-from areal.text import shown
+from areal.rewards.worker_processes import RewardFailed
+from areal.samples.pictures import decode
 
 WITH_ANSWERS = {"math", "exact_match", "addition", "reasoning_gym"}
 # How many bad rows are shown on the console; the output has all.

@@ -5,7 +5,7 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from areal.command_line import OVERRIDES, RoomTools
+from areal.base.command_line import OVERRIDES, RoomTools
 
 
 def declare(tools: RoomTools) -> None:
@@ -24,9 +24,9 @@ def declare(tools: RoomTools) -> None:
 def score(options: Namespace) -> int:
     from rich.console import Console
 
+    from areal.base.errors import UserError
     from areal.config import load_config
     from areal.config.scoring import ScoringConfig
-    from areal.errors import UserError
     from areal.rewards.check_data import check_file
     from areal.rewards.functions import check, with_groups
     from areal.rewards.score import score_file

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.rows import Row, prompt_text
-from areal.errors import UserError
 from areal.rewards.functions import BUILT_IN
 from areal.rewards.pool import RewardPool
-from areal.rewards.processes import RewardFailed
+from areal.rewards.worker_processes import RewardFailed
 
 # Longer calls are not waited for: a reward may load a model, or ask one.
 SECONDS = 20.0

@@ -34,15 +34,16 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from areal import plugins
-from areal.config.engines import SamplingConfig
+from areal.base import plugins
+from areal.base.errors import UserError, explain
+from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import RewardConfig, ScoringConfig
-from areal.data import addition, reasoning_tasks
-from areal.errors import UserError, explain
-from areal.programs.code_tests import CodeTests
-from areal.result import Result, RewardError, as_result, as_results
+from areal.data import addition
+from areal.extensions.environments import reasoning_tasks
+from areal.extensions.programs.code_tests import CodeTests
 from areal.rewards import math_answers, verl_rewards
 from areal.rewards.judge import GroupJudge, Judge
+from areal.rewards.result import Result, RewardError, as_result, as_results
 from areal.rewards.reward_model import RewardModel
 
 C = TypeVar("C", bound=ScoringConfig)

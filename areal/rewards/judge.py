@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jinja2
 from pydantic import Field
 
+from areal.base.errors import UserError, explain
 from areal.config import validated
-from areal.config.engines import SamplingConfig
+from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import is_in_run
 from areal.config.section import Section, template_conflicts
-from areal.errors import UserError, explain
-from areal.result import Result, RewardError, as_score
+from areal.rewards.result import Result, RewardError, as_score
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -1,7 +1,7 @@
 """The `math` reward: 1.0 if the final answer of a completion equals an answer of its row, else 0.0.
 
 `areal.rewards.final_answer` finds the answer in the completion, and math-verify compares the two. Whatever it is asked
-about a completion, it is asked in a child process with limits (`areal.programs.limits`), so no completion can hang or
+about a completion, it is asked in a child process with limits (`programs/limits.py`), so no completion can hang or
 end this process. Plain numbers are compared without math-verify.
 """
 
@@ -13,11 +13,11 @@ from decimal import Decimal
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from areal.programs.limits import all_limited, limited
-from areal.result import RewardError
+from areal.extensions.programs.limits import all_limited, limited
 from areal.rewards import answer_forms, final_answer
 from areal.rewards.answer_forms import rounded, tidy
 from areal.rewards.final_answer import MARK
+from areal.rewards.result import RewardError
 
 # Decimal places of a difference in math-verify beyond the row's smallest number's. By default 15: 1e-16 is 0.
 DIGITS = 300

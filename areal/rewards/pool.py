@@ -23,13 +23,13 @@ from typing import Any, Generic, Self, TypeVar
 import msgpack
 import structlog
 
+from areal.base.errors import UserError, explain
 from areal.config.scoring import RewardConfig
-from areal.errors import UserError, explain
-from areal.result import Result
 from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
 from areal.rewards.functions import Traits, check_groups
-from areal.rewards.processes import RewardFailed, WorkerProcess
-from areal.sampled import Tokens
+from areal.rewards.result import Result
+from areal.rewards.worker_processes import RewardFailed, WorkerProcess
+from areal.samples.table import Tokens
 
 # Number of inputs for which lost workers are counted; far more than should ever cost a worker.
 SUSPECTS = 4096

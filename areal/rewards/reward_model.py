@@ -6,9 +6,9 @@ Start it with `vllm serve MODEL --runner pooling`. An address that does not answ
 from collections.abc import Mapping
 from typing import Any
 
-from areal.errors import explain
-from areal.result import Result, RewardError
+from areal.base.errors import explain
 from areal.rewards.judge import client_of
+from areal.rewards.result import Result, RewardError
 
 
 def chat_of(prompt: str, completion: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:

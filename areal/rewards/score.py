@@ -22,13 +22,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from areal.base.errors import UserError, explain
 from areal.config.scoring import ScoringConfig
 from areal.data.files import read_file, unit_of
 from areal.data.rows import prompt_text, read_prompt
-from areal.errors import UserError, explain
-from areal.result import all_scored, combined
 from areal.rewards.pool import RewardPool
-from areal.rewards.processes import RewardFailed
+from areal.rewards.result import all_scored, combined
+from areal.rewards.worker_processes import RewardFailed
 
 Line = tuple[int, dict[str, Any]]
 Judge = Callable[[RewardPool, ScoringConfig, dict[str, Any]], Awaitable[dict[str, Any]]]

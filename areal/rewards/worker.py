@@ -27,11 +27,11 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from areal.errors import UserError
-from areal.processes import die_with_parent
-from areal.result import Result, RewardError
+from areal.base.errors import UserError
+from areal.base.processes import die_with_parent
+from areal.base.text import error_text
 from areal.rewards.functions import RewardFunction, resolve
-from areal.text import error_text
+from areal.rewards.result import Result, RewardError
 
 LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500

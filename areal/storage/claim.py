@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from areal.errors import UserError, explain
+from areal.base.errors import UserError, explain
 from areal.storage.database import try_lock
 from areal.storage.disk import RESERVE_BYTES, free_bytes, mebibytes, refusal, shortage
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import areal
-from areal.errors import UserError, explain
+from areal.base.errors import UserError, explain
 
 Store = TypeVar("Store")
 

@@ -21,7 +21,7 @@ from typing import ClassVar, TypeVar
 
 import structlog
 
-from areal.errors import UserError
+from areal.base.errors import UserError
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal.run_files import EVENTS, OLDER
 from areal.storage.disk import Backlog
 from areal.storage.records import line_of
+from areal.storage.run_files import EVENTS, OLDER
 
 FLUSH_SECONDS = 1.0
 # A heartbeat whose state and activity are unchanged is written at this interval. With more than ACTORS_AT_ONCE actors

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 from zlib import crc32
 
-from areal.errors import UserError
+from areal.base.errors import UserError
 from areal.storage.database import copy_store, new_identity, note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.disk import RETRY_SECONDS, DiskRetry, DiskShortageError, Shortage
 from areal.storage.run_folder import ways_out

@@ -10,8 +10,8 @@ from zlib import crc32
 
 import structlog
 
-from areal.run_files import CHANGES, EVALUATIONS, EVENTS, METRICS, OLDER
 from areal.storage.disk import rename, replace
+from areal.storage.run_files import CHANGES, EVALUATIONS, EVENTS, METRICS, OLDER
 
 log = structlog.get_logger()
 

@@ -24,10 +24,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from areal.errors import UserError, explain
-from areal.sampled import COLUMNS, NOT_SAMPLED, Column
+from areal.base.errors import UserError, explain
+from areal.samples.table import COLUMNS, NOT_SAMPLED, Column
+from areal.samples.trajectory import Branch, Group, Note, TokenValues, Trajectory
 from areal.storage.disk import rename, shortage
-from areal.trajectory import Branch, Group, Note, TokenValues, Trajectory
 
 log = structlog.get_logger()
 

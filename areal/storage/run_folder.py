@@ -1,6 +1,6 @@
 """Reads and writes the run folder.
 
-It has the files of areal.run_files (fork.json if it is a fork, secrets.json if the configuration has secrets),
+It has the files of areal.storage.run_files (fork.json if it is a fork, secrets.json if the configuration has secrets),
 tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/, and, while the run goes on, address and keys/
 (areal.storage.claim) and reserve (areal.storage.disk).
 """
@@ -16,16 +16,27 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from areal.base.errors import UserError
+from areal.base.secrets import hidden_in, secrets_in, without_secrets
 from areal.config import Config, dump_config, load_config, overridden, validated
-from areal.config.training import OBJECTIVE_SETTINGS, TrainerConfig
-from areal.errors import UserError
-from areal.hiding import hidden_in, secrets_in, without_secrets
+from areal.config.settings import MAY_CHANGE, REDONE, differences, is_under
+from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
 from areal.models import with_folders
-from areal.run_files import CHANGES, CONFIG, EVALUATIONS, FORK, JOURNAL, METRICS, OLDER, REPORT, SECRETS, SUMMARY
-from areal.settings import MAY_CHANGE, REDONE, differences, is_under
 from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, replace, running_out
 from areal.storage.events import EventLog
 from areal.storage.records import line_of, read_records, record_of, set_aside, whole_records
+from areal.storage.run_files import (
+    CHANGES,
+    CONFIG,
+    EVALUATIONS,
+    FORK,
+    JOURNAL,
+    METRICS,
+    OLDER,
+    REPORT,
+    SECRETS,
+    SUMMARY,
+)
 
 log = structlog.get_logger()
 

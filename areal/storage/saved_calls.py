@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from areal.sampled import Finish, Generation, joined, pack, split, unpack
+from areal.samples.table import Finish, Generation, joined, pack, split, unpack
 
 DIGEST_BYTES = 16
 NO_LIMIT = -1

@@ -6,8 +6,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal.run_files import ROLLOUTS
 from areal.storage.rollouts import files, opened, rows_of
+from areal.storage.run_files import ROLLOUTS
 
 COLUMNS = ("group", "sample", "reward", "finish")
 """What choosing needs of each row."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from zlib import crc32
 
-from areal.errors import UserError, explain
+from areal.base.errors import UserError, explain
+from areal.samples.trajectory import Group, Note, Trajectory, of_parts
 from areal.storage.database import note_program, open_store, prepare, read_meta, write_meta
 from areal.storage.run_folder import ways_on
 from areal.storage.saved_calls import unpacked
-from areal.trajectory import Group, Note, Trajectory, of_parts
 
 FORMAT_VERSION = 11
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files

@@ -6,7 +6,7 @@ The names in `__all__` are public: a user's own objective may import them.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal.config.training import TrainerConfig
+    from areal.config.trainer_section import TrainerConfig
     from areal.training.objectives import TokenLoss, Tokens, behaviour_weight, ratio
 
 __all__ = ["TokenLoss", "Tokens", "TrainerConfig", "behaviour_weight", "ratio"]

@@ -8,7 +8,7 @@ tokens did not cause it. With a critic, `gae` takes the place of returns and pen
 
 import numpy as np
 
-from areal.trajectory import differ
+from areal.samples.trajectory import differ
 
 
 def advantages(
@@ -22,7 +22,7 @@ def advantages(
     mean: str,
     std: str,
 ) -> np.ndarray:
-    """(return - mean) / std of every token, float64 [T]; 0 up to rounding (areal.trajectory.differ).
+    """(return - mean) / std of every token, float64 [T]; 0 up to rounding (areal.samples.trajectory.differ).
 
     rewards: [M], of each sample. groups: int [M], the group of each sample. Groups may differ in size. samples: int
     [T], the sample of each token; the tokens of a sample are in the order in which they may have caused each other.

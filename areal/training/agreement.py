@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from areal.errors import UserError, explain
+from areal.base.errors import UserError, explain
 from areal.storage.disk import DiskRetry, DiskShortageError, mebibytes, shortage
 from areal.weights.chunks import Manifest
 from areal.weights.folders import atomic_folder

@@ -21,7 +21,7 @@ from isal import isal_zlib as zlib
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from areal.errors import UserError
+from areal.base.errors import UserError
 from areal.storage.records import record_of
 from areal.storage.run_folder import STATE_FILE
 from areal.training.agreement import agree

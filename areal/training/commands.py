@@ -1,6 +1,6 @@
 """The tool that trains without a run. It also works under torchrun."""
 
-from areal.command_line import CONFIG, OVERRIDES, RoomTools
+from areal.base.command_line import CONFIG, OVERRIDES, RoomTools
 
 
 def declare(tools: RoomTools) -> None:

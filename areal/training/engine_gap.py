@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from areal.observe.alerts import GAP, unusual_gap
-from areal.trajectory import Group
+from areal.samples.trajectory import Group
 
 PROBE_TOKENS = 256
 """An engine computes the logits of all of them at once, in fp32."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from areal.config import Config
-from areal.config.training import GuardConfig
+from areal.config.trainer_section import GuardConfig
 from areal.models import architectures_of, is_mixture
 
 FINITE = ("loss", "grad_norm", "entropy")

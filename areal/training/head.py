@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, rms_norm
 
-from areal.errors import UserError
+from areal.base.errors import UserError
 
 AT_ONCE = 1 << 25
 """Most logits that exist at once (128 MiB in fp32)."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from areal.models import COMPUTED, SHORTER
+from areal.samples.trajectory import random_groups
 from areal.training.packed import FlatBatch, PackedRow, pack
-from areal.trajectory import random_groups
 
 LENGTHS, PREFIX = (13, 12, 9), 5
 """Tokens of the sequences of the check, and how many of them all have in common."""

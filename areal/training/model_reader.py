@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from areal.config.training import TrainerConfig
-from areal.errors import UserError, explain
-from areal.processes import importing
-from areal.text import without_code
+from areal.base.errors import UserError, explain
+from areal.base.processes import importing
+from areal.base.text import without_code
+from areal.config.trainer_section import TrainerConfig
 from areal.training.optimizer import deepspeed_config
 from areal.weights.wrappers import arguments_for_text
 

@@ -2,7 +2,7 @@
 
 An objective is a function `(Tokens, TrainerConfig) -> TokenLoss`. The named objectives are in `LOSSES`. A user's own
 objective is given in `trainer.objective` as `package.module:function`. The other settings of a named objective are
-in `areal.config.training.OBJECTIVE_SETTINGS`. Averaging over tokens (`trainer.loss_mean`) and the KL penalty against
+in `OBJECTIVE_SETTINGS` of the configuration. Averaging over tokens (`trainer.loss_mean`) and the KL penalty against
 the reference model are not part of an objective. docs/objectives.md lists all of this in one table.
 """
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.config.training import OBJECTIVE_SETTINGS, TrainerConfig
-from areal.errors import UserError, explain
-from areal.plugins import load
+from areal.base.errors import UserError, explain
+from areal.base.plugins import load
+from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to this (a factor of 5e8) before exp, as in verl, so that products of ratios stay finite."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from areal.config.reading import merged
-from areal.config.training import TrainerConfig
+from areal.config.trainer_section import TrainerConfig
 
 # By default DeepSpeed gathers the mixtures of experts of some models as a whole under ZeRO 3, and reduces their
 # gradients in hooks that also run when no parameter gets a gradient, as in `separation`. In transformers, the experts

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from areal.sampled import COLUMNS, NOT_SAMPLED, SCORED, TOP
-from areal.sight import Picture, pictures_in, positions_of
-from areal.trajectory import Group, Trajectory, common, paths
+from areal.samples.table import COLUMNS, NOT_SAMPLED, SCORED, TOP
+from areal.samples.trajectory import Group, Trajectory, common, paths
+from areal.samples.vision import Picture, pictures_in, positions_of
 
 NO_PICTURES: Mapping[str, Picture] = {}
 log = structlog.get_logger()
@@ -64,8 +64,8 @@ class FlatBatch:
     common with the one before it; computed once.
     rewards, groups, cut: [M]: the number of the sample's group, and whether it was cut at the limit of tokens.
     patches, grids: float32 [patches of all, D] and int32 [K, 3], of the batch's K distinct pictures, as in
-    areal.pictures.Picture. pictures, parts: int32 [T], the picture that a token is a placeholder of, -1: of none, and
-    of which of its parts. places: int32 [T, 3], as of areal.pictures.positions_of. All are empty without pictures.
+    `Picture`. pictures, parts: int32 [T], the picture that a token is a placeholder of, -1: of none, and
+    of which of its parts. places: int32 [T, 3], as of `positions_of`. All are empty without pictures.
     """
 
     tokens: np.ndarray

@@ -22,29 +22,29 @@ import numpy as np
 from pydantic import Field
 from rich.console import Console
 
+from areal.base.errors import UserError
 from areal.config import load_config
-from areal.config.rows import RowsConfig
+from areal.config.data_section import RowsConfig
 from areal.config.section import Section
-from areal.config.training import TrainerConfig
+from areal.config.trainer_section import TrainerConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.devices import set_allocator
-from areal.errors import UserError
 from areal.models import context_of, find_model
-from areal.run_files import PICTURES
-from areal.sampled import NOT_SAMPLED
-from areal.sight import sight_of
-from areal.storage.pictures import PictureStore, pictures_of
+from areal.samples.table import NOT_SAMPLED
+from areal.samples.tokenizer import load_tokenizer, reads_as_kept, special_tokens, stop_tokens
+from areal.samples.trajectory import Group, Trajectory
+from areal.samples.vision import sight_of
+from areal.storage.picture_store import PictureStore, pictures_of
+from areal.storage.run_files import PICTURES
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
-from areal.tokens import load_tokenizer, reads_as_kept, special_tokens, stop_tokens
 from areal.training.guard import not_finite
-from areal.trajectory import Group, Trajectory
 from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import begin
 
 if TYPE_CHECKING:
-    from areal.training.engine import TrainingEngine
     from areal.training.objectives import TokenLoss, Tokens
+    from areal.training.training_engine import TrainingEngine
 
 HELD_OUT_SHARE = 20
 LINES_AN_EPOCH = 10
@@ -101,7 +101,7 @@ def fine_tune(config: SftConfig, pictures: Path, console: Console) -> None:
     rows, held_out, notes = _read_rows(config, model, tokenizer, rollouts, pictures)
     steps = math.ceil(len(rows) / config.batch_size)
 
-    from areal.training.engine import TrainingEngine
+    from areal.training.training_engine import TrainingEngine
 
     engine = TrainingEngine(
         model,

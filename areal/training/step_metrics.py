@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.config.training import TrainerConfig
+from areal.config.trainer_section import TrainerConfig
 from areal.training.objectives import TokenLoss, kl
 from areal.training.packed import PackedRow
 

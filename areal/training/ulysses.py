@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.errors import UserError
+from areal.base.errors import UserError
 from areal.training.packed import PackedRow
 
 Attention = Callable[..., tuple[Tensor, None]]

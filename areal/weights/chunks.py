@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from isal import isal_zlib as zlib  # as the standard library's, with CRC-32 ten and compression five times as fast
 
-from areal.errors import explain
+from areal.base.errors import explain
 
 # A stream has at most 64 parts in flight, and 16 that have arrived but are not written: at most 80 MiB.
 CHUNK_BYTES = 1 << 20

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from areal.config.training import LoraConfig
-from areal.errors import UserError, explain
+from areal.base.errors import UserError, explain
+from areal.config.trainer_section import LoraConfig
 from areal.models import shapes_in
 from areal.weights.folders import ADAPTER_CONFIG_FILE, ADAPTER_FILE, write_tensors
 

@@ -35,7 +35,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-from areal.network_interfaces import own_address
+from areal.base.network_interfaces import own_address
 from areal.weights.lora import stored_tensors
 from areal.weights.packs import PACKED_BYTES, packs
 

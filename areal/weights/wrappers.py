@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal.errors import UserError, explain
+from areal.base.errors import UserError, explain
+from areal.base.text import without_code
 from areal.models import TEXT_TYPES, is_wrapper, shapes_in, weight_sizes
-from areal.text import without_code
 from areal.weights.folders import Shapes, saved_buffers
 
 if TYPE_CHECKING:

@@ -3,15 +3,15 @@
 The names in `__all__` are public, for use in custom workflows and environments.
 """
 
-from areal.sampled import Generation
-from areal.trajectory import Trajectory
+from areal.extensions.environments.environments import Environment
+from areal.extensions.sandboxes.sandbox_tasks import Task, task_of
+from areal.extensions.sandboxes.sandbox_tools import SandboxTools
+from areal.extensions.sandboxes.sandboxes import Limits, Ran, Sandbox
+from areal.samples.table import Generation
+from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import turns
 from areal.workflows.chat_templates import Message
 from areal.workflows.conversation import Conversation, Keep, begin, keep_until, user
-from areal.workflows.environments import Environment
-from areal.workflows.sandbox_tasks import Task, task_of
-from areal.workflows.sandbox_tools import SandboxTools
-from areal.workflows.sandboxes import Limits, Ran, Sandbox
 from areal.workflows.session import Session
 
 __all__ = [

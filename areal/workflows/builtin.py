@@ -14,18 +14,19 @@ from typing import Annotated, Any, Protocol, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from areal.base.errors import UserError, explain
+from areal.base.plugins import load
+from areal.base.text import python_call
 from areal.data.rows import Row, prompt_text
-from areal.errors import UserError, explain
-from areal.plugins import load
-from areal.text import python_call
-from areal.trajectory import LARGEST_REWARD, Trajectory
-from areal.workflows import environments, mcp_tools, verifiers_agent
-from areal.workflows.agents import agent
-from areal.workflows.agents import check as check_agent
+from areal.extensions.agents import mcp_tools
+from areal.extensions.agents.agents import agent
+from areal.extensions.agents.agents import check as check_agent
+from areal.extensions.agents.openai_api import ChatRequest, ChatSession
+from areal.extensions.environments import environments, verifiers_agent
+from areal.extensions.sandboxes.sandbox_environments import SandboxEnvironment
+from areal.samples.trajectory import LARGEST_REWARD, Trajectory
 from areal.workflows.chat_templates import Message, parts_of
 from areal.workflows.conversation import Conversation, Keep, begin, check_shown, keep_until, messages_of, user
-from areal.workflows.openai_api import ChatRequest, ChatSession
-from areal.workflows.sandbox_environments import SandboxEnvironment
 from areal.workflows.session import Session
 
 Workflow = Callable[..., Awaitable[Trajectory]]
@@ -87,7 +88,7 @@ async def environment(
     environment_options: dict[str, Any] | None = None,
     max_turns: Turns = 8,
 ) -> Trajectory:
-    """The policy acts in an environment (areal.workflows.environments) until it is done, or for `max_turns` turns. The
+    """The policy acts in an environment (environments.py) until it is done, or for `max_turns` turns. The
     reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`)."""
     async with environments.opened(environment, environment_options or {}, session.sandboxes) as world:
         talk, messages = begin(session.tokenizer, await world.reset(row))
@@ -109,7 +110,7 @@ async def tools(
     max_output: Turns = 4000,
     timeout_seconds: Seconds = mcp_tools.TIMEOUT_SECONDS,
 ) -> Trajectory:
-    """The policy may call the tools of MCP servers (areal.workflows.mcp_tools), and continues with their results (each
+    """The policy may call the tools of MCP servers (mcp_tools.py), and continues with their results (each
     at most `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
     async with mcp_tools.opened(servers, timeout_seconds) as offered:
         answer = await _use_tools(session, messages_of(row.prompt), offered, max_turns, max_output)
@@ -124,7 +125,7 @@ async def sandbox_tools(
     environment_options: dict[str, Any] | None = None,
     max_turns: Turns = 30,
 ) -> Trajectory:
-    """The policy has a shell and an editor in a sandbox (areal.workflows.sandbox_tools), until a turn without a call,
+    """The policy has a shell and an editor in a sandbox (sandbox_tools.py), until a turn without a call,
     or for `max_turns` turns. Then the row's tests give the reward. environment: one that is a sandbox."""
     async with environments.opened(environment, environment_options or {}, session.sandboxes) as world:
         if not isinstance(world, SandboxEnvironment):

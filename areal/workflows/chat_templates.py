@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from areal.sight import sight_of
-from areal.tokens import special_tokens
+from areal.samples.tokenizer import special_tokens
+from areal.samples.vision import sight_of
 
 Message = dict[str, Any]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from areal.data.rows import Prompt, prompt_text
-from areal.sampled import Generation, joined, unsampled
-from areal.trajectory import Trajectory
+from areal.samples.table import Generation, joined, unsampled
+from areal.samples.trajectory import Trajectory
 from areal.workflows.chat_templates import ChatTemplate, Message, encoded_first
 
 # Keys of a message that some agents send back as they got them, and others leave out.

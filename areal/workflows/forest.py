@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areal.config.scoring import Credit
-from areal.sampled import Generation, TokenTable, joined, unsampled
-from areal.trajectory import Branch, Trajectory, common
+from areal.samples.table import Generation, TokenTable, joined, unsampled
+from areal.samples.trajectory import Branch, Trajectory, common
 
 
 @dataclass(slots=True, eq=False)

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
-from areal.sampled import Generation, Tokens
-from areal.trajectory import Trajectory
-from areal.workflows.openai_api import Access, CallsPolicy
-from areal.workflows.sandbox_owner import Sandboxes
+from areal.extensions.agents.openai_api import Access, CallsPolicy
+from areal.extensions.sandboxes.sandbox_owner import Sandboxes
+from areal.samples.table import Generation, Tokens
+from areal.samples.trajectory import Trajectory
 
 
 class Session(CallsPolicy, Protocol):

@@ -13,10 +13,10 @@ from itertools import chain
 from pathlib import Path
 
 from areal.config import Config
-from areal.config.roles import EvaluatorConfig
-from areal.config.rows import DataConfig, SourceConfig
+from areal.config.data_section import DataConfig, SourceConfig
+from areal.config.role_sections import EvaluatorConfig
 from areal.config.section import Section, section_in
-from areal.desk.settings_list import meanings, value_of
+from areal.extensions.desk.settings_list import meanings, value_of
 from areal.training.sft import SftConfig, SftData
 
 Listing = Callable[[str, type[Section]], Iterator[str]]

@@ -32,7 +32,7 @@ from runs import QUICKSTART, ROOT, find_free_port
 from areal.config import Config, load_config
 from areal.data import quickstart
 from areal.data.sources import open_source
-from areal.tokens import load_tokenizer
+from areal.samples.tokenizer import load_tokenizer
 from areal.workflows.conversation import begin
 from protocols.security import make_keys
 
@@ -98,11 +98,11 @@ def system(config: Config, finished: Finished) -> None:
 async def store_all(config: Config, finished: Finished) -> None:
     """Be the trainer until there is a batch."""
     from actors.runtime.actor import Ending
-    from actors.runtime.addresses import new_bus, open_network
+    from actors.runtime.bound_addresses import new_bus, open_network
     from actors.runtime.membership import Membership
-    from actors.trainer import Trainer
+    from actors.trainer.trainer import Trainer
+    from areal.samples.trajectory import Group
     from areal.storage.spool import Spool, SpoolPart
-    from areal.trajectory import Group
 
     class NotingSpool(Spool):
         def put_all(self, parts: Mapping[int, SpoolPart], size: int) -> Group | None:
@@ -134,7 +134,7 @@ async def store_all(config: Config, finished: Finished) -> None:
 
 def engine_arguments(config: Config) -> tuple[Any, Any]:
     """Those of the generator, and the sampling parameters."""
-    from areal.generation import engine as generation
+    from areal.generation import generation_engine as generation
 
     generation.set_environment(config.generator)
     from vllm import SamplingParams

@@ -22,8 +22,8 @@ import psutil
 from results import show, write
 from runs import QUICKSTART
 
-from actors.mastering import changes
-from actors.mastering.run_state import RunState
+from actors.master import changes
+from actors.master.run_state import RunState
 from areal.config import Config, load_config
 from areal.staleness.ledger import Batch, ReportAnswer
 from areal.storage.journal import Journal

@@ -27,12 +27,12 @@ from torch.nn.functional import linear
 
 from areal.config import Config
 from areal.cpu.processor import avoid_broken_amx
-from areal.desk.plan import read_model
-from areal.desk.split import training_memory
-from areal.selftest.memory import peak
-from areal.training.engine import TrainingEngine
+from areal.extensions.desk.plan import read_model
+from areal.extensions.desk.split import training_memory
+from areal.extensions.selftest.memory_peaks import peak
+from areal.samples.trajectory import random_groups
 from areal.training.head import linear_logprobs
-from areal.trajectory import random_groups
+from areal.training.training_engine import TrainingEngine
 
 MODELS = {  # tokens of the row, and the model
     "Qwen2.5-0.5B, 2 layers": (

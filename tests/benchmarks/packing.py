@@ -34,10 +34,10 @@ from steps import VERSION, arguments, interleaved, model_and_batches, settings, 
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from actors.training.ranks import Ranks
+from actors.trainer.ranks import Ranks
+from areal.samples.trajectory import Group, Trajectory
 from areal.storage.spool import Spool, SpoolPart
-from areal.training.engine import TrainingEngine
-from areal.trajectory import Group, Trajectory
+from areal.training.training_engine import TrainingEngine
 
 SIZES = (4, 8, 16, 32)
 

@@ -23,9 +23,9 @@ from statistics import median
 from results import ratio, show, write
 
 from areal.config.scoring import SandboxConfig
-from areal.programs.code_tests import CodeTests
-from areal.programs.inside import ENVIRONMENT
-from areal.programs.outside import LANGUAGES, LocalSandbox
+from areal.extensions.programs.code_tests import CodeTests
+from areal.extensions.programs.inside import ENVIRONMENT
+from areal.extensions.programs.outside import LANGUAGES, LocalSandbox
 
 AT_ONCE = 2
 PYTHON = "print(sum(map(int, input().split())))"

@@ -27,7 +27,7 @@ import psutil
 import uvloop
 from runs import QUICKSTART, ROOT, find_free_port, read
 
-from areal.trajectory import TokenScores
+from areal.samples.trajectory import TokenScores
 
 STEPS, FIRST = 32, 8
 
@@ -39,7 +39,7 @@ class AtOnce:
         return TokenScores(np.zeros(len(tokens) - 1, np.float32))
 
     def stats(self) -> Any:
-        from areal.generation.engine import EngineStats
+        from areal.generation.generation_engine import EngineStats
 
         return EngineStats(0, 0, 0.0, 0, 0)
 
@@ -49,7 +49,7 @@ class AtOnce:
 
 def serve(folder: str) -> None:
     """Be the scorer of the run in the folder."""
-    from actors.runtime.addresses import ListenAddress, find_master, new_bus, open_network
+    from actors.runtime.bound_addresses import ListenAddress, find_master, new_bus, open_network
     from actors.runtime.membership import Membership
     from actors.scorer import Scorer
     from protocols.addresses import host_of

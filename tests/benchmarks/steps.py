@@ -20,11 +20,11 @@ import torch
 from runs import QUICKSTART
 
 from areal.config import load_config
-from areal.config.training import TrainerConfig
+from areal.config.trainer_section import TrainerConfig
 from areal.data import addition, quickstart
-from areal.sampled import NOT_SAMPLED
-from areal.training.engine import TrainingEngine
-from areal.trajectory import Group, Trajectory
+from areal.samples.table import NOT_SAMPLED
+from areal.samples.trajectory import Group, Trajectory
+from areal.training.training_engine import TrainingEngine
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 210
 VERSION = 3

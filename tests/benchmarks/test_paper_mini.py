@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from paper_mini import FILES, SMALL, TABLES, file_of, grid_of
 
-from areal.desk.sweep import read_sweep
+from areal.extensions.desk.sweep import read_sweep
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -38,9 +38,9 @@ from areal.config import Config, load_config
 from areal.data import quickstart
 from areal.data.rows import Row
 from areal.data.sources import open_source
-from areal.generation.engine import GenerationEngine
+from areal.generation.generation_engine import GenerationEngine
+from areal.samples.tokenizer import load_tokenizer
 from areal.storage.run_folder import checkpoint_of
-from areal.tokens import load_tokenizer
 from areal.workflows.conversation import begin
 
 AS_CONFIGURED = "ours"

@@ -22,11 +22,11 @@ from results import ratio, show, write
 from steps import VERSION, arguments, interleaved, model_and_batches, settings, tokens_of, trainer
 from transformers import AutoModelForCausalLM
 
-from areal.training.engine import TrainingEngine
+from areal.samples.trajectory import Group
 from areal.training.head import linear_logprobs
 from areal.training.objectives import Tokens, decoupled_ppo
 from areal.training.packed import PACKED_SDPA, PackedRow, attention_kwargs
-from areal.trajectory import Group
+from areal.training.training_engine import TrainingEngine
 
 
 def packed_rows(model: Path, batches: Sequence[list[Group]]) -> list[list[PackedRow]]:

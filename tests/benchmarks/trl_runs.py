@@ -159,7 +159,7 @@ class FileTransfer:
 # --- for the CPU: vLLM
 
 
-# What it needs there, as in areal.cpu.generation; and the float32 of the checkpoint, which it would round.
+# What it needs there, as in areal.cpu.vllm_on_cpu; and the float32 of the checkpoint, which it would round.
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,

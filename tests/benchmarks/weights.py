@@ -40,7 +40,7 @@ from safetensors.numpy import save_file
 from actors.runtime.directory import Directory
 from actors.weights.direct_weights import DirectSender
 from actors.weights.weight_service import WeightFetcher, WeightServer
-from areal.config.engines import WeightsConfig
+from areal.config.engine_sections import WeightsConfig
 from areal.weights.chunks import CHUNK_BYTES, HeldVersion, Manifest, difference
 from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder
 from protocols.messages import FetchWeights, Member, Policy

@@ -116,7 +116,7 @@ def test_the_runner_of_gpus_passes_the_test_of_the_engine(name: str) -> None:
             "no:cacheprovider",
             "--timeout",
             "1200",
-            f"tests/areal/generation/test_engine.py::test_{name}",
+            f"tests/test_areal/generation/test_generation_engine.py::test_{name}",
         ],
         cwd=ROOT,
         env=os.environ | variables,

@@ -20,15 +20,15 @@ from zlib import crc32
 
 import numpy as np
 
-from areal.config.engines import GeneratorConfig, SamplingConfig
+from areal.base.errors import UserError
+from areal.config.engine_sections import GeneratorConfig, SamplingConfig
 from areal.data.rows import Row
 from areal.data.sources import PromptSource
-from areal.errors import UserError
-from areal.generation.engine import EngineError, EngineStats, LoadTimes, WeightLoadError
-from areal.result import Result
-from areal.rewards.processes import RewardFailed
-from areal.sampled import Finish, Generation, Tokens
-from areal.trajectory import Group, TokenScores, Trajectory
+from areal.generation.generation_engine import EngineError, EngineStats, LoadTimes, WeightLoadError
+from areal.rewards.result import Result
+from areal.rewards.worker_processes import RewardFailed
+from areal.samples.table import Finish, Generation, Tokens
+from areal.samples.trajectory import Group, TokenScores, Trajectory
 from areal.workflows.session import Session
 from simulation.cluster.engines import ModelTokenizer
 
@@ -199,7 +199,7 @@ class Judge(Protocol):
 
 class SimEngine:
     """Samples `pace.tokens_per_second` in each sequence, with the interface of
-    areal.generation.engine.GenerationEngine. The `seed` draws the marks of sequences.
+    areal.generation.generation_engine.GenerationEngine. The `seed` draws the marks of sequences.
 
     `on_load` is called with each version before it is loaded. `unloadable`: the folders that failed to load once."""
 
@@ -493,7 +493,7 @@ class _Stream:
 
 
 class SimLearner:
-    """A learner with the interface that actors.trainer needs. Its weights are a hash chain of the trained groups.
+    """A learner with the interface that the trainer needs. Its weights are a hash chain of the trained groups.
 
     `hand`: what this trainer's own way of computing adds to each step; empty: nothing, as on one machine in fp32."""
 

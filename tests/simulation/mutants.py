@@ -17,17 +17,18 @@ from zlib import crc32
 
 import numpy as np
 
-from actors import generator, trainer
-from actors.gateway import Gateway
+from actors import generator
+from actors.gateway.gateway import Gateway
+from actors.gateway.user_sessions import UserSession
 from actors.generator import Generator, SharedDevices
-from actors.master import Master
-from actors.mastering import run_state
-from actors.mastering.evaluations import Evaluations
-from actors.mastering.hangs import Hangs
-from actors.mastering.progress import Progress
-from actors.mastering.run_control import RunControl
-from actors.mastering.run_state import RunState
-from actors.mastering.training_requests import TrainingRequests
+from actors.master import run_state
+from actors.master.evaluations import Evaluations
+from actors.master.hangs import Hangs
+from actors.master.master import Master
+from actors.master.progress import Progress
+from actors.master.run_control import RunControl
+from actors.master.run_state import RunState
+from actors.master.training_requests import TrainingRequests
 from actors.rollout_manager import RolloutManager, _GroupStart
 from actors.runtime.membership import Membership
 from actors.runtime.works import Operation, Works
@@ -37,12 +38,13 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards, ScoreJob
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
-from actors.sampling.user_sessions import UserSession
-from actors.trainer import Trainer
-from actors.training.sample_store import SampleStore
-from actors.training.turns import Turns
+from actors.trainer import trainer
+from actors.trainer.sample_store import SampleStore
+from actors.trainer.trainer import Trainer
+from actors.trainer.turns import Turns
 from areal.data.rows import Row
-from areal.sampled import Finish, Generation, TokenTable
+from areal.samples.table import Finish, Generation, TokenTable
+from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
 from areal.staleness.ledger import (
     Admitted,
     Discarded,
@@ -58,9 +60,8 @@ from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall, unpacked
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
-from areal.trajectory import Branch, Group, TokenScores, Trajectory, paths
+from protocols.bus_errors import RefusedError
 from protocols.codec import Frame, decode_header, encode_header
-from protocols.errors import RefusedError
 from protocols.messages import (
     AskRecovery,
     AskSamples,

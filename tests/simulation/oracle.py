@@ -17,7 +17,8 @@ import numpy as np
 
 from areal.config import Config
 from areal.data.rows import Row as DataRow
-from areal.sampled import SCORED, TOP, Generation
+from areal.samples.table import SCORED, TOP, Generation
+from areal.samples.trajectory import Group, Trajectory
 from areal.staleness.ledger import (
     EXPIRED,
     LEASE_EXPIRED,
@@ -31,7 +32,6 @@ from areal.staleness.ledger import (
 )
 from areal.storage.rollouts import Rollout
 from areal.storage.saved_calls import SavedCall
-from areal.trajectory import Group, Trajectory
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message, Permits
 from simulation.book import HOPELESS, RETRIED, Book, Row, Violation

@@ -15,12 +15,13 @@ import structlog
 from structlog.typing import EventDict
 
 from actors import evaluator, rollout_manager
-from actors.mastering import run_state
+from actors.gateway import user_sessions
+from actors.master import run_state
 from actors.runtime import membership
-from actors.sampling import sessions, user_sessions
+from actors.sampling import sessions
+from areal.base.processes import ROOT
 from areal.generation import routing
 from areal.generation.routing import GeneratorLoad
-from areal.processes import ROOT
 from areal.storage import disk
 from protocols import transport
 from protocols.codec import decode_body

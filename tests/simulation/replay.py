@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from actors.mastering.run_state import RunState
+from actors.master.run_state import RunState
 from areal.data.sources import PromptSource
 from areal.staleness.ledger import Ledger
 from areal.staleness.run_ahead import RunAhead

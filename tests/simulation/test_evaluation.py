@@ -11,7 +11,7 @@ import pytest
 
 from actors.generator import Generator
 from areal.data.rows import Row
-from areal.trajectory import Trajectory
+from areal.samples.trajectory import Trajectory
 from simulation.engines import HELDOUT, Mishaps, Pace
 from simulation.faults import Fault, Hang, Kill, Leave, Plan
 from simulation.model import Model, with_hangs

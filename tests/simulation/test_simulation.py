@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,18 +20,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors import trainer
+from actors import role_module
 from actors.runtime.actor import HandlesRequests
 from actors.runtime.membership import Membership
+from actors.trainer import trainer
 from actors.weights.weight_service import WeightFetcher
-from areal.errors import UserError
-from areal.generation.engine import LoadTimes
-from areal.roles import ROLES
-from areal.sampled import Generation
+from areal.base.errors import UserError
+from areal.config.roles import ROLES
+from areal.generation.generation_engine import LoadTimes
+from areal.samples.table import Generation
 from areal.storage.run_folder import version_of
 from areal.storage.spool import Spool
+from protocols.bus_errors import BusyError
 from protocols.codec import MAX_BODY_BYTES
-from protocols.errors import BusyError
 from protocols.messages import AskRecovery, Message, Policy, StoreSamples
 from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
@@ -401,13 +401,12 @@ def test_every_handler_of_every_actor_has_fail_points() -> None:
         "store_pictures",
         "transfer_done",
     }
-    rooms = {"master": "actors.mastering.", "trainer": "actors.training."}  # of the parts that answer for a role
     for role in ("master", *ROLES):
-        module = import_module(f"actors.{role}").__name__
+        module = role_module(role).__name__
         kinds = {
             kind.kind
             for part in subclasses_of(HandlesRequests)
-            if part.__module__ == module or part.__module__.startswith(rooms.get(role, f"{module}."))
+            if part.__module__ == module or part.__module__.startswith(f"actors.{role}.")
             for kind in part._handlers
         }
         of_gateways = SESSION_HANDLERS if role == "master" else ()
@@ -464,7 +463,7 @@ def test_a_checkpoint_that_the_master_has_not_heard_of_is_saved_again_and_remove
         return sorted(Path(path) for path in world.files.folders if "/checkpoints/" in path)
 
     monkeypatch.setattr(trainer, "write_rollouts", slowly_at_first)
-    monkeypatch.setattr("actors.trainer.checkpoints_in", kept)
+    monkeypatch.setattr("actors.trainer.trainer.checkpoints_in", kept)
     model = Model(steps=10, checkpoint_every=2, max_staleness=0)
     world = World(3, model, Plan(until=4.0, faults=[Kill(4.0, "trainer-0", 0.5)]))
     result = world.run()

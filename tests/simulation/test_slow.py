@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from areal.errors import UserError
-from areal.generation.engine import EngineError, WeightLoadError
-from areal.result import Result
-from areal.rewards.processes import RewardFailed
+from areal.base.errors import UserError
+from areal.generation.generation_engine import EngineError, WeightLoadError
+from areal.rewards.result import Result
+from areal.rewards.worker_processes import RewardFailed
 from areal.staleness import failures
 from simulation.cluster.engines import ModelTokenizer
 from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, score_of

@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any, Protocol
 
-from areal.workflows.openai_api import ApiError, ChatRequest
-from protocols.errors import BusError
+from areal.extensions.agents.openai_api import ApiError, ChatRequest
+from protocols.bus_errors import BusError
 from simulation.book import Violation
 from simulation.incarnation import Incarnation
 from simulation.loop import FaultyLoop, WorldScheduler

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
 from actors.evaluator import Evaluator
-from actors.gateway import Gateway
+from actors.gateway.gateway import Gateway
 from actors.rollout_manager import RolloutManager
 from actors.runtime.membership import Membership
 from actors.sampling.sampler import Sampler
 from actors.sampling.services import load_parsers
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
+from areal.extensions.agents.parsers import Parsers
+from areal.samples.trajectory import Group, Trajectory
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool, SpoolPart
-from areal.trajectory import Group, Trajectory
-from areal.workflows.parsers import Parsers
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
 from protocols.messages import AskEvaluation, EvaluationDone, Message, Permit, RowsScored, StoreCalls, StoreSamples

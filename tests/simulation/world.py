@@ -26,21 +26,21 @@ from zlib import crc32
 import numpy as np
 
 from actors.generator import Generator
-from actors.master import Master
-from actors.mastering.run_state import RunState
+from actors.master.master import Master
+from actors.master.run_state import RunState
 from actors.record.rollback import undone_by
 from actors.reward import Reward
 from actors.runtime.actor import Ending
-from actors.runtime.addresses import ListenAddress
+from actors.runtime.bound_addresses import ListenAddress
 from actors.runtime.membership import Membership
 from actors.scorer import Scorer
-from actors.trainer import Trainer
-from areal.errors import UserError
-from areal.generation.engine import EngineError
+from actors.trainer.trainer import Trainer
+from areal.base.errors import UserError
+from areal.generation.generation_engine import EngineError
+from areal.samples.trajectory import Trajectory
 from areal.storage.run_folder import checkpoint_of
 from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import Trajectory
 from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
 from protocols.transport import fingerprint, token_for

@@ -19,13 +19,13 @@ import structlog
 from structlog.typing import EventDict
 
 from actors.generator import Generator
-from actors.master import Master
+from actors.master.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.runtime import membership
-from actors.runtime.addresses import ListenAddress
+from actors.runtime.bound_addresses import ListenAddress
 from actors.runtime.membership import Membership
-from actors.trainer import Trainer
+from actors.trainer.trainer import Trainer
 from areal.config import Config
 from areal.storage.journal import Journal
 from areal.storage.rollouts import RolloutWriter

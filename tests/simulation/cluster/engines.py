@@ -16,12 +16,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from areal.config.engines import SamplingConfig
+from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import Row
-from areal.generation.engine import EngineStats, LoadTimes
-from areal.result import Result
-from areal.sampled import Finish, Generation
-from areal.trajectory import Group, TokenScores
+from areal.generation.generation_engine import EngineStats, LoadTimes
+from areal.rewards.result import Result
+from areal.samples.table import Finish, Generation
+from areal.samples.trajectory import Group, TokenScores
 from simulation.cluster.costs import Costs
 from simulation.cluster.lengths import Lengths
 from simulation.cluster.setups import GRAIN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal.errors import UserError
+from areal.base.errors import UserError
 
 # One token in a message stands for this many tokens of the model. The control plane does not depend on tokens, and with
 # all tokens a batch of the paper would be 0.7 GB.

@@ -1,0 +1,160 @@
+"""What a call of `train` or `start` asks for: the configuration of the run, and the functions that stay here."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from actors.api import objective
+from actors.api import python_rows as rows
+from actors.api.function_pool import FunctionPool
+from areal.base.errors import UserError
+from areal.config import Config, overridden, validated
+from areal.config.reading import CONFIGS, merged, read_values, write_yaml
+from areal.config.role_sections import EXTERNAL
+from areal.data.sources import open_source
+from areal.rewards.first_call import check_calls
+from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
+from areal.storage.claim import check_room, claim
+from areal.storage.disk import replace
+from areal.workflows.builtin import bound_workflow
+
+QUICKSTART = CONFIGS / "quickstart.yaml"
+# The keys of a run without a configuration, where they have no default and where another suits a first try better.
+DEFAULTS: dict[str, Any] = {
+    "name": "notebook",
+    "steps": 100,
+    "batch_size": 8,
+    "group_size": 8,
+    "max_staleness": 2,
+    "data": {},
+    "sampling": {"max_new_tokens": 256},
+    "trainer": {"lr": 1e-5, "advantage_mean": "group", "advantage_std": "group"},
+}
+FILE = "start.yaml"
+# Keys of `data` that hold for the rows of one source alone.
+OF_SOURCE = ("options", "split", "eval_source", "eval_size", "size", "sources")
+
+Workflow = Callable[..., Awaitable[Any]]
+RewardLike = Any
+"""A function, an object with a method `score`, a class of those, a name; or a list, or a dict with weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`file`: has the configuration, for run.py. `rewards`, `workflow`: what stays in this process."""
+
+    config: Config
+    file: Path
+    rewards: Mapping[str, RewardFunction]
+    workflow: Workflow | None
+
+
+def settings_of(
+    config: Config | Mapping[str, Any] | str | Path | None,
+    data: Any,
+    reward: RewardLike | None,
+    workflow: Workflow | str | None,
+    keys: Mapping[str, Any],
+) -> Settings:
+    """The settings of a run; its folder and the files in it are made. Raises UserError."""
+    weights, functions = named_rewards(reward)
+    given: dict[str, Any] = {}
+    if weights:
+        groups = [name for name, kind in functions.items() if kind.groups]
+        given = {"reward.functions": weights, "reward.external": [*functions], "reward.groups": groups}
+    function = None if isinstance(workflow, str) else workflow
+    if workflow is not None:
+        given["rollout_manager.workflow"] = workflow if function is None else EXTERNAL
+    for key, value in keys.items():
+        if value is not None or key not in ("model", "steps"):
+            given[key] = str(value) if isinstance(value, Path) else value
+    values = _values(config, given)
+    source_of_objective = objective.take_source(given)
+    own_rows = not isinstance(data, str | Path | None)
+    if own_rows and config is None and workflow is None and not any("reward" in key for key in given):
+        raise UserError("Rows of your own need a reward: reward=FUNCTION, or the name of one (docs/rewards.md).")
+    if data is not None:
+        values = _with_source(values, rows.FILE if own_rows else str(data))
+    complete = _configured(values, given)
+    if function is not None:
+        bound_workflow(name_of(function), function, complete.rollout_manager.workflow_options)
+    folder = complete.folder
+    with tempfile.TemporaryDirectory() as place:
+        if own_rows:
+            file, has_answers = rows.write_rows(data, Path(place))
+            complete = _configured(_with_source(values, str(file), has_answers), given)
+            rows.check(complete, file)
+        if functions:
+            row = open_source(complete.data, complete.seed).row(0)
+            check_calls(FunctionPool(functions, complete.reward), {n: f.groups for n, f in functions.items()}, row)
+        check_room(folder, resume=False)
+        os.close(claim(folder))  # an earlier run of the name is moved
+        if own_rows:
+            shutil.move(file, folder / rows.FILE)
+            complete = _configured(_with_source(values, str((folder / rows.FILE).absolute()), has_answers), given)
+    if source_of_objective:
+        complete = objective.write(complete, source_of_objective)
+    replace(folder / FILE, write_yaml(complete.model_dump(mode="json", exclude_unset=True)), mode=0o600)
+    return Settings(complete, (folder / FILE).absolute(), functions, function)
+
+
+def _configured(values: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
+    """The configuration with the given keys, which may have dots, over other values. Raises UserError."""
+    dotted = {key: value for key, value in given.items() if "." in key}
+    plain = {key: value for key, value in given.items() if "." not in key}
+    config: Config = validated(overridden(merged(dict(values), plain), settings=dotted), "the call")
+    return config
+
+
+def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str, RewardFunction]]:
+    """The weights of rewards by name, and those among them that are functions of this process. Raises UserError."""
+    if reward is None:
+        return {}, {}
+    one = isinstance(reward, str) or not isinstance(reward, Iterable)
+    pairs = reward.items() if isinstance(reward, Mapping) else [(each, 1.0) for each in ([reward] if one else reward)]
+    weights: dict[str, float] = {}
+    functions = {}
+    for each, weight in pairs:
+        name = name_of(each)
+        while not isinstance(each, str) and (name in weights or name in BUILT_IN):
+            name += "_"
+        if not isinstance(weight, Real):
+            raise UserError(f"The weight of reward {name!r} is {weight!r:.60}: write {{reward: number}}.")
+        weights[name] = float(weight)
+        if not isinstance(each, str):
+            functions[name] = of_object(name, each)
+    return weights, functions
+
+
+def name_of(reward: Any) -> str:
+    """A name itself, or that of a function or of the class of an object."""
+    name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
+    return "reward" if name == "<lambda>" else str(name)
+
+
+def _values(config: Config | Mapping[str, Any] | str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    match config:
+        case None:
+            return read_values(QUICKSTART) if given.get("model") == "quickstart" else DEFAULTS
+        case Config():
+            return config.model_dump(mode="json", exclude_unset=True)
+        case Mapping():
+            return dict(config)
+        case "quickstart":
+            raise UserError('config is a YAML file or its keys; the quickstart is a model: model="quickstart".')
+        case str() | Path():
+            return read_values(Path(config))
+    raise UserError(f"config is of type {type(config).__name__}: give a Config, its keys, or the name of a YAML file.")
+
+
+def _with_source(values: Mapping[str, Any], source: str, has_answers: bool = True) -> dict[str, Any]:
+    """The values with another source of rows. What they say of the rows of the one before is left out."""
+    section = {key: value for key, value in values.get("data", {}).items() if key not in OF_SOURCE}
+    if not has_answers:
+        section.setdefault("answer_key", None)
+    return {**values, "data": {**section, "source": source}}

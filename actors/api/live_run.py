@@ -1,0 +1,420 @@
+"""Runs from Python: `train`, `start` and `join` return a `LiveRun`."""
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ParamSpec, Self, TypeVar
+
+from actors.api.call_settings import RewardLike, Settings, Workflow, name_of, settings_of
+from actors.api.function_pool import FunctionPool
+from actors.api.local_actors import LocalActors
+from actors.api.python_rows import FILE as ROWS
+from actors.evaluator import Evaluator
+from actors.reward import Reward
+from actors.rollout_manager import RolloutManager
+from actors.runtime.actor import Actor
+from actors.runtime.bound_addresses import locate
+from actors.watching.machine_runs import STOP_SECONDS, run_in, stop_run
+from actors.watching.monitor import render
+from areal.base.errors import UserError, explain
+from areal.base.processes import START, SUPERVISED
+from areal.base.text import all_shown
+from areal.config import Config
+from areal.rewards.functions import RewardFunction, check_groups, of_object
+from areal.storage.claim import claimed_address
+from areal.storage.record import Record, new_steps
+from areal.storage.run_folder import config_of_run, last_checkpoint, read_summary
+from areal.workflows.builtin import bound_workflow
+from protocols.messages import AddReward, AskStatus
+
+CONSOLE = "console.log"
+# Intervals of looking at its record, and of asking its master what to show in a notebook.
+LOOK_SECONDS, LIVE_SECONDS = 0.2, 1.0
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RunFailed(Exception):
+    """A run has ended before its end. The message says why."""
+
+
+def _named(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a call with other arguments than those of the function raise UserError."""
+
+    @functools.wraps(function)
+    def call(*values: P.args, **keys: P.kwargs) -> T:
+        signature = inspect.signature(function)
+        names = ", ".join(signature.parameters)
+        with explain(TypeError, f"areal.{function.__name__}: {{why}}: write NAME=VALUE, of {names}."):
+            signature.bind(*values, **keys)
+        return function(*values, **keys)
+
+    return call
+
+
+@_named
+def train(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Any = None,
+    reward: RewardLike | None = None,
+    workflow: Workflow | str | None = None,
+    steps: int | None = None,
+    **keys: Any,
+) -> "LiveRun":
+    """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run, and
+    so does the end of this process, however it ends; a run of `start` goes on without it.
+    Raises UserError, and RunFailed if it does not reach its end."""
+    settings = settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys})
+    with _start(settings, show=True) as run:
+        run.wait()
+    return run
+
+
+@_named
+def start(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    data: Any = None,
+    reward: RewardLike | None = None,
+    workflow: Workflow | str | None = None,
+    steps: int | None = None,
+    **keys: Any,
+) -> "LiveRun":
+    """Start a run on this machine, in processes of its own.
+
+    config: a YAML file, its keys, or a Config; by default some keys that suit a first try. data: rows (dicts, a
+    datasets.Dataset, a DataFrame) or the name of a source. reward: a function (prompt, completion, row), an object with
+    such a method `score`, the name of a reward, or several as a list or as a dict with weights; functions run in this
+    process. The same holds for workflow, a coroutine function (session, row) or the name of one. keys: other keys of
+    the configuration, such as batch_size=8 or trainer={"lr": 1e-5}. Raises UserError.
+    """
+    return _start(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
+
+
+def _start(settings: Settings, show: bool) -> "LiveRun":
+    run = LiveRun(settings.config.folder, settings.config, _launch(settings, outlives=not show), show)
+    try:
+        run.find_master(LOOK_SECONDS)
+        run._serve(settings.rewards)
+        if settings.workflow is not None:
+            run.serve_workflow(settings.workflow)
+    except BaseException:
+        run._stop()
+        if not (run.folder / "config.yaml").exists():  # the start was refused: no run has begun
+            shutil.rmtree(run.folder)
+            with contextlib.suppress(OSError):  # it has other runs
+                run.folder.parent.rmdir()
+        raise
+    return run
+
+
+@_named
+def join(folder: str | Path, patience: float = 10.0) -> "LiveRun":
+    """The run in a folder of this machine, in progress or over. patience: seconds until it begins. Raises UserError."""
+    folder = Path(folder)
+    config = config_of_run(folder)
+    run = LiveRun(folder, config.model_copy(update={"run_dir": folder.parent, "name": folder.name}))
+    if read_summary(folder) is None:
+        run.find_master(patience)
+    return run
+
+
+class LiveRun:
+    """A run in `folder`. What it has recorded can be read at any time, also after its end. process: the one that this
+    process has started. show: whether what it prints is printed here, while this process waits for it."""
+
+    def __init__(
+        self, folder: Path, config: Config, process: subprocess.Popen[bytes] | None = None, show: bool = False
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self._process = process
+        self._show = show
+        self._shown = 0  # bytes of its console
+        self._view: Any = None  # of a notebook
+        self._new_steps = new_steps(folder)
+        self._version = 0
+        self._member: LocalActors | None = None
+        self._functions: dict[str, RewardFunction] = {}
+
+    def __repr__(self) -> str:
+        return f"<areal run in {self.folder}, step {self.version} of {self.config.steps}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Leave the run; one that this process has started is stopped."""
+        if self._process is not None:
+            self._stop()
+        self.leave()
+
+    # --- what it has recorded
+
+    @property
+    def version(self) -> int:
+        """The number of steps that are trained."""
+        for record in self._new_steps():
+            self._version = record["step"]
+        return self._version
+
+    @property
+    def metrics(self) -> Any:
+        """The numbers of each step (docs/observe.md): a pandas DataFrame, or a list of dicts without pandas."""
+        return _table(Record(self.folder).records)
+
+    @property
+    def rollouts(self) -> "RolloutTable":
+        return RolloutTable(Record(self.folder))
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint, a model folder; None if there is none."""
+        return last_checkpoint(self.folder)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """How the run has ended; None if it has not."""
+        return read_summary(self.folder)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What its master says of it now. Raises UserError."""
+        values: dict[str, Any] = self._membership.ask(AskStatus()).values
+        return values
+
+    def report(self) -> Path:
+        """Write report.html, with the curves and sample completions, and return its path. Raises UserError."""
+        from areal.extensions.desk.report import write_report
+
+        return write_report(self.folder)
+
+    def figure(self) -> Any:
+        """The curves of the run as a figure of matplotlib."""
+        from areal.extensions.desk.report import figure_of, panels
+
+        return figure_of(*(panel for panel in panels(Record(self.folder)) if not panel.empty))
+
+    # --- its progress
+
+    async def step(self, number: int) -> None:
+        """Wait until so many steps are trained. Raises RunFailed if the run ends before."""
+        while not self._has_trained(number):  # noqa: ASYNC110 - another process trains
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def wait(self, step: int | None = None) -> None:
+        """Wait until so many steps are trained; None: until the run has ended. Raises RunFailed if the run ends before,
+        or has not reached its end."""
+        self._view = None
+        while not (self._has_ended() if step is None else self._has_trained(step)):
+            self._show_live()
+            self._pause()
+        self._print_console()
+
+    def _pause(self) -> None:
+        time.sleep(LIVE_SECONDS if self._view else LOOK_SECONDS)
+        self._print_console()
+
+    def _print_console(self) -> None:
+        if self._show:
+            with (self.folder / CONSOLE).open("rb") as console:
+                console.seek(self._shown)
+                lines = [line for line in console if line.endswith(b"\n")]
+            told = b"".join(line for line in lines if not (self._view and line.startswith(b"step ")))
+            print(self._of_caller(told.decode(errors="replace")), end="", flush=True)
+            self._shown += sum(map(len, lines))
+
+    def _show_live(self) -> None:
+        """In a notebook, show what the run is doing, in one place below the cell that waits."""
+        kernel = sys.modules.get("ipykernel.zmqshell")
+        if self._member is None or not kernel or not kernel.ZMQInteractiveShell.initialized():
+            return
+        display: Any = import_module("IPython.display").display
+
+        with contextlib.suppress(UserError):  # the master is busy, or has ended
+            view = render(all_shown(self._member.ask(AskStatus(), LIVE_SECONDS).values))
+            if self._view is None:
+                self._view = display(view, display_id=True)
+            else:
+                self._view.update(view)
+
+    def stop(self) -> Any:
+        """Stop the run, which saves a checkpoint and can be resumed (`run.py --resume`), and wait until it has ended:
+        `await run.stop()` in coroutines and notebooks. Raises UserError if it is in progress elsewhere."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return self._stop()
+        return loop.run_in_executor(None, self._stop)
+
+    def _stop(self) -> None:
+        if self._ended:
+            return
+        if self._process is None:
+            stop_run(run_in(self.folder))
+        else:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self.config.master.drain_seconds + STOP_SECONDS)
+        self.leave()
+
+    def _has_trained(self, number: int) -> bool:
+        ended = self._ended
+        if self.version >= number:
+            return True
+        if ended:
+            raise RunFailed(f"The run ended at step {self.version}: {self._reason}")
+        return False
+
+    def _has_ended(self) -> bool:
+        ended = self._ended
+        if ended and not (self.summary or {}).get("ok"):
+            raise RunFailed(self._reason)
+        return ended
+
+    @property
+    def _ended(self) -> bool:
+        return self._process.poll() is not None if self._process else claimed_address(self.folder) is None
+
+    @property
+    def _reason(self) -> str:
+        if (summary := self.summary) is not None:
+            return str(summary["reason"])
+        lines = self._of_caller(_text(self.folder / CONSOLE)).splitlines()
+        return lines[-1] if lines else f"it left no record in {self.folder}"
+
+    def _of_caller(self, text: str) -> str:
+        """What the run has printed, without the file of rows that its caller gave as objects."""
+        return text.replace(f"data.source {str((self.folder / ROWS).absolute())!r}", "data")
+
+    # --- what this process does for it
+
+    def serve_reward(self, reward: RewardLike, weight: float | None = None, name: str | None = None) -> None:
+        """Have this process score for the run, until it leaves. Its earlier reward of the same name is replaced.
+
+        name: that of the function by default. weight: what the reward counts from the next prompt on; a reward that the
+        run does not know needs one. Raises UserError.
+        """
+        name = name or name_of(reward)
+        if weight is None and name not in {*self.config.rewards, *self.status["rewards"]}:
+            raise UserError(f"The run has no reward {name!r}: give it a weight (0: it is only recorded), or its name.")
+        self._serve({name: of_object(name, reward)})
+        if weight is not None:
+            self._membership.ask(AddReward(name=name, weight=weight))
+
+    def serve_workflow(self, workflow: Workflow) -> None:
+        """Have this process sample for a run whose workflow is `external`, until it leaves. Raises UserError."""
+        section = self.config.rollout_manager
+        if not section.external:
+            raise UserError(f"The workflow of the run is {section.workflow!r}, not `external`: it runs elsewhere.")
+        workflow = bound_workflow(name_of(workflow), workflow, section.workflow_options)
+        self._join(RolloutManager, workflow=workflow)
+        if self.config.evaluates:
+            self._join(Evaluator, workflow=workflow)
+
+    def leave(self) -> None:
+        """Stop to score and to sample for the run, which goes on and waits for another process to do so."""
+        if self._member is not None:
+            self._member.leave()
+            self._functions.clear()
+
+    def _serve(self, rewards: Mapping[str, RewardFunction]) -> None:
+        check_groups(rewards, self.config.reward)
+        new = tuple(name for name in rewards if name not in self._functions)
+        self._functions.update(rewards)
+        if new:
+            self._join(Reward, functions=new, make_pool=lambda names, config: FunctionPool(self._functions, config))
+
+    def _join(self, kind: type[Actor], **options: Any) -> None:
+        """Have an actor join, and wait until it is ready, while the run prepares itself and loads its engines. Raises
+        UserError and RunFailed."""
+        ready = self._membership.add(kind, **options)
+        while not ready.done():
+            self._check_process()
+            self._pause()
+        ready.result()
+
+    def _check_process(self) -> None:
+        """Raises UserError or RunFailed if the process of the run has ended."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise (UserError if code == 2 else RunFailed)(self._reason)
+
+    def find_master(self, patience: float) -> None:
+        """Wait until the run has a master, and be able to ask it. patience: seconds; a process of this one's is waited
+        for as long as it prepares the run, which may download a model. Raises UserError and RunFailed."""
+        while self._process is not None and claimed_address(self.folder) is None:
+            self._check_process()
+            self._pause()
+        self._member = LocalActors(*locate(str(self.folder.absolute()), patience))
+        atexit.register(self._member.leave)
+
+    @property
+    def _membership(self) -> LocalActors:
+        if self._member is None or self._ended:
+            raise UserError(f"The run in {self.folder} is over: {self._reason}")
+        return self._member
+
+
+class RolloutTable:
+    """The rollouts of a run: all samples that it keeps (docs/record.md)."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def sql(self, query: str) -> Any:
+        """The rows of a query on the table `rollouts`: "SELECT step, avg(reward) FROM rollouts GROUP BY step ORDER BY
+        step". A DataFrame, or a list of dicts without pandas. Raises UserError."""
+        from areal.extensions.desk.rollout_queries import Rollouts
+
+        return _table(Rollouts(self._record).sql(query))
+
+
+def _launch(settings: Settings, outlives: bool) -> subprocess.Popen[bytes]:
+    """The process of a run. outlives: whether the run goes on if this process ends, however that happens."""
+    folder = settings.config.folder
+    command = [sys.executable, START, "--config", str(settings.file)]
+    # A kernel sets them, and rich would write its live view into the file.
+    left_out = ("FORCE_COLOR", "TTY_COMPATIBLE", SUPERVISED)
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    if not outlives:
+        environment[SUPERVISED] = str(os.getpid())
+    with (folder / CONSOLE).open("wb") as console:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+    return process
+
+
+def _text(file: Path) -> str:
+    with contextlib.suppress(OSError):
+        return file.read_text(errors="replace")
+    return ""
+
+
+def _table(records: list[dict[str, Any]]) -> Any:
+    if find_spec("pandas") is None:
+        return records
+    import pandas
+
+    return pandas.DataFrame(records)

@@ -1,1 +1,0 @@
-"""What is checked before a run: the configuration, rows, ports, links, agents."""

@@ -1,0 +1,4 @@
+"""The gateway: an OpenAI-compatible server whose users' sessions are trained.
+
+Read first: `gateway.py`.
+"""

@@ -1,0 +1,193 @@
+"""The HTTP endpoint of a gateway: the calls of agents (`openai_endpoint.py`) with keys that outlive samples, sessions.
+
+| request | answer |
+|---|---|
+| POST /v1/chat/completions, /v1/responses, /v1/messages | as inside a sample, with headers of the session |
+| POST /v1/sessions {"id": ...} | a session and a key of its own |
+| GET /v1/sessions/ID | its state |
+| POST /v1/sessions/ID/reward {"reward": ..., "call": ..., "id": ...} | its state, once the reward is stored |
+| POST /v1/sessions/ID/end | its state |
+| DELETE /v1/sessions/ID | {}, once none of it will be trained |
+"""
+
+import json
+import re
+import secrets
+import ssl
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any, Protocol
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+from actors.gateway.keys import UserKeys
+from actors.gateway.user_sessions import SessionCall, UserSession
+from actors.sampling.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
+from areal.config.role_sections import GatewayConfig
+from areal.extensions.agents.anthropic_api import CountRequest
+from areal.extensions.agents.openai_api import ApiError, prompt_tokens
+
+SESSION_ID = re.compile(r"[\w.@+-]{1,100}")
+NO_SESSION = "-"
+"""The id of calls that name no session: those of one key are one session until it is idle."""
+
+
+class SessionRequest(BaseModel):
+    id: str | None = None
+
+
+class SessionReward(BaseModel):
+    """reward: of the session, or of the answer with the id `call`; by parts: their sum. id: the client's own; a repeat
+    with it is answered as the first one."""
+
+    reward: float | dict[str, float] = Field(union_mode="left_to_right")
+    call: str | None = None
+    id: str = Field("", max_length=100)
+
+    def total(self, bounds: tuple[float, float]) -> float:
+        """Raises ApiError if it is out of bounds."""
+        value = sum(self.reward.values()) if isinstance(self.reward, dict) else self.reward
+        if not bounds[0] <= value <= bounds[1]:
+            raise ApiError(f"a reward is from {bounds[0]:g} to {bounds[1]:g}, not {value:g}", "reward_out_of_range")
+        return value
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return self.reward if isinstance(self.reward, dict) else {}
+
+
+class ServesSessions(Protocol):
+    """What the endpoint needs of a gateway. All raise ApiError."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    async def open_session(self, name: str, train: bool) -> UserSession: ...
+    async def state(self, name: str) -> dict[str, Any]: ...
+    async def reward(
+        self, name: str, value: float, parts: dict[str, float], call: str | None, mark: str
+    ) -> dict[str, Any]: ...
+    async def end(self, name: str) -> dict[str, Any]: ...
+    async def delete(self, name: str) -> None: ...
+
+
+class GatewayEndpoint(OpenAIEndpoint):
+    """See the module."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: GatewayConfig,
+        port: int,
+        keys: UserKeys,
+        sessions: ServesSessions,
+        on_refusal: Callable[[str], None],
+    ) -> None:
+        super().__init__(model, settings.host, on_refusal, port, _tls(settings))
+        self._settings, self._keys, self._sessions = settings, keys, sessions
+
+    def _app(self) -> web.Application:
+        app = super()._app()
+        app.router.add_post("/v1/sessions", self._begin_session)
+        app.router.add_get("/v1/sessions/{id}", self._state)
+        app.router.add_delete("/v1/sessions/{id}", self._delete)
+        app.router.add_post("/v1/sessions/{id}/reward", self._reward_session)
+        app.router.add_post("/v1/sessions/{id}/end", self._end)
+        return app
+
+    def _sample(self, request: web.Request) -> Any:
+        """Raises ApiError if the request has no key. Only calls need an open session."""
+        self._keys.identify(key_of(request))
+
+    async def _read(self, request: web.Request, kind: type[BaseModel]) -> tuple[OpenSample, Any]:
+        """The session that a call belongs to, and its body."""
+        name, own_session = self._keys.identify(key_of(request))
+        self._keys.check(name, "serve")
+        self._keys.use_call(name)
+        data = await body_of(request)
+        body = parse(kind, data)
+        messages = getattr(body, "messages", None) or getattr(body, "input", None)
+        if isinstance(messages, list) and len(messages) > self._settings.max_messages:
+            raise ApiError(f"a call has at most {self._settings.max_messages} messages (gateway.max_messages)")
+        session_name = own_session or f"{name}:{_session_id(request, data)}"
+        train = self._keys.configured[name].train and request.headers.get("X-Areal-Train", "yes") != "no"
+        session = await self._sessions.open_session(session_name, train)
+        mark, retries = request.headers.get("Idempotency-Key", "")[:200], request.headers.get("X-Stainless-Retry-Count")
+        if not mark and retries is not None:  # OpenAI's and Anthropic's clients send it, and repeat the body
+            mark = sha256(data).hexdigest()
+            if retries == "0":  # no retry: the same may be asked twice
+                session.forget_call(mark)
+        call = SessionCall(**vars(session.open), session=session, mark=mark, keys=self._keys)
+        return call, body
+
+    async def _count(self, request: web.Request) -> web.Response:
+        """Needs no session, and opens none."""
+        self._keys.check(self._keys.identify(key_of(request))[0], "serve")
+        body = parse(CountRequest, await body_of(request))
+        return web.json_response({"input_tokens": prompt_tokens(body.chat(), self._sessions.tokenizer)})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        raise ApiError("a session gets its reward by POST /v1/sessions/ID/reward", "not_found", 404)
+
+    async def _begin_session(self, request: web.Request) -> web.Response:
+        name, own_session = self._keys.identify(key_of(request))
+        self._keys.check(name, "serve")
+        if own_session:
+            raise ApiError("the key of a session opens no other", "forbidden", 403)
+        number = parse(SessionRequest, await body_of(request) or b"{}").id or secrets.token_hex(8)
+        session = f"{name}:{_checked(number)}"
+        return web.json_response({"id": session, "api_key": self._keys.key_for(name, session)})
+
+    def _named(self, request: web.Request, *rights: Any) -> str:
+        """The session that the path names, if the key may do that to it. Raises ApiError."""
+        name, own_session = self._keys.identify(key_of(request))
+        owner, _, number = request.match_info["id"].rpartition(":")
+        session = f"{owner or name}:{_checked(number)}"
+        of_all = own_session is None and "reward_all" in rights and "reward_all" in self._keys.configured[name].rights
+        is_key = not owner or owner in self._keys.configured
+        if not is_key or not of_all and (session.partition(":")[0] != name or own_session not in (None, session)):
+            raise ApiError("this key has no such session", "not_found", 404)
+        self._keys.check(name, *rights)
+        return session
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._sessions.state(self._named(request, "serve", "reward", "reward_all")))
+
+    async def _reward_session(self, request: web.Request) -> web.Response:
+        session = self._named(request, "reward", "reward_all")
+        body = parse(SessionReward, await body_of(request))
+        value = body.total(self._settings.reward_range)
+        return web.json_response(await self._sessions.reward(session, value, body.parts, body.call, body.id))
+
+    async def _end(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._sessions.end(self._named(request, "serve")))
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        session = self._named(request, "serve")
+        await self._sessions.delete(session)
+        self._keys.forget(session)
+        return web.json_response({})
+
+
+def _session_id(request: web.Request, data: bytes) -> str:
+    """The id that a call names its session by: a header, metadata.session_id or user. Raises ApiError."""
+    if number := request.headers.get("X-Session-Id"):
+        return _checked(number.rpartition(":")[2])
+    fields = json.loads(data)
+    metadata = fields.get("metadata")
+    number = (metadata.get("session_id") if isinstance(metadata, dict) else None) or fields.get("user") or NO_SESSION
+    return number if SESSION_ID.fullmatch(f"{number}") else sha256(f"{number}".encode()).hexdigest()[:32]
+
+
+def _checked(number: Any) -> str:
+    if not isinstance(number, str) or not SESSION_ID.fullmatch(number):
+        raise ApiError("the id of a session has up to 100 letters, digits and any of _ . @ + -", "bad_session_id")
+    return number
+
+
+def _tls(settings: GatewayConfig) -> ssl.SSLContext | None:
+    if settings.certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(settings.certificate, settings.private_key)
+    return context

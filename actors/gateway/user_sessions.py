@@ -1,0 +1,265 @@
+"""A session of a user with the policy: its calls, what is saved of them, and its reward.
+
+A finished call is on the trainer's disk before its client has the last byte. Whoever goes on with the session makes the
+requests again, which are saved with the tokens: each finds its own.
+"""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from actors.gateway.keys import UserKeys
+from actors.sampling.calls import SampleFailed
+from actors.sampling.openai_endpoint import OpenSample
+from actors.sampling.services import Services
+from actors.sampling.sessions import SampleSession
+from areal.data.rows import Row
+from areal.extensions.agents.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
+from areal.samples.table import Generation, Tokens
+from areal.storage.saved_calls import notes_of, packed, unpacked
+from areal.workflows.conversation import Keep
+from protocols.messages import SessionGroup
+
+MAX_REWARDS = 1024
+"""Of the answers of a session."""
+
+
+class UserSample(SampleSession):
+    """The sample of a session. Each call has `call_limit` tokens; all together have `gateway.max_session_tokens`.
+    `newest_version`: of its last token. Only sessions of the same key see by the time of an answer what was asked."""
+
+    newest_version: int | None = None
+    on_first: Callable[[], None] | None = None
+
+    def __init__(self, services: Services, name: str, group: SessionGroup | None, on_start: Callable[[int], None]):
+        self.messages: list[dict[str, Any]] = []  # of the first request
+        row = Row(0 if group is None else group.prompt_index, self.messages, None, None, {"session": name})
+        total = services.config.gateway.max_session_tokens
+        sampling = services.config.sampling.model_copy(update={"max_new_tokens": total})
+        super().__init__(services, row, sampling, group.min_version if group else 0, on_start=on_start)
+        self.cache_salt = name.partition(":")[0]
+        self.call_limit = services.config.sampling.max_new_tokens
+
+    def show(self, content: bytes) -> dict[str, Any]:
+        raise ValueError("sessions of users take none yet")
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        max_new_tokens: int | None = None,
+        keep: Keep | None = None,
+        pictures: Sequence[dict[str, Any]] | None = None,
+    ) -> Generation:
+        limit = min(max_new_tokens or self.call_limit, self.call_limit)
+        return await super().generate(tokens, limit, keep, pictures)
+
+    def count(self, versions: np.ndarray) -> None:
+        if len(versions):
+            self.newest_version = int(versions[-1])
+            if self.on_first:
+                self.on_first()
+                self.on_first = None
+        super().count(versions)
+
+
+class AnsweredCall(NamedTuple):
+    """A finished call: its answer's id, and the client's id for it, with its number among the answers; its messages,
+    the other fields of its request, and the answer's message and finish, as places in the session's parts."""
+
+    name: str
+    mark: str
+    messages: list[int]
+    options: int
+    answer: int
+
+
+class UserSession:
+    """See the module. name: of its key and its id. group: its permit; None: it is served, and not trained.
+
+    save: has the trainer store a frame. `ended`: it takes no calls any more, and waits for its reward. `rewarded`: the
+    reward has come, and it is ready or given up.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        name: str,
+        group: SessionGroup | None,
+        save: "Callable[[UserSession, bytes], Any]",
+        on_start: "Callable[[UserSession, int], None]",
+    ) -> None:
+        self.name, self.key, self.group = name, name.partition(":")[0], group
+        self.sample = UserSample(services, name, group, lambda version: on_start(self, version))
+        self.chat = ChatSession(self.sample)
+        self.open = OpenSample(self.chat)
+        self.ended = self.rewarded = False
+        self.rewarding = asyncio.Lock()
+        self.running = 0
+        self.begun = self.used = asyncio.get_running_loop().time()
+        self.first_tokens: list[float] = []  # seconds from the call to its first text, since the last look
+        self._save = save
+        self.saves = 0  # how often it was saved
+        self.is_over = False  # its sample is made, and takes no call any more
+        self._turns: list[AnsweredCall] = []
+        self._parts: dict[str, int] = {}  # of all requests, as JSON, and their places: each call repeats those before
+        self._rewards: list[tuple[str, float, str]] = []  # of its answers, in the order in which they came
+        self._calls: dict[str, asyncio.Task[Answer]] = {}  # by the client's ids
+        self._saving = asyncio.Lock()
+
+    @property
+    def full(self) -> bool:
+        """Whether it has no room for another call."""
+        return bool(self.sample.tokens_sampled) and self.sample.room < self.sample.call_limit
+
+    @property
+    def marks(self) -> list[str]:
+        """The client's ids of the rewards of its answers."""
+        return [mark for _, _, mark in self._rewards if mark]
+
+    def give_reward(self, value: float, answer: str, mark: str) -> None:
+        """Set the reward of an answer, unless it came before with this mark. Raises ApiError."""
+        if mark and mark in self.marks:
+            return
+        if len(self._rewards) >= MAX_REWARDS:
+            raise ApiError(f"a session takes at most {MAX_REWARDS} rewards of its answers", "too_many_rewards")
+        self.chat.give_reward(value, answer)
+        self._rewards.append((answer, value, mark))
+
+    async def answer(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
+        """What the policy answers, once it is saved. mark: the client's id for the call, or empty: a second call with
+        the same one gets the same answer, also if the connection of the first was lost."""
+        if not mark:
+            return await self._turn(request, name, on_text, mark)
+        call = self._calls.get(mark)
+        if call is None or (call.done() and (call.cancelled() or call.exception())):
+            call = self._calls[mark] = asyncio.create_task(self._turn(request, name, on_text, mark))
+            call.add_done_callback(note_error)
+        await asyncio.wait([call])
+        if call.cancelled():
+            raise ApiError("the session goes on elsewhere, or has ended: ask again", "elsewhere", 409)
+        answer = call.result()
+        self.chat.name_answer(name, answer)
+        return answer
+
+    def forget_call(self, mark: str) -> None:
+        """The next call with this mark is another one."""
+        self._calls = {key: call for key, call in self._calls.items() if key.rpartition("/")[0] != mark}
+
+    async def _turn(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None, mark: str) -> Answer:
+        loop = asyncio.get_running_loop()
+        self.running += 1
+        began = loop.time()
+        self.sample.on_first = lambda: self.first_tokens.append(loop.time() - began)
+        try:
+            if not self.sample.messages:
+                self.sample.messages += map(message_of, request.messages)
+            answer = await self.chat.complete(request, name, on_text)
+            if self.is_over:
+                raise ApiError("the session got its reward while it answered: this call is not trained", "over", 409)
+            self._add_turn(request, name, answer, mark)
+            await self.save()
+        except SampleFailed as failure:
+            raise ApiError(f"the call has failed: {failure}", "call_failed") from None
+        finally:
+            self.running -= 1
+            self.used = loop.time()
+        return answer
+
+    def _add_turn(self, request: ChatRequest, name: str, answer: Answer, mark: str) -> None:
+        options = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
+        parts = map(json.dumps, [*request.messages, options, [answer.message, answer.finish]])
+        *messages, place, end = (self._parts.setdefault(part, len(self._parts)) for part in parts)
+        self._turns.append(AnsweredCall(name, mark, messages, place, end))
+
+    async def save(self) -> None:
+        """Have the trainer store the calls so far, and what is needed to go on with them."""
+        async with self._saving:
+            if self.group is None:
+                return
+            self.saves += 1
+            turns = {"parts": [*self._parts], "turns": self._turns, "rewards": self._rewards}
+            notes = json.dumps({"saves": self.saves, "ended": self.ended, "age": self._age()} | turns)
+            if calls := self.sample.calls_so_far():
+                await self._save(self, packed(calls, notes))
+
+    def _age(self) -> tuple[float, str, float]:
+        """Its seconds until now. Another gateway of this machine knows those since: hosts may differ by hours."""
+        return asyncio.get_running_loop().time() - self.begun, *_since_boot()
+
+    async def restore(self, frame: bytes | memoryview) -> None:
+        """Become the session that `save` had stored. Raises SampleFailed, ApiError and ValueError."""
+        notes = json.loads(notes_of(frame))
+        self.saves = notes["saves"] + 1  # its last gateway may still be at the next one
+        self.sample.saved_calls = unpacked(frame)
+        parts = [json.loads(part) for part in notes["parts"]]
+        for turn in itertools.starmap(AnsweredCall, notes["turns"]):
+            request = ChatRequest(messages=[parts[place] for place in turn.messages], **parts[turn.options])
+            answer = await self.chat.complete(request, turn.name, earlier=parts[turn.answer])
+            if not self._turns:
+                self.sample.messages += map(message_of, request.messages)
+            self._add_turn(request, turn.name, answer, turn.mark)
+            if turn.mark:
+                self._calls[turn.mark] = asyncio.create_task(_same(answer))
+        for name, value, mark in notes["rewards"]:
+            self.give_reward(value, name, mark)
+        self.ended = notes["ended"]
+        age, boot, then = notes["age"]
+        here, now = _since_boot()
+        self.begun = asyncio.get_running_loop().time() - age - (max(0.0, now - then) if boot == here else 0.0)
+
+    def close(self) -> None:
+        for call in self._calls.values():
+            call.cancel()
+        self.sample.close()
+
+    async def leave(self) -> None:
+        """Close it, and wait until its calls have ended."""
+        self.close()
+        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+
+
+def _since_boot() -> tuple[str, float]:
+    """Which boot of which machine this is, and a clock that all its processes share, and nobody sets, in seconds."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), time.monotonic()
+
+
+def note_error(task: asyncio.Task[Any]) -> None:
+    """Whoever waits for the task hears of its error. If nobody does any more, asyncio is not to report it."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _same(answer: Answer) -> Answer:
+    return answer
+
+
+@dataclass(kw_only=True)
+class SessionCall(OpenSample):
+    """One call of a session, as the endpoint answers it. mark: the client's id for it. keys: count its tokens."""
+
+    session: UserSession
+    mark: str
+    keys: UserKeys
+    number: int = 0
+
+    async def complete(self, request: ChatRequest, name: str, on_text: Callable[[str], None] | None) -> Answer:
+        mark = f"{self.mark}/{self.number}" if self.mark else ""
+        self.number += 1
+        answer = await self.session.answer(request, name, on_text, mark)
+        self.keys.count(self.session.key, "tokens", len(answer.sampled))
+        return answer
+
+    def headers(self) -> dict[str, str]:
+        version = self.session.sample.newest_version
+        return {
+            "X-Session-Id": self.session.name,
+            "X-Areal-Version": "" if version is None else f"{version}",
+            "X-Areal-Trained": "no" if self.session.group is None else "yes",
+        }

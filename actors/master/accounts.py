@@ -1,0 +1,158 @@
+"""The master's records of a run: the metrics of each step, and the summary at the end."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+from actors.master.run_state import RunState
+from actors.runtime.actor import Ending
+from areal.config import Config
+from areal.rewards.result import mean_parts
+from areal.staleness.ledger import EXPIRED, ZERO_SIGNAL, Batch, RunEnded, StepRecord, Waiting
+from areal.storage.events import COUNTERS
+from protocols.messages import CommitStep, EvaluationDone
+
+# Number of recent steps kept for monitors that connect late, and the metrics kept of each step.
+RECENT_STEPS = 512
+RECENT = (
+    "step", "reward_mean", "reward_mean_all", "groups_filtered", "groups_ready", "staleness_mean", "staleness_max",
+    "tokens_generated", "tokens_trained", "step_seconds", "step_seconds_median", "trainer_wait_seconds",
+)  # fmt: skip
+
+
+class StepMeter:
+    """Measures the current step, from the last commit to the next one, by `clock`, in seconds."""
+
+    def __init__(self, state: RunState, clock: Callable[[], float]) -> None:
+        self._state = state
+        self._clock = clock
+        self._counted: Counter[str] = Counter()
+        self._starved = 0.0
+        self._starving_since: float | None = None
+        self._left_over: int | None = None
+        self._begun: float | None = None
+        self._recent = deque([_main_metrics(state.last_step)] if state.last_step else [], RECENT_STEPS)
+
+    def begin(self) -> None:
+        """Start the clock of this master's first step. Further calls change nothing."""
+        self._begun = self._clock() if self._begun is None else self._begun
+
+    def count(self, stats: Mapping[str, float], previous: Mapping[str, float] | None) -> Counter[str]:
+        """Add what a member has counted since its last heartbeat to the step, and return that.
+
+        stats: of the new heartbeat. previous: of the last one; None for the first heartbeat that this master hears from
+        a member of an earlier master, which adds nothing.
+        """
+        fresh: Counter[str] = Counter()
+        if previous is not None:
+            differences = ((name, stats.get(name, 0.0) - previous.get(name, 0.0)) for name in COUNTERS)
+            fresh.update({name: difference for name, difference in differences if difference})
+        if fresh:
+            self._counted += fresh
+        return fresh
+
+    def record_wait(self, answer: Batch | Waiting | RunEnded) -> None:
+        """Count the ledger's answer to a trainer that asks for a batch: for how long fewer groups than a batch were
+        ready, and how many ready groups were left over when the batch was formed."""
+        now = self._clock()
+        if isinstance(answer, Waiting) and answer.ready < answer.needed:
+            self._starving_since = now if self._starving_since is None else self._starving_since
+        elif self._starving_since is not None:
+            self._starved += now - self._starving_since
+            self._starving_since = None
+        if isinstance(answer, Batch) and self._left_over is None:
+            self._left_over = self._state.ledger.ready_count
+
+    def metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
+        """The metrics of the step that `commit` ends. The next step begins with this call."""
+        state, ledger, now = self._state, self._state.ledger, self._clock()
+        groups = record.batch.group_ids
+        rewards = [state.rewards[group] for group in groups]
+        seconds = now - self._begun if self._begun is not None else 0.0
+        trained = commit.metrics.get("tokens_trained")
+        mixed = sum(prompt >= 0 for prompt in record.prompts) * (commit.metrics.get("mixed_groups") or 0.0)
+        metrics: dict[str, Any] = {
+            **commit.metrics,
+            "step": commit.version,
+            "reward_mean": sum(rewards) / len(rewards),
+            "reward_mean_all": state.score / state.scored if state.scored else None,
+            "reward_parts": mean_parts(state.reward_parts[group] for group in groups),
+            "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
+            "staleness_mean": record.mean_staleness,
+            "staleness_max": record.max_staleness,
+            "staleness_histogram": record.staleness_histogram,
+            **{name: n if name.endswith("_seconds") else int(n) for name in COUNTERS for n in [self._counted[name]]},
+            "step_seconds": seconds,
+            "step_seconds_median": median([*(step["step_seconds"] for step in self._recent), seconds][-20:]),
+            "effective_throughput": trained / seconds if trained is not None and seconds else None,
+            "groups_trained": len(groups),
+            "tokens_per_mixed_group": self._counted["tokens_generated"] / mixed if mixed else None,
+            "coverage": state.coverage,
+            "groups_ready": ledger.ready_count,
+            "groups_alive": ledger.alive,
+            "groups_left_over": self._left_over or 0,
+            "starved_seconds": self._starved,
+            "prompts": list(record.prompts),
+            "discarded": state.discarded.copy(),
+        }
+        if state.settings.max_sessions:
+            metrics["sessions_open"] = ledger.open_sessions
+            metrics["sessions_trained"] = sum(prompt < 0 for prompt in record.prompts)
+            metrics["sessions_expired"] = sum(reason == EXPIRED for _, reason in state.discarded)
+        # Before the first step the trainer also waits for the other actors to start. That time is not part of the step.
+        waited = commit.metrics.get("trainer_wait_seconds") or 0.0
+        metrics["trainer_wait_seconds"] = min(waited, metrics["step_seconds"])
+        self._counted, self._begun = Counter(), now
+        self._starved, self._left_over = 0.0, None
+        self._recent.append(_main_metrics(metrics))
+        return metrics
+
+    def recent(self, since: int) -> list[dict[str, Any]]:
+        """The main metrics of the recent steps after step `since`."""
+        return [metrics for metrics in self._recent if metrics["step"] > since]
+
+
+def _main_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metrics[name] for name in RECENT if name in metrics}
+
+
+def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
+    """The contents of summary.json, for a run that has ended."""
+    counters = state.ledger.counters
+    first, last = state.evaluations.get(0), state.evaluations.get(config.steps)
+    samples = (counters.trained - counters.sessions_trained) * config.group_size + counters.sessions_trained
+    tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
+    return {
+        "ok": ending.ok,
+        "reason": ending.reason,
+        "steps": state.ledger.version,
+        "accuracy_before": first and first.accuracy,
+        "accuracy_after": last and last.accuracy,
+        "evaluations": [evaluation_record(evaluation) for evaluation in state.evaluations.values()],
+        "not_evaluated": {str(version): reason for version, reason in state.not_evaluated.items()},
+        "max_staleness": config.max_staleness,
+        "samples_trained": samples,
+        "samples_per_second": samples / state.seconds if state.seconds else None,
+        "effective_throughput": state.tokens_trained / state.seconds if state.seconds else None,
+        "tokens_generated": tokens,
+        "tokens_trained": state.tokens_trained,
+        "tokens_discarded": state.tokens_discarded,
+        "tokens_untrained_share": 1 - state.tokens_trained / tokens if tokens else None,
+        "seconds": state.seconds,
+        "checkpoint": state.checkpoint,
+        "weights": {"version": state.policy.version, "stamp": state.policy.stamp},
+        "lineages": state.lineage + 1,
+        "masters": state.masters,
+        "groups_discarded": dict(counters.discarded),
+        "groups_requeued": dict(counters.requeued),
+        "prompts_open": state.ledger.open_prompts(),
+        "discarded": state.discarded,
+        "samples_before": [s.model_dump() for s in first.samples] if first else [],
+        "samples_after": [s.model_dump() for s in last.samples] if last else [],
+    }
+
+
+def evaluation_record(evaluation: EvaluationDone) -> dict[str, Any]:
+    """The numbers of an evaluation, without its samples."""
+    return evaluation.model_dump(exclude={"samples"})

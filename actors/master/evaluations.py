@@ -1,0 +1,208 @@
+"""Decides which version is evaluated, on which generator, and when an evaluation is given up. It does no I/O.
+
+A version that is due while the run goes on is *held*: one generator loads no newer one until it is evaluated. Version 0
+is held from the start. The last version is due last, and needs no hold: no newer one comes. With `gateway.serve:
+evaluated` a generator goes on to hold what is good enough for users, until another one holds something newer.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from actors.master.changes import Evaluated, EvaluationDropped
+from actors.master.members import Members
+from actors.master.run_state import RunState
+from protocols.messages import EvaluationDone, Member, Policy
+
+# The evaluator itself keeps `evaluator.timeout_seconds`. Beyond it, the master gives it this long to report.
+GRACE_SECONDS = 60.0
+
+log = structlog.get_logger()
+
+
+class DueEvaluation(NamedTuple):
+    """`holder`: the only generator that has the version; None: all have it."""
+
+    version: int
+    holder: Member | None
+
+
+class Evaluations:
+    """Decisions are journaled by `state`, and holds are entered in `members`."""
+
+    def __init__(self, state: RunState, members: Members) -> None:
+        self._config, self._state, self._members, self._clock = state.config, state, members, members.clock
+        self._held_since = self._evaluator_seen = self._clock()
+        self._rows_at_loss: tuple[int, int] | None = None  # (version, scored rows) when an evaluator was lost
+
+    @property
+    def due(self) -> DueEvaluation | None:
+        if hold := self._state.holder:
+            return DueEvaluation(hold[1].version, hold[0])
+        version = self._state.policy.version
+        return DueEvaluation(version, None) if version == self._config.steps and not self.is_over(version) else None
+
+    @property
+    def server(self) -> Member | None:
+        """The generator from which users get their answers (gateway.serve: evaluated)."""
+        return next((m for m in self._members.with_role("generator", healthy=False) if m.serving), None)
+
+    @property
+    def served(self) -> int | None:
+        """The version that users get; None: the newest, or none."""
+        server = self.server
+        return server.held.version if server and server.held else None
+
+    @property
+    def ready(self) -> DueEvaluation | None:
+        """The evaluation that is due, unless its generator is not ready."""
+        due = self.due
+        return due if due and (due.holder is None or due.holder.state == "healthy") else None
+
+    def is_over(self, version: int) -> bool:
+        """True if the evaluation of the first or the last version is over, with a result or without."""
+        over = version in self._state.evaluations or version in self._state.not_evaluated
+        return over or not self._config.evaluates
+
+    # --- holds
+
+    def hold_version_0(self, fresh: Member | None = None) -> None:
+        """Have one generator hold version 0 until it is evaluated, while the run goes on. It has to be a generator that
+        still has this version: `fresh`, which has just joined, or any as long as no newer version is published."""
+        if self._state.ledger.version == self._config.steps or self.is_over(0) or self._state.holder:
+            return
+        generators = [m for m in self._members.with_role("generator", healthy=False) if m.state != "draining"]
+        if self._state.policy.version:
+            generators = [fresh] if fresh else []
+        if generators:
+            holder = min(generators, key=lambda m: (m.state != "healthy", m.index))
+            self._hold(holder, Policy(lineage=0, version=0, folder=self._config.model))
+
+    def plan(self, policy: Policy) -> None:
+        """Have every `evaluator.every`-th version evaluated while the run continues. One generator, a different one
+        each time, holds the version. Call this before `policy` is published, so that the hold is known before any newer
+        version can be."""
+        every, version = self._config.evaluator.every, policy.version
+        if not every or not self._config.evaluates or version % every or version == self._config.steps:
+            return
+        if version in self._state.evaluations or version in self._state.not_evaluated:
+            return  # the run has gone back to this version
+        healthy = self._members.with_role("generator")
+        generators = sorted((m for m in healthy if m.held is None), key=lambda m: m.index)
+        if due := self.due:
+            self._drop(version, f"version {due.version} is still being evaluated")
+        elif not generators or not self._members.with_role("evaluator"):
+            self._drop(version, "there is no healthy generator or evaluator")
+        else:
+            self._hold(generators[version // every % len(generators)], policy)
+
+    def _hold(self, generator: Member, policy: Policy) -> None:
+        self._held_since = self._clock()
+        first = policy.version == 0 and self._config.gateway.serve == "evaluated"
+        self._members.hold(generator, policy, serving=first)
+
+    # --- what the evaluator reports
+
+    def begin_attempt(self) -> None:
+        """An evaluator has begun with the evaluation that is due."""
+        self._held_since = self._clock()
+
+    def keep_scores(self, version: int, rows: Mapping[int, tuple[Sequence[float], int]]) -> bool:
+        """Keep the scores of rows that had none. Returns False if there are none to keep."""
+        earlier, due = self._state.row_scores(version), self.due
+        fresh = {row: rows[row] for row in rows if row not in earlier}
+        if not fresh or due is None or due.version != version:
+            return False
+        self._state.keep_scores(version, fresh)
+        return True
+
+    def finish(self, result: EvaluationDone) -> bool:
+        """Returns False if the version is not due: the result was reported earlier, or the evaluation was abandoned."""
+        due = self.due
+        if due is None or due.version != result.version:
+            return False
+        self._state.emit(Evaluated(evaluation=result))
+        if due.holder and self._is_good_enough(result):
+            # From now on users get what this generator holds. The one before goes on once its sequences have ended.
+            server = self.server
+            if server is not None and server.identity != due.holder.identity:
+                self._members.hold(server, server.held)
+            self._members.hold(due.holder, due.holder.held, serving=True)
+        else:
+            self._release(due)
+        return True
+
+    def _is_good_enough(self, result: EvaluationDone) -> bool:
+        """Whether users get the version from now on. It is compared with the last good one, served or not."""
+        settings, least = self._config.gateway, -math.inf
+        if settings.serve == "newest" or result.accuracy is None:
+            return False
+        for version, evaluation in sorted(self._state.evaluations.items()):
+            if version < result.version and evaluation.accuracy is not None and evaluation.accuracy >= least:
+                least = evaluation.accuracy - settings.accuracy_drop
+        good = result.accuracy >= least
+        log.info("served to users" if good else "not served to users", version=result.version, least=least)
+        return good
+
+    def give_up(self, due: DueEvaluation, reason: str) -> None:
+        """There is no result. The holder loads the newest version."""
+        self._drop(due.version, reason)
+        self._release(due)
+
+    def abandon(self, reason: str) -> None:
+        """If a generator holds a version in between, give up its evaluation. Version 0 is never given up for such a
+        reason: there is no other one to compare the result with. Nor is a version that has become the last one."""
+        if (due := self.due) and due.holder and due.version:
+            if due.version == self._config.steps:
+                self._release(due)
+            else:
+                self.give_up(due, reason)
+
+    def close(self) -> None:
+        """The run has reached its end."""
+        if not self.is_over(0):
+            self._drop(0, "the generator that held it was lost, and no other one came in time")
+
+    def _release(self, due: DueEvaluation) -> None:
+        if due.holder:
+            self._members.hold(due.holder, None)
+
+    def _drop(self, version: int, reason: str) -> None:
+        self._state.emit(EvaluationDropped(version=version, reason=reason))
+        log.warning("not evaluated", version=version, reason=reason)
+
+    # --- losses and deadlines
+
+    def lose_member(self, member: Member) -> None:
+        """The member is about to be removed. With the holder its version is gone; another generator may still have
+        version 0. The next evaluator goes on with the evaluation, but a generator is not held for evaluators that are
+        lost again and again before they have scored another row."""
+        due = self.due
+        if due is None or due.holder is None:
+            return
+        if member.identity == due.holder.identity:
+            self.abandon(f"{member.identity} is gone")
+            if not due.version:
+                self._release(due)
+        elif member.role == "evaluator":
+            previous = self._rows_at_loss
+            self._rows_at_loss = due.version, len(self._state.row_scores(due.version))
+            if previous == self._rows_at_loss:
+                self.abandon(f"{member.identity} is gone, like the one before, and none of them has scored another row")
+
+    def watch(self) -> None:
+        """Give up an evaluation that takes too long, or that nobody does, and let go who has served users. Call this
+        every second."""
+        for generator in self._members.with_role("generator", healthy=False):
+            over = generator.held and not generator.serving and self.is_over(generator.held.version)
+            if over and not self._members.answers_users(generator):
+                self._members.hold(generator, None)
+        now, limit, patience = self._clock(), self._config.evaluator.timeout_seconds, self._config.master.lost_seconds
+        if self._members.with_role("evaluator", healthy=False):
+            self._evaluator_seen = now
+        if now - self._evaluator_seen > patience:
+            self.abandon(f"there has been no evaluator for {patience:g} s")
+        elif limit and now - self._held_since > limit + GRACE_SECONDS:
+            self.abandon(f"it took longer than evaluator.timeout_seconds ({limit:g} s)")

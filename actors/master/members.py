@@ -1,0 +1,224 @@
+"""The directory of a run: its members, what each of them has said last, and how much of that fits into a message.
+
+The journal has the members (`RunState.members`), but not their heartbeats.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.master.changes import Joined, Left, MemberChanged
+from actors.master.run_state import RunState
+from actors.runtime.membership import HEARTBEAT_SECONDS
+from areal.config.roles import ROLES
+from protocols.bus_errors import BusyError, RefusedError
+from protocols.codec import MAX_BODY_BYTES
+from protocols.messages import (
+    Engagement,
+    Heartbeat,
+    Join,
+    LoadColumns,
+    Member,
+    MembersChanged,
+    Message,
+    Policy,
+    Snapshot,
+    actor_name,
+)
+
+# All members have to fit into one snapshot, which is one message, and so do the changes that one event reports.
+MAX_MEMBERS = 4096
+MAX_DIRECTORY_BYTES = MAX_BODY_BYTES * 3 // 4
+# Of how many former members the reason is kept.
+REMOVED_KEPT = 64
+# So much of the members' numbers is in a status, which is one message too.
+MAX_STATUS_BYTES = MAX_BODY_BYTES // 2
+# An asker gets the loads of n generators at most once in n times this, after 500 of them no longer with each heartbeat:
+# askers and loads both grow with a cluster, and their product would take the master's core at 8,000 devices.
+LOAD_SECONDS = 0.002
+
+NO_BEAT = Heartbeat(state="starting", serves=(), activity="starting", stats={})
+
+
+@dataclass(slots=True)
+class LastHeartbeat:
+    """The last heartbeat of a member, and its time by the master's clock. `restored`: the member joined an earlier
+    master, and this one has not heard from it yet. `sequences`: all those in the engagement."""
+
+    time: float
+    beat: Heartbeat = NO_BEAT
+    restored: bool = False
+    sequences: int = 0
+
+
+class Members:
+    """Changes of the directory are journaled and handed to `publish`. `clock`: the master's, in seconds. The members of
+    an earlier master count as heard from now."""
+
+    def __init__(self, state: RunState, publish: Callable[[Message], None], clock: Callable[[], float]) -> None:
+        self._state = state
+        self._publish = publish
+        self.clock = clock
+        self.last_heartbeats = {identity: LastHeartbeat(clock(), restored=True) for identity in state.members}
+        self.starts = Counter[str]()  # of actors since the master started, by role/index
+        self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
+        self._entries = {identity: _entry(member) for identity, member in state.members.items()}
+        self._size = sum(map(len, self._entries.values()))
+        self._engagements: dict[str, Engagement] = {}  # of the generators, in their last heartbeats
+        self._loads_due: dict[str, float] = {}  # when an asker gets loads again
+
+    def with_role(self, role: str, healthy: bool = True) -> list[Member]:
+        return [m for m in self._state.members.values() if m.role == role and (m.state == "healthy" or not healthy)]
+
+    # --- the directory
+
+    def snapshot(self, sequence: int, events: str) -> Snapshot:
+        """Thousands that join at once get it, so a member is encoded when it changes, not for each of them."""
+        entries: tuple[Any, ...] = tuple(self._entries.values())
+        return Snapshot.model_construct(policy=self._state.policy, members=entries, sequence=sequence, events=events)
+
+    def find_joined(self, join: Join, mark: str) -> Member | None:
+        """The member that this Join already created, if an earlier master answered the same Join."""
+        members, of_mark = self._state.members, f"#{mark}"
+        return next((members[i] for i in members if i.endswith(of_mark) and members[i].role == join.role), None)
+
+    def new_entry(self, join: Join, mark: str) -> Member:
+        """The entry of an actor that wants to join. Raises RefusedError, and BusyError if there are too many."""
+        if join.role not in ROLES:
+            raise RefusedError(f"there is no role {join.role!r}")
+        if len(self._state.members) >= MAX_MEMBERS:
+            raise BusyError(f"a run may have at most {MAX_MEMBERS} members")
+        index = 0 if ROLES[join.role].single else join.index
+        if index is None:
+            taken = {m.index for m in self.with_role(join.role, healthy=False)}
+            index = next(i for i in range(len(taken) + 1) if i not in taken)
+        identity = f"{join.role}/{index}#{mark}"
+        return Member(identity=identity, role=join.role, index=index, address=join.address, state="starting")
+
+    def add(self, member: Member) -> None:
+        """Raises BusyError if the directory has no room for the member."""
+        entry = self._fitting_entry(member)
+        self.last_heartbeats[member.identity] = LastHeartbeat(self.clock())
+        self.starts[actor_name(member.identity)] += 1
+        self._enter(Joined(member=member), entry)
+
+    def update(self, member: Member, beat: Heartbeat) -> bool:
+        """Enter what the member says of itself. Returns True if that is new. Raises BusyError as `add` does."""
+        if (beat.state, beat.serves) == (member.state, member.serves):
+            return False
+        updated = member.model_copy(update={"state": beat.state, "serves": beat.serves})
+        self._enter(MemberChanged(member=updated), self._fitting_entry(updated))
+        return True
+
+    def hold(self, generator: Member, policy: Policy | None, serving: bool = False) -> None:
+        """Have the generator load no policy newer than `policy`; None: any. serving: whether users get it."""
+        holding = generator.model_copy(update={"held": policy, "serving": serving})
+        self._enter(MemberChanged(member=holding), _entry(holding))
+
+    def remove(self, identity: str, reason: str) -> None:
+        self._state.emit(Left(identity=identity))
+        self.removed[identity] = reason
+        while len(self.removed) > REMOVED_KEPT:
+            del self.removed[next(iter(self.removed))]
+        del self.last_heartbeats[identity]
+        self._size -= len(self._entries.pop(identity))
+        self._engagements.pop(identity, None)
+        self._loads_due.pop(identity, None)
+        self._publish(MembersChanged(gone=(identity,)))
+
+    def _enter(self, change: Joined | MemberChanged, entry: bytes) -> None:
+        member = change.member
+        self._state.emit(change)
+        self._size += len(entry) - len(self._entries.get(member.identity, b""))
+        self._entries[member.identity] = entry
+        self._publish(MembersChanged(changed=(member,)))
+
+    def _fitting_entry(self, member: Member) -> bytes:
+        """Raises BusyError if the directory has no room for the entry."""
+        before, entry = self._entries.get(member.identity, b""), _entry(member)
+        if self._size - len(before) + len(entry) > MAX_DIRECTORY_BYTES:
+            raise BusyError(f"the directory of the run has no room for what {member.identity} tells of itself")
+        return entry
+
+    # --- heartbeats
+
+    def silent(self, seconds: float) -> list[tuple[str, float]]:
+        """The members that were silent for longer than `seconds`, and for how long."""
+        silences = [(identity, self.clock() - last.time) for identity, last in self.last_heartbeats.items()]
+        return [(identity, silence) for identity, silence in silences if silence > seconds]
+
+    def record_heartbeat(self, identity: str, beat: Heartbeat) -> None:
+        sequences = 0
+        if beat.engagement:
+            self._engagements[identity] = beat.engagement
+            sequences = sum(beat.engagement.sequences.values())
+        self.last_heartbeats[identity] = LastHeartbeat(self.clock(), beat, sequences=sequences)
+
+    def answers_users(self, generator: Member) -> bool:
+        """Whether it has sequences of gateways. Those of others may wait for newer weights."""
+        load = self.last_heartbeats[generator.identity].beat.engagement
+        return load is not None and any(n and asker.startswith("gateway/") for asker, n in load.sequences.items())
+
+    def activity(self, role: str) -> str:
+        """What the first member of the role does."""
+        return next(
+            (self.last_heartbeats[m.identity].beat.activity for m in self.with_role(role, healthy=False)), "gone"
+        )
+
+    def loads_for(self, asker: str) -> LoadColumns | None:
+        """The load of each generator, and how much of it is the asker's; None: it has had them not long ago."""
+        now = self.clock()
+        if now < self._loads_due.get(asker, now):
+            return None
+        loads = self._engagements
+        self._loads_due[asker] = now + len(loads) * LOAD_SECONDS - HEARTBEAT_SECONDS
+        return LoadColumns(
+            names=tuple(loads),
+            sequences=np.array([self.last_heartbeats[name].sequences for name in loads], np.int64),
+            asker_sequences=np.array([load.sequences.get(asker, 0) for load in loads.values()], np.int64),
+            limits=np.array([load.limit for load in loads.values()], np.int64),
+            versions=np.array([load.version for load in loads.values()], np.int64),
+        )
+
+    def status_rows(self) -> list[dict[str, Any]]:
+        """The members, with activities and numbers until these take MAX_STATUS_BYTES. silent: the seconds since this
+        master heard from a member; None if it never did."""
+        rows, size, now = [], 0, self.clock()
+        for identity, member in self._state.members.items():
+            last = self.last_heartbeats[identity]
+            beat, silent = last.beat, None if last.restored else now - last.time
+            size += len(beat.activity.encode()) + sum(len(name.encode()) + 11 for name in beat.stats)
+            fits = size <= MAX_STATUS_BYTES
+            details = {"activity": beat.activity if fits else "", "stats": beat.stats if fits else {}}
+            rows.append({"identity": identity, "state": member.state, "silent": silent, **details})
+        return rows
+
+
+def next_event(outbox: deque[Message]) -> Message:
+    """Take the first event out of `outbox`. A change of the directory is merged with those that directly follow it, as
+    many as one message holds. Thousands of actors may join at once, and each event is sent to all of them."""
+    event = outbox.popleft()
+    if not isinstance(event, MembersChanged):
+        return event
+    changed, gone = {m.identity: m for m in event.changed}, list(event.gone)
+    size = _bytes_of_change(event)
+    while outbox and isinstance(following := outbox[0], MembersChanged):
+        size += _bytes_of_change(following)
+        if size > MAX_DIRECTORY_BYTES:
+            break
+        outbox.popleft()
+        changed |= {m.identity: m for m in following.changed}
+        gone += following.gone
+    return MembersChanged(changed=tuple(m for i, m in changed.items() if i not in gone), gone=tuple(gone))
+
+
+def _entry(member: Member) -> bytes:
+    """The entry of a member in a snapshot. In an event it is shorter: msgpack is shorter than JSON."""
+    return member.model_dump_json().encode()
+
+
+def _bytes_of_change(event: MembersChanged) -> int:
+    return sum(len(_entry(member)) for member in event.changed) + sum(len(identity) + 5 for identity in event.gone)

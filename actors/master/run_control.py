@@ -1,0 +1,179 @@
+"""What the parts of a master share."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from actors.master.accounts import StepMeter
+from actors.master.evaluations import Evaluations
+from actors.master.members import Members
+from actors.master.progress import Progress
+from actors.master.run_state import RunState
+from actors.runtime.actor import Ending, Notifier, parked
+from areal.config import Config
+from areal.data.sources import PromptSource
+from areal.staleness.failures import Failures
+from areal.staleness.ledger import Ledger
+from areal.storage.disk import DiskRetry, Shortage
+from areal.storage.journal import Journal
+from protocols.bus_errors import FencedError, RefusedError
+from protocols.messages import Member, Message
+from protocols.transport import Request
+
+# States that are kept besides those of the checkpoints that are: their checkpoints are being written.
+SPARE_STATES = 2
+# The turn of a request that waits for nobody else's.
+ALONE = nullcontext()
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class Records(Protocol):
+    """The interface of the run folder, where the master writes its records (areal.storage.run_folder.RunFolder)."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def filling(self) -> str: ...
+    def free_reserve(self) -> None: ...
+    def append_metrics(self, metrics: dict[str, Any]) -> None: ...
+    def append_evaluation(self, evaluation: dict[str, Any]) -> None: ...
+    def write_summary(self, summary: dict[str, Any]) -> None: ...
+    def record_heartbeat(
+        self,
+        actor: str,
+        state: str,
+        activity: str,
+        stats: Mapping[str, float],
+        clock: float | None = None,
+        spans: Iterable[tuple[str, float, float]] = (),
+    ) -> None: ...
+
+
+class RunControl:
+    """What the parts of a master share: the state of the run, and what decides on it and ends it. `changed`: notified
+    after each change that a parked request may wait for. `end`: of the run. `outbox`: events that are to be published.
+    `unrecorded`: the step whose metrics may not be on disk."""
+
+    def __init__(self, config: Config, journal: Journal, folder: Records, source: PromptSource | None) -> None:
+        self.config = config
+        self.folder = folder
+        self.journal = journal
+        self.state = RunState(config, journal, source)
+        self.changed = Notifier()
+        self.disk_retry = DiskRetry(folder.path, "the master")
+        self._recording = asyncio.Lock()
+        self.unrecorded: int | None = self.state.last_step.get("step")
+        self.end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.outbox: deque[Message] = deque()
+        self.mail = Notifier()
+        self.suspended = 0.0  # seconds
+        self.meter = StepMeter(self.state, asyncio.get_running_loop().time)
+        # Not journaled: a resumed run, perhaps with other settings, starts all counts at 0.
+        self.failures = Failures(
+            config.batch_size, config.outage_seconds, config.max_failed_share, folder.path, self.ledger.counters
+        )
+        self.members = Members(self.state, self.send_out, self.now)
+        self.evaluations = Evaluations(self.state, self.members)
+        self.progress = Progress(self.state, self.members, self.failures, self.free_groups)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.state.ledger
+
+    def keep_state(self) -> None:
+        """Keep the state of a version that gets a checkpoint, so that the run can go back to it."""
+        version, trainer = self.ledger.version, self.config.trainer
+        if version and (version % trainer.checkpoint_every == 0 or version == self.config.steps):
+            self.journal.keep(version, self.state.dump(), trainer.checkpoints_kept + SPARE_STATES)
+
+    async def record(self, what: str, write: Callable[[dict[str, Any]], None], record: dict[str, Any]) -> None:
+        """Write a record into the run folder, after those before, once its disk has room."""
+        async with self._recording:
+            await self.disk_retry.write(lambda: asyncio.to_thread(write, record), what)
+
+    async def record_step(self, metrics: dict[str, Any]) -> None:
+        await self.record("the metrics", self.folder.append_metrics, metrics)
+        self.unrecorded = None
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """Why the master waits for its disk; None if it does not."""
+        return self.journal.shortage or self.disk_retry.shortage
+
+    def send_out(self, event: Message) -> None:
+        self.outbox.append(event)
+        self.mail.notify()
+        self.changed.notify()
+
+    def finish(self, ok: bool, reason: str, stopped: bool = False) -> None:
+        if not self.end.done():
+            self.end.set_result(Ending(ok, reason, stopped=stopped))
+
+    def end_if(self, reason: str | None) -> None:
+        """End the run if there is a reason."""
+        if reason:
+            self.finish(False, reason)
+
+    async def park(
+        self, request: Request[Message], condition: Callable[[], T], turn: AbstractAsyncContextManager[Any] = ALONE
+    ) -> T | None:
+        """The first true value of `condition`, or None shortly before the request's deadline. turn: that the request
+        has while it waits for it."""
+        with suppress(TimeoutError):
+            async with parked(request), turn:
+                return await self.changed.until(condition)
+        return None
+
+    def now(self) -> float:
+        """The master's clock. Time in which this process was suspended does not count for leases."""
+        return asyncio.get_running_loop().time() - self.suspended
+
+    def member(self, request: Request[Message], *roles: str) -> Member:
+        """The sender of `request`. Raises FencedError if it is no member, RefusedError if of none of `roles`."""
+        member = self.state.members.get(request.sender)
+        if member is None:
+            why = self.members.removed.get(request.sender, "")
+            raise FencedError(f"{request.sender} is not a member of this run, or no longer one{why and f': {why}'}")
+        if roles and member.role not in roles:
+            only = " or ".join(roles)
+            raise RefusedError(f"{request.sender} may not send {request.message.kind!r}: only the role {only} may")
+        return member
+
+    def check_trainer(self, request: Request[Message], lineage: int | None = None) -> None:
+        """Raises FencedError if the sender is not the trainer of the run, or if `lineage` is not the current one."""
+        self.member(request, "trainer")
+        if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
+            raise FencedError(f"{request.sender} does not hold lineage {self.state.lineage}, the current one")
+
+    def free_groups(self) -> int:
+        """Number of groups of rows that may start now. It is 0 after the end of the run, while the disk is full, and
+        while a reward is absent. The run-ahead limit does not count open sessions, which may never become ready."""
+        if self.end.done() or self.shortage or self.progress.absent:
+            return 0
+        capacity, moving = self.ledger.capacity, self.ledger.alive - self.ledger.open_sessions
+        if self.failures.outage:
+            alone = moving == self.ledger.ready_count
+            return min(capacity, int(alone and self.failures.may_try(self.now())))
+        if self.config.run_ahead == "max":
+            return capacity
+        return min(capacity, max(0, self.state.run_ahead.limit - moving))
+
+    def free_sessions(self) -> int:
+        """Number of sessions that may be opened now."""
+        closed = self.end.done() or self.shortage or self.progress.absent or self.failures.outage
+        return 0 if closed else self.ledger.session_capacity
+
+    async def end_if_complete(self) -> None:
+        # Without steps there is no trainer, which would report that it has finished.
+        finished = self.state.finished if self.config.steps else 0
+        if finished == self.config.steps and self.evaluations.is_over(self.config.steps):
+            self.evaluations.close()
+            await self.journal.durable()
+            self.finish(True, "the run reached its end")

@@ -1,0 +1,82 @@
+"""What gateways ask of the master and tell it, besides what rollout managers do."""
+
+import structlog
+
+from actors.master.run_control import RunControl
+from actors.runtime.actor import HandlesRequests, handles
+from areal.staleness.ledger import GroupState, LedgerGroup
+from protocols.bus_errors import RefusedError
+from protocols.messages import (
+    AdoptSessions,
+    AskSession,
+    DiscardSession,
+    Done,
+    SessionAnswer,
+    SessionGroup,
+    Sessions,
+)
+from protocols.transport import Request
+
+log = structlog.get_logger()
+
+
+class SessionRequests(HandlesRequests):
+    """Answers gateways. A session has one holder at a time; whoever asks for one that was left gets it."""
+
+    def __init__(self, run: RunControl) -> None:
+        self._run = run
+
+    @handles(AskSession)
+    async def ask_session(self, request: Request[AskSession]) -> SessionAnswer:
+        owner, name, ledger = self._run.member(request, "gateway").identity, request.message.session, self._run.ledger
+        group = next(reversed(ledger.session_groups(name)), None)
+        resumed = group is not None and group.state is GroupState.OPEN  # also if its holder asks again
+        if group is not None and resumed and not group.owner:
+            (group,) = self._adopt(owner, [group.group_id])
+        elif request.message.opens and not resumed:
+            self._run.meter.begin()
+            seconds = self._run.config.master.lease_seconds
+            if self._run.free_sessions():
+                served = self._run.evaluations.served
+                group = ledger.open_session(name, owner, self._run.now(), seconds, served) or group
+        receipts, mark = self._run.state.receipts, request.message.mark
+        taken = bool(mark) and f"{name} {mark}" in receipts
+        if group is None:
+            return SessionAnswer(state="trained" if name in receipts else "", taken=taken)
+        mine = group.state is GroupState.OPEN and group.owner == owner
+        session = _described(group, resumed) if mine else None
+        return SessionAnswer(session=session, state=group.state.value, holder=group.owner, taken=taken)
+
+    def _adopt(self, owner: str, groups: list[str]) -> list[LedgerGroup]:
+        return self._run.ledger.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
+
+    @handles(AdoptSessions)
+    async def adopt_sessions(self, request: Request[AdoptSessions]) -> Sessions:
+        owner = self._run.member(request, "gateway").identity
+        orphans = self._run.ledger.left_sessions()[: request.message.count]
+        return Sessions(sessions=tuple(_described(group, resumed=True) for group in self._adopt(owner, orphans)))
+
+    @handles(DiscardSession)
+    async def discard_session(self, request: Request[DiscardSession]) -> Done:
+        self._run.member(request, "gateway")
+        name, reason = request.message.session, request.message.reason
+        groups = [g for g in self._run.ledger.session_groups(name) if request.message.group in ("", g.group_id)]
+        if reason != "deleted":  # then it may have become ready meanwhile, for its last holder
+            groups = [group for group in groups if group.state is GroupState.OPEN]
+        if any(group.state is GroupState.BATCHED for group in groups):
+            raise RefusedError(f"session {name} is in the batch that is trained now")
+        for group in groups:
+            self._run.ledger.discard(group.group_id, reason)
+            log.info("session discarded", session=name, group=group.group_id, reason=reason)
+        self._run.changed.notify()
+        return Done()
+
+
+def _described(group: LedgerGroup, resumed: bool) -> SessionGroup:
+    return SessionGroup(
+        session=group.session,
+        group=group.group_id,
+        prompt_index=group.prompt_index,
+        min_version=group.admission_version if group.start_version is None else group.start_version,
+        resumed=resumed,
+    )

@@ -1,1 +1,0 @@
-"""What the master is made of: the state of the run, members, evaluations, progress, what hangs, full disks."""

@@ -1,0 +1,53 @@
+"""The record of a run as one thing: whether a run folder has all of it."""
+
+import structlog
+
+from actors.master.run_state import RunState
+from actors.record.rollback import go_back
+from areal.base.errors import UserError
+from areal.config import Config
+from areal.data.sources import PromptSource
+from areal.storage.journal import Journal, journal_copy
+from areal.storage.run_files import METRICS
+from areal.storage.run_folder import compare_record, keep_changes
+
+log = structlog.get_logger()
+
+
+def check_record(config: Config, from_step: int | None = None) -> list[str]:
+    """Raises UserError if what the folder of a run to resume has is not the whole record of one run, or if it has
+    trained more than `steps`. The journal is not changed, so that a missing log may be put back beside it, unless the
+    run goes back to `from_step`. Returns that, and what is changed in the configuration, in words."""
+    if from_step is None and not (config.folder / METRICS).exists():  # it was stopped before it began
+        return []
+    state, lines = _state(config), []
+    if state.abandoning is None:
+        compare_record(config.folder, state.journal.run, state.ledger.version)
+    if from_step is not None or state.abandoning is not None:
+        lines = go_back(config, from_step)
+        state = _state(config)
+    ledger = state.ledger
+    if config.steps < ledger.version:
+        raise UserError(f"The run in {config.folder} has trained {ledger.version} steps: set steps to at least that.")
+    return [*lines, *keep_changes(config, ledger.batches_logged, state.checkpoint_version)]
+
+
+def check_rows_kept(config: Config, journal: Journal, source: PromptSource) -> None:
+    """Compare the rows with those with which the run began. Raises UserError if there are more or fewer, since each
+    index is then that of another row, and says so if they differ otherwise."""
+    now = source.summary()
+    at_first = journal.note("data", now) if now else now
+    first_rows, rows = at_first.partition(" ")[0], now.partition(" ")[0]
+    if first_rows != rows:
+        raise UserError(
+            f"{config.data.named} had {first_rows} rows to train on when the run in {config.folder} began, and has "
+            f"{rows} now: put them back, or give the new rows another name for a fork, --fork {config.folder} "
+            f"--at-step N data.source=NAME."
+        )
+    if at_first != now:
+        log.warning("the rows are others than when the run began", data=config.data.named)
+
+
+def _state(config: Config) -> RunState:
+    with journal_copy(config.folder / "journal.db") as journal:
+        return RunState(config, journal)

@@ -1,0 +1,449 @@
+"""Checks of the configuration before any process is started. Each mistake raises a UserError of one sentence."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from actors.start.row_checks import check_prompts, check_rows
+from areal.base.errors import UserError, explain
+from areal.base.processes import ROOT, tied
+from areal.config import Config
+from areal.config.engine_sections import EngineConfig, ScorerConfig
+from areal.cpu.processor import lacks_bf16
+from areal.data.addition import ALPHABET
+from areal.data.rows import prompt_text
+from areal.data.samplers import open_sampler
+from areal.data.sources import PromptSource, open_source
+from areal.devices import host_memory, threads_of_scorers, visible_devices
+from areal.extensions.programs.outside import open_sandbox
+from areal.extensions.programs.slots import NO_NAMESPACES
+from areal.models import (
+    architectures_of,
+    check_adapters,
+    check_mixture,
+    check_trainable,
+    context_of,
+    default_context,
+    find_model,
+    hub_id,
+    resolve_model,
+    resolve_reference,
+    routing_of,
+    weight_sizes,
+)
+from areal.observe import tracking
+from areal.rewards import functions as rewards
+from areal.samples.tokenizer import load_tokenizer, missing_character, read_template
+from areal.samples.vision import packages_of_vision
+from areal.storage.claim import can_be_made
+from areal.workflows.builtin import rehearse as rehearse_workflow
+from areal.workflows.builtin import resolve_workflow, texts_of
+from areal.workflows.chat_templates import EXAMPLE_TOOL, ChatTemplate
+from areal.workflows.conversation import check_shown, user
+
+# How long an engine's library may take to load: 6 s on a machine that is free.
+ENGINE_SECONDS = 300.0
+# The most tokens of a sequence of the quickstart's model, and its layers (areal.data.warm_start, which imports torch).
+QUICKSTART_CONTEXT = 512
+QUICKSTART_LAYERS = [f"layers.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+# More engines than this for each core are a mistake.
+MOST_ENGINES_PER_CORE = 8
+# The least memory of an engine's process and of a trainer's rank on a CPU, beside weights, KV cache and activations.
+GIB = 2**30
+ENGINE_BYTES, TRAINER_BYTES = GIB // 2, GIB // 2
+# That of a rollout manager, a reward actor and a worker of it.
+OTHER_BYTES = GIB // 16
+_LOAD_PARSERS = """
+from areal.samples.tokenizer import load_tokenizer
+from areal.extensions.agents.parsers import Parsers
+folder, tools, reasoning = sys.argv[1:]
+Parsers(load_tokenizer(folder), tools, reasoning or None).load()
+"""
+_CHECK_DEEPSPEED = """
+from areal.config.trainer_section import TrainerConfig
+from areal.training.training_engine import check_settings
+from areal.training.optimizer import deepspeed_config
+check_settings(deepspeed_config(TrainerConfig.model_validate_json(sys.argv[1])))
+"""
+_CHECK_VLLM = """
+from pathlib import Path
+from areal.config.engine_sections import GeneratorConfig
+from areal.generation.generation_engine import check_options
+check_options(Path(sys.argv[1]), GeneratorConfig.model_validate_json(sys.argv[2]))
+"""
+_CHECK_NAMES = """
+from pathlib import Path
+from areal.weights.wrappers import check_names
+check_names(Path(sys.argv[1]))
+"""
+_IN_A_PROCESS = """
+import sys
+from areal.base.errors import UserError
+try:
+{}
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+def check(config: Config, *, weights: bool = True, rows: bool = True, machine: bool = True) -> None:
+    """Check all that can be checked before the start: the number of ranks, the master's port, the tracking and weights
+    settings, rewards, workflow, sandbox, objective, data, models, chat template, parsers, cores and memory.
+
+    weights: whether the weights of a model on the hub are downloaded too. rows: whether rows are read, beside the first
+    ones. machine: whether all roles are to run on this machine. Raises UserError.
+    """
+    if config.trainer.ranks % config.trainer.sequence_parallel:
+        raise UserError(
+            f"trainer.ranks is {config.trainer.ranks}, but trainer.sequence_parallel is "
+            f"{config.trainer.sequence_parallel}: make trainer.ranks a multiple of it."
+        )
+    check_port(config.master.address)
+    tracking.check(config.observe)
+    if config.weights.folder is not None:
+        check_folder(config.weights.folder)
+    check_code(config)
+    source = open_source(config.data, config.seed)
+    if config.steps:
+        open_sampler(config.data, source)
+    folder = None
+    scorers = {
+        name: find_model(scorer.model, f"scorers.{name}.model", weights=weights)
+        for name, scorer in config.scorers.items()
+        if scorer.model != "quickstart"
+    }
+    if config.model == "quickstart":
+        check_quickstart(config, source)
+    else:
+        folder = resolve_model(config, weights=weights)
+        check_model(config, folder, source, weights=weights, rooms=rooms_of(config, scorers))
+        packages = packages_of_vision(str(folder)) if machine else ()
+        if lacks := next((name for name in packages if importlib.util.find_spec(name) is None), None):
+            raise UserError(f"vLLM runs {config.model} only with {lacks}: install it with `make vision`.")
+        check_mixture(folder, config.trainer.lora, cuda=not machine or bool(visible_devices()))
+    resolve_reference(config, weights=weights)
+    for name, model in scorers.items():
+        check_scorer(config, name, model, folder)
+    if machine and not visible_devices():
+        check_machine(config, weight_sizes(folder) if folder else {}, scorers)
+    if rows:
+        check_rows(config, source)
+
+
+def check_code(config: Config) -> None:
+    """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
+    for name in {**dict.fromkeys(config.own_rewards), **config.reward.options}:
+        rewards.check(name, config.reward.options.get(name, {}))
+    groups = config.rollout_manager.workflow == "multi_turn" and [*set(config.rewards) & set(config.reward.groups)]
+    if groups:
+        raise UserError(
+            f"The workflow multi_turn scores each attempt by itself, but the reward {', '.join(sorted(groups))} scores "
+            f"all samples of a group at once: choose another workflow, such as single_turn."
+        )
+    if not config.rollout_manager.external:
+        resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+        rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+    bubble = config.rollout_manager.workflow_options.get("environment") == "bubble"
+    if bubble and (config.sandbox.url or config.sandbox.mode != "namespaces"):
+        raise UserError(NO_NAMESPACES)
+    if "code" in config.own_rewards or config.rollout_manager.workflow == "python_tool" or bubble:
+        open_sandbox(config.sandbox).close()
+    if ":" in config.trainer.objective:
+        from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs
+
+        rehearse(config.trainer)
+
+
+def rooms_of(config: Config, models: Mapping[str, Path]) -> dict[str, int]:
+    """The most tokens of a row at each scorer that gives log-probs, where they are known."""
+    rooms = {name: _room(config.scorers[name], model) for name, model in models.items()}
+    return {name: room for name, room in rooms.items() if room and name in config.logprob_scorers}
+
+
+def _room(scorer: ScorerConfig, model: Path) -> int | None:
+    return scorer.max_model_len or default_context(model)
+
+
+def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
+    """Check whether a scorer's model can read the samples. folder: the run's model, if here. Raises UserError."""
+    scorer = config.scorers[name]
+    room = _room(scorer, model)
+    if room and room <= config.sampling.max_new_tokens:
+        raise UserError(
+            f"scorers.{name} has room for {room} tokens, but sampling.max_new_tokens is "
+            f"{config.sampling.max_new_tokens}, and a prompt comes before: lower it."
+        )
+    if scorer.kind == "reward_model":
+        check_reward_model(scorer, name, model)
+    if scorer.kind != "logprobs":
+        return
+    both = [load_tokenizer(str(of), config.data).get_vocab() for of in (folder, model) if of]
+    if both[0] != both[-1]:
+        raise UserError(
+            f"scorers.{name}.model, {model}, has another tokenizer than the model {folder}, whose tokens it is to "
+            f"score: name a model with the same tokenizer."
+        )
+
+
+def check_reward_model(scorer: ScorerConfig, name: str, model: Path) -> None:
+    """Raises UserError if the model has no head that scores, or cannot read a chat."""
+    if all(architecture.endswith("ForCausalLM") for architecture in architectures_of(model)):
+        raise UserError(
+            f"scorers.{name}.model, {model}, is a language model without a head that gives a score: name a sequence "
+            f"classifier, or set scorers.{name}.kind=logprobs."
+        )
+    if scorer.chat and not load_tokenizer(str(model)).chat_template:
+        raise UserError(
+            f"scorers.{name}.model, {model}, has no chat template: set scorers.{name}.chat=false, and it reads prompt "
+            f"and completion as one text."
+        )
+
+
+def check_parsers(config: Config, folder: Path) -> None:
+    """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need."""
+    section = config.rollout_manager
+    _check_apart(
+        _LOAD_PARSERS,
+        str(folder),
+        section.tool_call_parser,
+        section.reasoning_parser or "",
+        what="vLLM's parsers",
+        remedy="leave out rollout_manager.tool_call_parser and reasoning_parser",
+    )
+
+
+def check_options(config: Config) -> None:
+    """Let DeepSpeed and vLLM themselves check the options that are passed on to them; they would at the start of the
+    engines, which takes longer. For the quickstart's model, which need not be there, vLLM is not asked. Raises
+    UserError."""
+    here, folder = config.for_device(cuda=bool(visible_devices())), None
+    if config.model != "quickstart" and config.generator.engine_options:
+        folder = resolve_model(config, weights=False)
+    if config.steps and config.trainer.deepspeed_options:
+        _check_apart(
+            _CHECK_DEEPSPEED,
+            here.trainer.model_dump_json(),
+            what="DeepSpeed",
+            remedy="leave out trainer.deepspeed_options",
+        )
+    if folder:
+        _check_apart(
+            _CHECK_VLLM,
+            str(folder),
+            here.generator.model_dump_json(),
+            what="vLLM",
+            remedy="leave out generator.engine_options",
+        )
+
+
+def check_names(config: Config) -> None:
+    """Compare the names of the weights to be published with those of the model's files, if here. Raises UserError."""
+    if config.model == "quickstart" or not config.steps or config.trainer.lora:
+        return
+    folder = resolve_model(config, weights=False)
+    if weight_sizes(folder):
+        remedy = "leave out the rehearsal"
+        _check_apart(_CHECK_NAMES, str(folder), what="transformers", remedy=remedy)
+
+
+def _check_apart(code: str, *arguments: str, what: str, remedy: str) -> None:
+    """Run `code` in a process of its own, since an engine would stay in the memory of this one. what: is loaded there.
+    Raises UserError with the sentence of the one that `code` raises."""
+    command = tied(sys.executable, "-c", _IN_A_PROCESS.format(textwrap.indent(code, "    ")), *arguments)
+    with explain(
+        subprocess.TimeoutExpired,
+        f"{what} did not load within {ENGINE_SECONDS:g} s: {remedy}, or start the run on a machine that is less busy.",
+    ):
+        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=ENGINE_SECONDS)
+    if process.returncode:
+        raise UserError((process.stderr.strip() or f"{what} exited with {process.returncode}.").splitlines()[-1])
+
+
+def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool, rooms: Mapping[str, int]) -> None:
+    """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
+    there. rooms: of scorers. Raises UserError."""
+    if config.steps:
+        check_trainable(folder, config.trainer.sequence_parallel, config.generator.max_model_len)
+    if config.steps and config.trainer.routing == "replay":
+        routing_of(folder)
+    context = context_of(folder) if config.generator.max_model_len else default_context(folder)
+    check_context(config, context, f"the model {folder}")
+    if config.trainer.lora:
+        check_adapters(folder, weight_sizes(folder), config.trainer.lora)
+    if config.rollout_manager.names_parsers:
+        check_parsers(config, folder)
+    tokenizer = load_tokenizer(str(folder), config.data)
+    workflow = config.rollout_manager.workflow
+    for text in texts_of(workflow, config.rollout_manager.workflow_options):
+        if character := missing_character(tokenizer, text):
+            raise UserError(
+                f"The workflow {workflow} writes {text!r:.80}, but the tokenizer of {folder} has no token for "
+                f"{character!r}: change rollout_manager.workflow_options, or use another model."
+            )
+    if workflow in ("single_turn", "multi_turn", "python_tool"):  # others may have prompts of their own
+        check_prompts(config, source, tokenizer, context, rooms)
+    check_template(config, source, tokenizer)
+    if (weights or not hub_id(str(folder))) and not weight_sizes(folder):
+        raise UserError(f"The model folder {folder} has no weights, *.safetensors: copy or download them.")
+
+
+def check_template(config: Config, source: PromptSource, tokenizer: Any) -> None:
+    """Raises UserError if a built-in workflow has conversations that the chat template does not write as they are."""
+    workflow = config.rollout_manager.workflow
+    has_turns = workflow in ("multi_turn", "python_tool") and config.data.parts
+    chats = workflow == "tools" or (has_turns and not isinstance(source.row(0).prompt, str))
+    if not chats or not tokenizer.chat_template:
+        return
+    try:
+        if workflow == "tools":
+            check_shown(tokenizer, [user("Hello")], [EXAMPLE_TOOL])
+        else:
+            ChatTemplate(tokenizer).check()
+    except Exception as error:  # templates may raise anything
+        raise UserError(
+            f"The workflow {workflow} cannot talk to this model ({error}): set data.chat_template, or another model."
+        ) from None
+
+
+def check_quickstart(config: Config, source: PromptSource) -> None:
+    """As `check_model`, for the quickstart's model, which need not be there. Raises UserError."""
+    check_context(config, QUICKSTART_CONTEXT, "model=quickstart")
+    if config.trainer.lora:
+        check_adapters("quickstart", QUICKSTART_LAYERS, config.trainer.lora)
+    if config.data.chat_template:
+        read_template(config.data.chat_template)
+    workflow = config.rollout_manager.workflow
+    texts = {f"the workflow {workflow}": texts_of(workflow, config.rollout_manager.workflow_options)}
+    if config.data.parts:
+        texts[f"a prompt in {config.data.named}"] = [prompt_text(source.row(0).prompt)]
+    for place, written in texts.items():
+        if unknown := [character for character in "".join(written) if character not in ALPHABET]:
+            raise UserError(f"model=quickstart reads only {ALPHABET}, but {place} has {unknown[0]!r}: use another.")
+
+
+def check_context(config: Config, context: int | None, model: str) -> None:
+    """Raises UserError if `model` has no room for `generator.max_model_len`, or for a prompt and
+    `sampling.max_new_tokens`. context: the most tokens of a sequence of it."""
+    longest = config.generator.max_model_len
+    if context and longest and longest > context:
+        raise UserError(f"generator.max_model_len is {longest}, but {model} has room for {context} tokens: lower it.")
+    if config.steps and context and config.sampling.max_new_tokens >= context:
+        raise UserError(
+            f"sampling.max_new_tokens is {config.sampling.max_new_tokens}, but {model} has room for {context} tokens "
+            f"of prompt and completion: lower it."
+        )
+
+
+def check_machine(config: Config, sizes: Mapping[str, int], scorers: Mapping[str, Path]) -> None:
+    """Check whether this machine, without GPUs, has the cores and the memory for all roles. sizes: the numbers of
+    elements of the model's weights, if they are known. scorers: the folders of their models, as far as they are there.
+
+    Raises UserError if the least that they need is more than there is; prints a note if engines share cores.
+    """
+    config, cores = config.for_device(cuda=False), len(os.sched_getaffinity(0))
+    engines = config.generator.count * config.generator.devices
+    if engines > MOST_ENGINES_PER_CORE * cores:
+        raise UserError(
+            f"generator.count is {config.generator.count}, but this machine has {cores} cores and no GPU: lower it to "
+            f"{max(1, cores - 1)}."
+        )
+    if (threads := engines * config.generator.threads + threads_of_scorers(config)) > cores:
+        print(
+            f"Note: the engines have {threads} threads together, but this machine has {cores} cores: one for each "
+            f"core, and one core for the trainer, are fastest.",
+            file=sys.stderr,
+        )
+    halves = [f"{part}.dtype" for part in ("generator", "trainer") if getattr(config, part).dtype == "bfloat16"]
+    if halves and lacks_bf16():
+        print(
+            f"Note: this processor has no instructions for bfloat16, which makes matrix products several times slower: "
+            f"set {' and '.join(halves)} to float32.",
+            file=sys.stderr,
+        )
+    elements = sum(sizes.values())
+    needs = {"generators": config.generator.count * _engine_bytes(config.generator, elements)}
+    if config.steps:
+        # Weights, gradients and Adam's moments in fp32.
+        needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
+    processes = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
+    if config.started_scorers:
+        of_scorer = {name: sum(weight_sizes(model).values()) for name, model in scorers.items()}
+        needs["scorers"] = sum(
+            _engine_bytes(config.scorers[name], of_scorer.get(name, 0)) for name in config.started_scorers
+        )
+    needs["other roles"] = processes * OTHER_BYTES
+    room = host_memory()
+    if sum(needs.values()) > room:
+        listed = ", ".join(f"{count / GIB:.1f} for the {name}" for name, count in needs.items())
+        raise UserError(
+            f"This machine has {room / GIB:.0f} GiB of memory, but the run needs at least {listed}: take a smaller "
+            f"model, fewer processes or trainer.lora, or a machine with more."
+        )
+
+
+def _engine_bytes(engine: EngineConfig, elements: int) -> int:
+    """The least memory of an engine on a CPU with a model of so many elements."""
+    return engine.devices * ENGINE_BYTES + (4 if engine.dtype == "float32" else 2) * elements
+
+
+@contextmanager
+def free_port(address: str) -> Iterator[str]:
+    """`address`, with another port if its port is in use or held by another start. Until the end of the block no other
+    start takes it, and no other program, but the master, which listens only later, can. Raises UserError if the master
+    cannot listen at its host."""
+    host = address.rpartition(":")[0]
+    with ExitStack() as held:
+        holder = held.enter_context(socket.socket(socket.AF_UNIX))
+        for candidate in (address, f"{host}:0"):
+            try:
+                chosen = f"{host}:{held.enter_context(_bound(candidate))}"
+                # An abstract name belongs to the network that the port belongs to, and ends with the process.
+                holder.bind(f"\0areal-master {chosen}")
+            except OSError:
+                continue
+            yield chosen
+            return
+    check_port(address)
+    raise UserError(f"No port is free at {host}: choose the address of the master with master.address=tcp://HOST:PORT.")
+
+
+def check_port(address: str) -> None:
+    """Raises UserError if the master cannot listen at `address`."""
+    with (
+        explain(
+            OSError,
+            f"The master cannot listen at {address} ({{strerror}}): stop the process that uses it, "
+            f"or choose another address with master.address=tcp://HOST:PORT.",
+        ),
+        _bound(address),
+    ):
+        pass
+
+
+@contextmanager
+def _bound(address: str) -> Iterator[int]:
+    """The port of a socket with the address, at which it does not listen; the system chooses one in place of 0. As long
+    as none listens there, others may have the address that are shared as this one is: those of ZeroMQ are. Raises
+    OSError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]").replace("*", "0.0.0.0"), int(port))[0]
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(target)
+        yield holder.getsockname()[1]
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UserError if weights cannot be written to `folder`."""
+    if not can_be_made(folder):
+        raise UserError(
+            f"Weights cannot be written to {folder}: set weights.folder to a writable folder, "
+            f"or leave it out to write the weights into the run folder."
+        )

@@ -1,0 +1,98 @@
+"""Asks the generators for the log-probs of a few tokens of the batch in training, and compares them with the trainer's.
+areal.training.engine_gap says why.
+
+Generators are asked when a step begins, and answer once they have the version that it begins with, which may still be
+on its way to them. An answer that comes later than the step counts for the next one. A generator that goes straight to
+a newer version gives no measurement.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from actors.runtime.directory import Directory
+from actors.runtime.membership import Ask, Spawn
+from areal.config import Config
+from areal.samples.trajectory import Group
+from areal.storage.picture_store import pictures_of
+from areal.training.engine_gap import EngineGaps, Probe, probe_of
+from protocols.bus_errors import BusError
+from protocols.messages import AskLogprobs, Logprobs, Member
+
+ANSWER_SECONDS = 600.0  # while the trainer computes, an engine may sleep
+
+log = structlog.get_logger()
+
+
+def measures_gaps(config: Config) -> bool:
+    """Whether the step has what is compared: log-probs at an engine's temperature, of the weights before."""
+    return (
+        config.observe.rollouts != "none"
+        and config.sampling.temperature == 1
+        and config.trainer.proximal == "recompute"
+        and config.trainer.routing == "own"  # with the experts that the weights before the step choose
+    )
+
+
+class Probes:
+    """The comparison with the engines of all generators."""
+
+    def __init__(self, config: Config, directory: Directory, ask: Ask, spawn: Spawn) -> None:
+        self._measures = measures_gaps(config)
+        self._directory = directory
+        self._send = ask
+        self._spawn = spawn
+        self._gaps = EngineGaps()
+        self._asking: set[str] = set()
+        self._current: _Check | None = None
+        self._answers: list[tuple[str, _Check, np.ndarray]] = []
+
+    def begin(self, lineage: int, version: int, groups: Sequence[Group]) -> None:
+        """Ask the generators, at the start of a step on these groups, which trains this version."""
+        asks = self._measures and not any(map(pictures_of, groups))  # an engine is asked with tokens alone
+        probe = probe_of(groups) if asks else None
+        if probe is None:
+            return
+        self._current = check = _Check(lineage, version, probe)
+        for generator in self._directory.with_role("generator"):
+            if generator.identity not in self._asking:
+                self._spawn(self._ask(generator, check), "compare an engine")
+
+    async def _ask(self, generator: Member, check: "_Check") -> None:
+        self._asking.add(generator.identity)
+        try:
+            ask = AskLogprobs(lineage=check.lineage, version=check.version, tokens=check.probe.tokens)
+            answer = await self._send(generator.address, ask, Logprobs, ANSWER_SECONDS)
+            if answer.version == check.version:
+                self._answers.append((generator.identity, check, answer.logprobs))
+        except BusError:  # it is busy, leaves or has died; the next step asks again
+            pass
+        finally:
+            self._asking.remove(generator.identity)
+
+    def result(self, logprobs: np.ndarray | None) -> float | None:
+        """The largest gap of the engines that have answered since the last step; None: none has. logprobs: float32, the
+        trainer's for each token of the batch, in the order of TokenValues; 0 where a token is not in the loss."""
+        current, self._current = self._current, None
+        if current is not None and logprobs is not None:
+            current.ours = logprobs[current.probe.start + current.probe.sampled]
+        gaps = []
+        for engine, check, theirs in self._answers:
+            if check.ours is not None and check.ours.any() and len(theirs) == len(check.probe.tokens) - 1:
+                gaps.append(float(np.abs(theirs[check.probe.sampled - 1] - check.ours)[check.ours != 0].mean()))
+                if sentence := self._gaps.add(engine, check.version, gaps[-1]):
+                    log.error(sentence)
+        self._answers.clear()
+        return max(gaps, default=None)
+
+
+@dataclass(slots=True)
+class _Check:
+    """A probe of a step. ours: the trainer's log-probs of its sampled tokens, once the step has computed them."""
+
+    lineage: int
+    version: int
+    probe: Probe
+    ours: np.ndarray | None = None

@@ -1,0 +1,603 @@
+"""The trainer: keeps scored samples on disk, asks the master which batch to train, and publishes the weights.
+
+| loop, besides those of every actor (`actors/runtime/membership.py`) | waits for | unblocks |
+|---|---|---|
+| main | the batch; shared devices; the publication of the step before | begins commit, publication, checkpoint |
+| store sample, store calls | the spool on disk; with a group's last one, `GroupReady` | the manager's group |
+| publish | the commit, the weights on disk | the master's event, so the generators; the next commit |
+| save | the checkpoint on disk, its version published, its rollouts written | empties spool and old checkpoints |
+| keep rollouts | 1 s; enough to write | |
+| one for each rank | a command of rank 0 | the step |
+
+    step v ── snapshot ──▶ step v + 1 ── wait for the publication of v ── snapshot ──▶ ...
+                  └──▶ commit v, write ──▶ publish v
+
+A checkpoint is written beside the next steps, too: its copy is made between two steps. It counts once it is on disk.
+A trainer that is told to leave ends the step and saves a checkpoint before, each if the last ones took short enough.
+
+A trainer that shares its devices with generators has them in *turns*: before a step it asks the generators to yield,
+and after it, it lets them go on. With `colocate` the memory of those who do not have the turn is empty.
+
+A sample is acknowledged once it is in the spool on disk. It stays there until the rollouts of its group are written and
+two checkpoints cover the step that trained it, or until its group is discarded. The calls of unfinished samples are
+stored there, too, from time to time. So a killed rollout manager loses only the tokens since, and a killed trainer
+loses nothing: after its restart it loads the last checkpoint, or the one before if that is damaged, redoes in order the
+batches that the master has logged since, with the damaged checkpoint, and publishes the run's current version under a
+new lineage.
+"""
+
+import asyncio
+import functools
+import shutil
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
+
+import numpy as np
+import structlog
+
+from actors.runtime.actor import Actor
+from actors.runtime.membership import Membership
+from actors.trainer.phases import Phases, refusals
+from actors.trainer.probes import Probes
+from actors.trainer.ranks import Ranks, failure_of_step
+from actors.trainer.sample_store import SampleStore
+from actors.trainer.turns import Turns
+from actors.weights.direct_weights import DirectSender, load_transport
+from actors.weights.weight_service import WeightServer
+from areal.base.errors import UserError
+from areal.config import Config
+from areal.devices import shares_devices, visible_devices
+from areal.samples.tokenizer import load_tokenizer
+from areal.samples.trajectory import Group, TokenValues
+from areal.storage.disk import DiskRetry
+from areal.storage.rollouts import PATIENCE_SECONDS, RolloutWriter
+from areal.storage.run_files import ROLLOUTS
+from areal.storage.run_folder import checkpoint_of, checkpoints_in, first_version, version_of, ways_on
+from areal.storage.spool import Spool
+from areal.training.guard import Guard, limits_of
+from areal.weights.chunks import HeldVersion, Manifest
+from protocols.addresses import host_of
+from protocols.bus_errors import BusError
+from protocols.messages import (
+    AskBatch,
+    AskRecovery,
+    BatchAnswer,
+    CheckpointAnswer,
+    CheckpointSaved,
+    CommitStep,
+    Done,
+    Policy,
+    PublishPolicy,
+    Recovery,
+    TrainingFailed,
+    TrainingFinished,
+)
+
+ASK_BATCH_SECONDS = 20.0
+# Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
+REPEAT_SECONDS = 5.0
+# Rollouts are written after this time, or once there are this many bytes of them, or with a checkpoint.
+ROLLOUTS_SECONDS = 30.0
+ROLLOUTS_BYTES = 32 << 20
+# Number of published versions that are kept: a generator may still be reading an older version than the newest.
+VERSIONS_KEPT = 4
+# Of so many steps and checkpoints the longest counts, when a trainer that leaves has to know whether one more fits.
+DURATIONS_KEPT = 4
+
+log = structlog.get_logger()
+
+
+class Learner(Protocol):
+    """The interface of the model under training (actors.trainer.ranks.Ranks)."""
+
+    @property
+    def work_done(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def values(self) -> TokenValues | None: ...
+    async def step(
+        self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
+    ) -> dict[str, float | None]: ...
+    async def snapshot(self, folder: Path) -> None: ...
+    async def finish_snapshot(self) -> Manifest | None: ...
+    async def save(self, folder: Path, run: str) -> None: ...
+    async def finish_save(self) -> None: ...
+    async def load(self, folder: Path, run: str) -> None: ...
+    async def offload(self) -> None: ...
+    async def reload(self) -> None: ...
+    async def forget(self, folder: Path) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_rollouts(config: Config) -> RolloutWriter:
+    """The writer of the run's rollouts."""
+    tokenizer = functools.cache(load_tokenizer)
+
+    def texts(sequences: list[np.ndarray]) -> list[str]:
+        return [tokenizer(config.model).decode(tokens.tolist()) for tokens in sequences]
+
+    observe = config.observe
+    return RolloutWriter(config.folder / ROLLOUTS, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
+
+
+class Durations:
+    """How long the last steps and checkpoints took."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
+
+    def add(self, what: str, began: float) -> None:
+        """One that has ended now."""
+        self._seconds[what].append(asyncio.get_running_loop().time() - began)
+
+    def why_too_late(self, what: str, began: float, ends: float) -> str:
+        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
+        longest, now = max(self._seconds[what], default=0.0), asyncio.get_running_loop().time()
+        if began + longest <= ends:
+            return ""
+        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
+
+
+class Trainer(Actor):
+    role = "trainer"
+    drains_at_a_stop = True
+
+    @classmethod
+    async def start(
+        cls,
+        member: Membership,
+        start_learner: Callable[[Config, DiskRetry], Awaitable[Learner]] = Ranks.start,
+        open_spool: Callable[[Path], Spool] = Spool.open,
+        open_rollouts: Callable[[Config], RolloutWriter] = open_rollouts,
+    ) -> Self:
+        config, used = member.config, member.used
+        member.activity = "starting DeepSpeed"
+        used.push_async_callback(_remove_weights, member)
+        spool = await member.on_disk("the spool", open_spool, config.folder / "spool.db")
+        used.callback(spool.close)
+        rollouts = await asyncio.to_thread(open_rollouts, config)
+        used.push_async_callback(write_rollouts, member, rollouts)
+        member.spawn(write_rollouts_regularly(member, rollouts), "keep rollouts")
+        turns = Turns(shares_devices(config), member.directory, member.ask, member.beat)
+        member.serve(turns)
+        phases = Phases(member.works, member.took)
+        if turns.shared:
+            with phases.timed("trainer_wait", 0, lambda: 0.0):
+                member.activity = "waiting for the generators to leave the devices"
+                await turns.begin()
+        learner = await start_learner(config, member.disk)
+        used.callback(learner.close)
+        await load_transport(config)
+        recovery = await _recovery(member, spool, rollouts)
+        return cls(member, _Parts(learner, spool, rollouts, turns, phases), recovery)
+
+    def __init__(self, member: Membership, parts: "_Parts", recovery: Recovery) -> None:
+        self.member = member
+        self.config, self.directory = member.config, member.directory
+        self._learner, self._spool, self._rollouts, self._turns, self._phases = parts
+        self._recovery = recovery
+        limits = limits_of(self.config, cuda=bool(visible_devices()))
+        self._guard = Guard(limits, self.config.trainer.objective)
+        self._weight_server = WeightServer(VERSIONS_KEPT)
+        host = host_of(member.listen_address.reached_at(""))
+        self._direct = DirectSender(self.config.weights.backend, self.directory, host, VERSIONS_KEPT)
+        member.used.callback(self._direct.close)
+        member.serve(self._weight_server)
+        member.serve(self._direct)
+        self._probes = Probes(self.config, self.directory, member.ask, member.spawn)
+        self._lineage = recovery.lineage
+        self._version = self._checkpoint_version = recovery.checkpoint_version
+        self._samples = SampleStore(
+            self.config, self._learner.vocab_size, self._spool, self._rollouts, member.on_disk, member.ask_master
+        )
+        member.serve(self._samples)
+        self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
+        self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
+        self._damage = ""  # told as long as this trainer lives, since a checkpoint may follow at once
+        self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
+        self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
+        self._at_rest = asyncio.Event()  # no further step begins
+        self._durations = Durations()
+
+    async def catch_up(self) -> None:
+        """In the turn in which the learner has started."""
+        await self._recover(self._recovery)
+        await self._save_if_due()
+        await self._end_turn()
+
+    async def main(self) -> None:
+        await self.member.become_healthy()
+        while True:
+            if self._version - self._checkpoint_version >= 2 * self.config.trainer.checkpoint_every:
+                await self._wait_for_checkpoint()  # only after a restart, so that each kill adds no more steps to redo
+            batch = await self._next_batch()
+            if batch is None:
+                break
+            async with self._turn():
+                await self._do_step(batch)
+                await self._save_if_due()
+        if not self.member.leaving:
+            await self._finish_run()
+        self._at_rest.set()
+
+    async def _finish_run(self) -> None:
+        await self._wait_for_publication()
+        await self._wait_for_checkpoint()
+        if self._checkpoint_version < self._version:
+            async with self._turn():
+                await self._save()
+            if error := await self._wait_for_checkpoint():
+                raise error
+        self.member.activity = "finished"
+        await self.member.ask_master(TrainingFinished(), Done)
+
+    async def hand_over(self) -> None:
+        """End the step and save a checkpoint, each if the last ones took no longer than what is left of
+        `master.drain_seconds`. A checkpoint that is being written is written to its end. Say which was done."""
+        ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
+        outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
+        try:
+            if self._step and (lack := self._durations.why_too_late("step", self._step[1], ends)):
+                outcome += f": {lack}"
+                await self._wait_for_checkpoint()
+            else:
+                await self._at_rest.wait()
+            if self._at_rest.is_set():
+                outcome = await self._save_last(ends)
+        except asyncio.CancelledError:
+            outcome += ": there is no time left"
+            raise
+        finally:
+            self.member.outcome = f"; the trainer {outcome}; the last checkpoint is of step {self._checkpoint_version}"
+
+    async def _save_last(self, ends: float) -> str:
+        """Save a checkpoint of the last step. Returns what was done, in words."""
+        await self._wait_for_publication()
+        await self._wait_for_checkpoint()
+        outcome = f"has finished step {self._version}"
+        if self._checkpoint_version == self._version:
+            return outcome
+        if self._guard.suspicious:
+            return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
+        if lack := self._durations.why_too_late("checkpoint", asyncio.get_running_loop().time(), ends):
+            return f"{outcome}, but does not save it: {lack}"
+        async with self._turn():
+            await self._save()
+        error = await self._wait_for_checkpoint()
+        return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
+
+    def stats(self) -> dict[str, float]:
+        bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
+        stats: dict[str, float] = {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
+        return stats | ({"rollouts_lost": self._rollouts.lost} if self._rollouts.lost else {})
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Have the devices for the time of this block, if they are shared."""
+        if self._turns.shared:
+            with self._timed("trainer_wait"):
+                self.member.activity = "waiting for the generators to leave the devices"
+                await self._turns.begin()
+        if self.config.colocate:
+            with self._timed("offload"):
+                await self._learner.reload()
+        yield
+        await self._end_turn()
+
+    async def _end_turn(self) -> None:
+        if self.config.colocate:
+            with self._timed("offload"):
+                await self._learner.offload()
+        self._turns.end()
+
+    # --- recovery
+
+    async def _recover(self, recovery: Recovery) -> None:
+        """Restore the state of the run's last trainer: load the last checkpoint, redo the steps since, and publish."""
+        self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
+        saved = {*map(version_of, await asyncio.to_thread(checkpoints_in, self.config.folder))}
+        versions = {*saved, recovery.covered, self._version} - {first_version(self.config.folder)}
+        self._checkpoints = sorted(version for version in versions if version <= self._version)
+        redone = recovery.version - self._version
+        for version in range(self._version, recovery.version):
+            self.member.activity = f"redoing step {version + 1} of {recovery.version}"
+            _, groups = await self._train(await self.member.ask_master(AskBatch(version=version), BatchAnswer))
+            self._rollouts.add_trained(self._version, groups, self._learner.values)
+            if self._version in {*saved, recovery.checkpoint_version}:  # damaged, or the master has not heard of it
+                await self._save()
+        if recovery.lineage:
+            await self._publish_again(self.directory.policy, redone)
+        await self._wait_for_checkpoint()
+        self._phases.take_seconds()
+
+    async def _load_checkpoint(self, recovery: Recovery) -> int:
+        """Load the last checkpoint, or if damaged the one before. Returns its version. Raises UserError if both are."""
+        newest, damage = recovery.checkpoint_version, ""
+        for version in dict.fromkeys((newest, recovery.covered)):
+            try:
+                await self._load(version, recovery.run)
+            except UserError as error:
+                damage = damage or str(error)
+                continue
+            if damage:
+                self._damage = f"{damage} The run goes on from version {version}: the steps since are trained again."
+                self._alert(self._damage)
+            return version
+        ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
+        raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}")
+
+    def _alert(self, sentence: str) -> None:
+        """Tell the user, until the next checkpoint."""
+        log.error(sentence)
+        self.member.alert = sentence
+
+    async def _load(self, version: int, run: str) -> None:
+        """Load the checkpoint of a version. Version 0 has none: the learner begins with the run's model."""
+        if version:
+            folder = checkpoint_of(self.config.folder, version)
+            self.member.activity = f"loading {folder}"
+            with self.member.working(self.member.activity, "restore"):
+                await self._learner.load(folder, run)
+
+    async def _publish_again(self, replaced: Policy, redone: int) -> None:
+        policy = self._policy()
+        if self._version:
+            with self._timed("snapshot"):
+                await self._learner.snapshot(Path(policy.folder))
+            policy = await self._write(policy)
+        await self.member.ask_master(PublishPolicy(policy=policy), Done)
+        log.info("restored", lineage=policy.lineage, version=policy.version, redone=redone)
+        for lineage in range(replaced.lineage, self._lineage):
+            for version in range(self._version - VERSIONS_KEPT, self._version + 2):
+                await self._remove(self._weights_folder(version, lineage))
+
+    # --- one step
+
+    async def _next_batch(self) -> BatchAnswer | None:
+        """Wait for the next batch. Returns None if the run has reached its end, or the trainer leaves."""
+        self.member.activity = f"waiting for the batch of step {self._version + 1}"
+        with self._timed("trainer_wait"):
+            while not self.member.leaving:
+                ask = AskBatch(version=self._version)
+                asking = self.member.spawn(
+                    self.member.ask_master(ask, BatchAnswer, ASK_BATCH_SECONDS), "ask for a batch"
+                )
+                ends: list[asyncio.Future[Any]] = [asking, self.member.leave_sign]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if self.member.leaving:
+                    asking.cancel()
+                elif (batch := await asking).status != "waiting":
+                    return batch if batch.status == "ready" else None
+        return None
+
+    async def _do_step(self, batch: BatchAnswer) -> None:
+        """Train, and begin to commit the step and publish its weights, while the next step is computed.
+
+        The snapshot overwrites the one before, so that version has to be published first. Therefore the published
+        version is at most one behind the committed one, and at most one version is being written at a time.
+        """
+        began = asyncio.get_running_loop().time()
+        self._step = self._version + 1, began
+        self.member.activity = f"training step {self._version + 1}"
+        metrics, groups = await self._train(batch)
+        await self._wait_for_publication()
+        with self._timed("snapshot"):
+            await self._learner.snapshot(Path(self._policy().folder))
+        metrics |= self._phases.take_seconds()
+        keep_groups = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
+        self._publication = self.member.spawn(self._publish(metrics, keep_groups), "publish")
+        self._step = None
+        self._durations.add("step", began)
+
+    async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
+        """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
+        the bound allows, or the guard rejects the step, the run ends: it is not published, committed or saved."""
+        with self._timed("fetch"):
+            groups = await self._samples.load_groups(batch.groups)
+        if breach := breach_of_bound(groups, batch.oldest):
+            await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
+        if self.member.state == "healthy":  # no engine has the version of a step that is redone
+            self._probes.begin(self._lineage, self._version, groups)
+        with self._timed("train"):
+            try:
+                metrics = await self._learner.step(
+                    groups,
+                    version=self._version,
+                    temperature=self.config.sampling.temperature,
+                    mask_older_than=batch.mask_older_than,
+                )
+            except Exception as error:
+                if failure := failure_of_step(self._version, error):  # the next trainer does the step again
+                    with suppress(BusError):
+                        await self.member.ask(self.member.master, failure, Done)
+                raise
+        values = self._learner.values
+        metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
+        verdict = self._guard.check(metrics)
+        if self._version == first_version(self.config.folder):
+            verdict = verdict or self._guard.check_first(metrics, Path(self.config.model))
+        if verdict:
+            await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
+        self._version += 1
+        return metrics | _metrics(groups), groups
+
+    async def _give_up(self, reason: str) -> NoReturn:
+        """Report the failure to the master repeatedly, until the master ends the run."""
+        await self._wait_for_checkpoint()
+        self.member.activity = "told the master to end the run"
+        log.error(reason)
+        while True:
+            await self.member.ask_master(TrainingFailed(reason=reason), Done)
+            await asyncio.sleep(REPEAT_SECONDS)
+
+    async def _wait_for_publication(self) -> None:
+        if self._publication is not None:
+            with self._timed("publish_wait"):
+                await self._publication
+
+    async def _publish(self, metrics: dict[str, Any], on_commit: Callable[[], None]) -> None:
+        policy = self._policy()
+        writing = self.member.spawn(self._write(policy), "write")
+        await self.member.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
+        on_commit()
+        await self.member.ask_master(PublishPolicy(policy=await writing), Done)
+        await self._remove(self._weights_folder(policy.version - VERSIONS_KEPT))
+
+    async def _write(self, policy: Policy) -> Policy:
+        """Wait until the snapshot is written. Returns the policy with the stamp of its files."""
+        with self._timed("write"):
+            manifest = await self._learner.finish_snapshot()
+        if manifest is None:
+            return policy
+        if self.config.weights.transport != "folder":
+            self._weight_server.offer(policy.identity, HeldVersion(Path(policy.folder), manifest))
+            self._direct.offer(policy)
+        return policy.model_copy(update={"stamp": manifest.stamp})
+
+    def _policy(self) -> Policy:
+        """The policy of the trainer's current version, with the folder for its weights."""
+        folder = self._weights_folder(self._version) if self._version else self.config.model
+        return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
+
+    def _weights_folder(self, version: int, lineage: int | None = None) -> Path:
+        lineage = self._lineage if lineage is None else lineage
+        return self.config.weights_folder / f"l{lineage}-v{version:06}"
+
+    async def _save_if_due(self) -> None:
+        due = self._version > self._checkpoint_version and self._version % self.config.trainer.checkpoint_every == 0
+        if due and not self._guard.suspicious:
+            await self._save()
+
+    async def _save(self) -> None:
+        """Begin to save a checkpoint of the current version, once the one before is written."""
+        await self._wait_for_checkpoint()
+        self.member.activity = f"saving a checkpoint of version {self._version}"
+        folder, began = checkpoint_of(self.config.folder, self._version), asyncio.get_running_loop().time()
+        with self._timed("save"):
+            await self._learner.save(folder, self._rollouts.run)
+        self._saving = self.member.spawn(
+            self._complete_checkpoint(self._version, folder, self._publication, began), "save"
+        )
+
+    async def _wait_for_checkpoint(self) -> UserError | None:
+        """Wait for the last checkpoint. Returns why it could not be written."""
+        if self._saving is None:
+            return None
+        with self._timed("save_wait"):
+            return await self._saving
+
+    async def _complete_checkpoint(
+        self, version: int, folder: Path, publication: asyncio.Task[None] | None, began: float
+    ) -> UserError | None:
+        """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that the
+        one before covers, too, if that is kept, and the oldest checkpoints beyond `trainer.checkpoints_kept`. If it
+        cannot be written, training goes on and the next one covers all. Returns why it cannot."""
+        every, limit = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
+        copied = asyncio.get_running_loop().time()
+        try:
+            with self.member.working(f"writing a checkpoint of version {version}", "checkpoint", refusals):
+                await self._learner.finish_save()
+        except UserError as error:
+            self._alert(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
+            return error
+        self.member.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
+        if publication is not None:
+            await publication
+        # Before the master counts the checkpoint: no trainer redoes its steps after that.
+        await write_rollouts(self.member, self._rollouts)
+        covered = self._checkpoint_version if limit > 1 else version
+        spooled = "\n".join(await self.member.on_disk("the spool", self._spool.ids))
+        saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
+        needless = (await self.member.ask_master(saved, CheckpointAnswer)).drop.splitlines()
+        self._checkpoint_version = version
+        self.member.alert = self._damage
+        await self.member.on_disk("the spool", self._spool.forget, needless)
+        self._checkpoints.append(version)
+        while len(self._checkpoints) > limit:
+            await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))
+            del self._checkpoints[0]
+        self._durations.add("checkpoint", began)
+        return None
+
+    async def _remove(self, folder: Path) -> None:
+        """Remove a folder of weights or a checkpoint that is no longer needed."""
+        with self.member.working(f"removing {folder.name}", "removal", refusals):
+            await self.member.disk.write(lambda: self._learner.forget(folder), f"that {folder.name} is removed")
+
+    def _timed(self, phase: str) -> AbstractContextManager[None]:
+        return self._phases.timed(phase, self._version, lambda: self._learner.work_done)
+
+
+class _Parts(NamedTuple):
+    """What a trainer needs before it knows where the run is."""
+
+    learner: Learner
+    spool: Spool
+    rollouts: RolloutWriter
+    turns: Turns
+    phases: Phases
+
+
+async def _recovery(member: Membership, spool: Spool, rollouts: RolloutWriter) -> Recovery:
+    """Where the run is. The spool and the rollouts become those of the run."""
+    spooled = await member.on_disk("the spool", spool.ids)
+    recovery = await member.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
+    await member.on_disk("the spool", spool.assign, recovery.run)
+    await asyncio.to_thread(rollouts.assign, recovery.run)
+    await member.on_disk("the spool", spool.forget, recovery.drop.splitlines())
+    return recovery
+
+
+async def write_rollouts_regularly(member: Membership, rollouts: RolloutWriter) -> None:
+    """Write the rollouts now and then."""
+    loop = asyncio.get_running_loop()
+    written = loop.time()
+    while True:
+        await asyncio.sleep(1.0)
+        if loop.time() - written > ROLLOUTS_SECONDS or rollouts.waiting > ROLLOUTS_BYTES:
+            await write_rollouts(member, rollouts)
+            written = loop.time()
+
+
+async def write_rollouts(member: Membership, rollouts: RolloutWriter) -> None:
+    """Write the rollouts that were added. They are a record that no step waits for longer than PATIENCE_SECONDS."""
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await member.on_disk("the rollouts", rollouts.write, optional=True)
+    except TimeoutError:
+        log.warning(f"the rollouts are not on disk after {PATIENCE_SECONDS:.0f} s, and the run goes on without them")
+    except Exception as error:  # whatever it is, the run goes on without them
+        log.error("rollouts are lost, because they cannot be written", exc_info=error)
+
+
+async def _remove_weights(member: Membership) -> None:
+    """Once the run has ended, its published weights are not needed. The folder is often in memory."""
+    ending = member.stopped.result() if member.stopped.done() and not member.stopped.cancelled() else None
+    if member.config.weights.folder and ending and ending.ok and not ending.stopped:
+        await asyncio.to_thread(shutil.rmtree, member.config.weights_folder, ignore_errors=True)
+
+
+def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
+    """What breaks the bound on staleness, which allows these groups no token older than version `oldest`. The ledger
+    keeps it, by what it was told of the tokens; this looks at the tokens."""
+    group = min(groups, key=lambda group: group.start_version)
+    if oldest is None or group.start_version >= oldest:
+        return None
+    return f"group {group.id} has tokens of version {group.start_version}: max_staleness allows none before {oldest}"
+
+
+def _metrics(groups: list[Group]) -> dict[str, Any]:
+    samples = [t for group in groups for t in group.trajectories]
+    of_rows = [group for group in groups if group.prompt_index >= 0]  # a session has nothing to differ from
+    sampled = [int(t.sampled.sum()) for t in samples]
+    return {
+        "completion_tokens_mean": sum(sampled) / len(sampled),
+        "completion_tokens_max": max(sampled),
+        "cut_share": sum(t.finish == "length" for t in samples) / len(samples),
+        "branches_mean": sum(max(1, len(t.branches)) for t in samples) / len(samples),
+        "mixed_groups": sum(group.has_signal for group in of_rows) / len(of_rows) if of_rows else None,
+    }

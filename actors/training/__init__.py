@@ -1,1 +1,0 @@
-"""The trainer's ranks and its probes of the engines."""

@@ -1,0 +1,59 @@
+"""The dashboard's page of sessions: those of users that are alive, and how many have ended, and how."""
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from actors.watching.answers import answer, finite, page
+from areal.base.errors import UserError, explain
+from areal.base.text import all_shown, shown
+from areal.extensions.desk.audit import read_journal
+from areal.staleness.ledger import LedgerError
+from areal.storage.record import Record
+
+
+class SessionPages:
+    """The page at /sessions, and what it asks for, of a run. It reads a copy of the journal, one at a time."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._reading = asyncio.Lock()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/sessions", page("sessions.html")), web.get("/sessions/list", self._list)]
+
+    async def _list(self, request: web.Request) -> web.Response:
+        async with self._reading:
+            with explain((UserError, LedgerError), "{why}", lambda why: web.HTTPBadRequest(text=shown(why))):
+                sessions = await asyncio.to_thread(sessions_of, self._record)
+        return answer(all_shown(finite(sessions)))
+
+
+def sessions_of(record: Record) -> dict[str, Any]:
+    """What the journal says. `expires`: the last version that may train it. Raises as `read_journal`."""
+    journal = read_journal(record)
+    ledger = journal.ledger.dump()
+    rows = []
+    for group in ledger["groups"]:
+        if group["session"]:
+            version = group["admission_version"] if group["start_version"] is None else group["start_version"]
+            rows.append(
+                {
+                    "session": group["session"],
+                    "state": group["state"],
+                    "version": version,
+                    "age": ledger["version"] - version,
+                    "reward": journal.rewards.get(group["group_id"]),
+                    "expires": version + group["max_staleness"],
+                    "gateway": group["owner"].partition("#")[0] or "none",
+                    "group": group["group_id"],
+                }
+            )
+    counters = ledger["counters"]
+    return {
+        "version": ledger["version"],
+        "rows": rows,
+        "opened": ledger["next_session"],
+        "trained": counters["sessions_trained"],
+    }

@@ -1,0 +1,43 @@
+"""What the tools of `areal` share: how a room declares its own in its `commands.py`, and where they print."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from areal.base.text import shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RUN: dict[str, Any] = {"type": Path, "metavar": "RUN_FOLDER"}
+CONFIG: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
+OVERRIDES: dict[str, Any] = {"nargs": "*", "metavar": "key=value"}
+
+
+class RoomTools(NamedTuple):
+    """The tools of a room. parsers: what `add_subparsers` returns."""
+
+    room: str
+    parsers: Any
+
+    def add(self, name: str, function: str, summary: str, epilog: str | None = None) -> ArgumentParser:
+        """Declare `areal NAME`. function: MODULE:FUNCTION of the room, imported when the tool is used. It gets the
+        options and returns the exit status, or None for 0."""
+        parser: ArgumentParser = self.parsers.add_parser(name, help=summary, description=summary, epilog=epilog)
+        parser.set_defaults(tool=f"{self.room}.{function}")
+        return parser
+
+
+def output(width: int) -> "Console":
+    """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80. Texts are printed
+    as they are: `[/INST]` in a setting is no markup, and no text that is printed can steer the terminal."""
+    from rich.console import Console
+
+    class ShownConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Any]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+    return ShownConsole(width=None if sys.stdout.isatty() else width, markup=False)

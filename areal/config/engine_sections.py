@@ -1,0 +1,126 @@
+"""Sampling, the engines that do it, and how new weights reach them."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from areal.config.engine_options import devices_of, vllm_conflicts
+from areal.config.section import Section, UserPath
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, ge=0, description="0: greedy; training needs a value above 0")
+    top_p: float = Field(1.0, gt=0, le=1)
+    """nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)"""
+    top_k: int = Field(0, ge=0, description="draw from so many likeliest tokens; 0: all; above 0 only as for `top_p`")
+    min_p: float = Field(0.0, ge=0, le=1)
+    """draw from the tokens that are at least this times as likely as the likeliest; above 0 only as for `top_p`"""
+    max_new_tokens: int = Field(gt=0, description="most tokens of a sample, over all its turns")
+    min_new_tokens: int = Field(0, ge=0)
+    """no stop token is drawn before a sample has so many tokens, over all its turns; above 0 only as for `top_p`"""
+    stop: list[str] = Field(default_factory=list)
+    """texts that end a turn, besides the model's stop tokens; they remain in the turn"""
+
+    def conflicts(self) -> Iterator[str]:
+        if "" in self.stop:
+            yield "sampling.stop has an empty text, which would end every turn at once: remove it"
+        if self.min_new_tokens > self.max_new_tokens:
+            yield (
+                f"sampling.min_new_tokens is {self.min_new_tokens} but sampling.max_new_tokens is only "
+                f"{self.max_new_tokens}: lower sampling.min_new_tokens"
+            )
+
+
+def half_on_gpus(cuda: bool) -> str:
+    """The type of weights that `auto` stands for."""
+    return "bfloat16" if cuda else "float32"
+
+
+class EngineConfig(Section):
+    """A vLLM engine."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """type of the weights in the engine; auto: bfloat16 on GPUs, else float32"""
+    threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
+    max_model_len: int | None = Field(None, gt=0, description="most tokens of a sequence; null: the model's limit")
+    memory_share: float | None = Field(None, gt=0, lt=1)
+    """share of a GPU's memory for the engine (vLLM's gpu_memory_utilization); null: 0.9, or 0.3 beside the trainer"""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """KV cache on each device, GiB; null: what memory_share leaves on a GPU, 1 on a CPU"""
+    tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
+    enforce_eager: bool = Field(False, description="use no CUDA graphs and no compilation")
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """further arguments of vLLM's engine, such as {kv_cache_dtype: fp8} (docs/running.md)"""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from vllm_conflicts(self.engine_options)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of one engine; on a CPU, of its processes."""
+        return self.tensor_parallel * devices_of(self.engine_options)
+
+    def for_device(self, *, cuda: bool) -> Self:
+        """This configuration for engines on GPUs (cuda) or CPUs, without `auto`."""
+        return self.model_copy(update={"dtype": half_on_gpus(cuda) if self.dtype == "auto" else self.dtype})
+
+
+class GeneratorConfig(EngineConfig):
+    count: int = Field(1, ge=1, description="generators of a run on one machine")
+    max_concurrent_rollouts: int = Field(64, ge=1)
+    """most sequences that a generator runs at once; fewer if its KV cache is too small"""
+    stream_interval: int = Field(16, ge=1, description="tokens per streamed chunk; a user's first comes at once")
+    interrupt: bool = True
+    """new weights interrupt the running sequences; false: these finish first, and no others begin"""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """KV cache of interrupted samples: recomputed under the new weights (the paper), or kept as the old weights
+    computed it (PipelineRL, arXiv 2509.19128), also for later turns"""
+
+
+class ScorerConfig(EngineConfig):
+    """`scorers` is a mapping of names to frozen models on engines of their own: teachers (`trainer.teacher`) and
+    references (`trainer.reference: scorer:NAME`), which give the log-probs of the sampled tokens, reward models
+    (`reward.functions`) and judges (`reward.options`)."""
+
+    model: str
+    """folder of a Hugging Face model, hub id, or `quickstart`; for log-probs with the run's tokenizer"""
+    kind: Literal["logprobs", "reward_model", "judge"] = "logprobs"
+    """logprobs: of the sampled tokens; reward_model: a classifier; judge: of `url: scorer:NAME`"""
+    count: int = Field(1, ge=0)
+    """scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"""
+    repeatable: bool = False
+    """score one row at a time, without a prefix cache: its result is then the same to the last bit"""
+    chat: bool = True
+    """a reward model reads prompt and completion as a chat in its own template; false: as one text"""
+    output: int = Field(0, ge=0, description="number of a reward model's output that is the score")
+    activation: bool = Field(False, description="a reward model's outputs are those after its sigmoid or softmax")
+
+    @property
+    def engine(self) -> GeneratorConfig:
+        """The settings of its engine."""
+        config = GeneratorConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+        options = dict(config.engine_options)
+        changes: dict[str, Any] = {"engine_options": options}
+        if self.kind == "reward_model":
+            options["runner"] = "pooling"
+        if self.repeatable:
+            options["enable_prefix_caching"] = False
+            changes["max_concurrent_rollouts"] = 1
+        return config.model_copy(update=changes)
+
+
+class WeightsConfig(Section):
+    """How new weights reach the generators; docs/generation.md says when to use which setting."""
+
+    transport: Literal["folder", "stream", "nccl", "gloo"] = "folder"
+    """folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, gloo: from the
+    trainer straight into each engine's weights, by vLLM's weight transfer"""
+    folder: UserPath | None = None
+    """holds a folder of weights per run, for example /dev/shm; null: the run folder"""
+    delta: bool = Field(True, description="stream only what has changed, bit-exactly, if that is smaller")
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of vLLM's weight transfer by which the trainer sends to engines directly; None: it does not."""
+        return None if self.transport in ("folder", "stream") else self.transport

@@ -1,0 +1,245 @@
+"""The other roles, how they reach each other, and how a run is watched."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from areal.base.errors import UserError, explain
+from areal.config.data_section import BenchmarkConfig
+from areal.config.engine_options import parser_conflicts
+from areal.config.reading import BENCHMARKS, merged, read_values
+from areal.config.section import NAME, Section, UserPath
+
+# Fits any tokenizer.
+TOOL_CALL_PARSER = "hermes"
+
+# The name of a workflow that is a function in a process which joins the run.
+EXTERNAL = "external"
+
+
+class RolloutManagerConfig(Section):
+    count: int = Field(1, ge=1, description="rollout managers of a run on one machine")
+    workflow: str = "single_turn"
+    """a built-in workflow, or package.module:function (docs/workflows.md); external: that of a process that joins the
+    run (areal.train)"""
+    workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
+    endpoint_host: str = Field("127.0.0.1", description="interface at which agents reach the policy (docs/agents.md)")
+    tool_call_parser: str = TOOL_CALL_PARSER
+    """vLLM's parser of tool calls for agents, such as qwen3_xml"""
+    reasoning_parser: str | None = None
+    """vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"""
+    max_concurrent_groups: int = Field(64, ge=1, description="most groups that a manager runs at once")
+    save_every_tokens: int = Field(2048, ge=0)
+    """the trainer's disk gets what is sampled of an unfinished sample after every so many tokens of it, so that a
+    killed rollout manager costs no more of it; 0: only finished samples are stored"""
+    sample_seconds: float | None = Field(None, gt=0)
+    """a sample fails whose workflow waits for so long for something else than the run's own actors; null: ten times as
+    long as any before it, and at least 5 times master.hang_seconds (30 times until one ends)"""
+
+    def conflicts(self) -> Iterator[str]:
+        for key, name in ("tool_call_parser", self.tool_call_parser), ("reasoning_parser", self.reasoning_parser):
+            yield from parser_conflicts(key, name)
+
+    @property
+    def external(self) -> bool:
+        """Whether the workflow is that of a process which joins the run."""
+        return self.workflow == EXTERNAL
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the workflow is code of the user's own."""
+        return ":" in self.workflow or self.external
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether the workflow has rewards of its own, so that answers and tests of rows are not needed."""
+        return self.workflow in ("environment", "sandbox_tools", "verifiers") or bool(
+            self.workflow_options.get("agent_reward")
+        )
+
+    @property
+    def names_parsers(self) -> bool:
+        """Whether parsers are named that may not fit the tokenizer."""
+        return self.reasoning_parser is not None or self.tool_call_parser != TOOL_CALL_PARSER
+
+
+class EvaluatorConfig(Section):
+    """Scores held-out rows and benchmarks at the first and the last version, and at every k-th version between them.
+    For a version in between, one generator stays at that version until the scoring is done; everything else continues.
+    """
+
+    every: int = Field(0, ge=0, description="k: also evaluate every k-th version; 0: only the first and the last")
+    samples: int = Field(1, ge=1, description="completions per row")
+    pass_score: float = Field(1.0, description="least score of a solved completion (pass@k)")
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
+    timeout_seconds: float | None = Field(None, gt=0)
+    """time limit of one evaluation, which then reports what is scored"""
+    benchmarks: dict[str, BenchmarkConfig] = Field(default_factory=dict)
+
+    @field_validator("benchmarks", mode="before")
+    @classmethod
+    def _benchmarks_are_known(cls, value: Any) -> dict[str, Any]:
+        with explain(UserError, "{why}", lambda text: ValueError(text.rstrip("."))):
+            return benchmarks_in(value)
+
+    def conflicts(self) -> Iterator[str]:
+        if not self.temperature and self.samples > 1:
+            yield (
+                f"evaluator.samples is {self.samples}, but at evaluator.temperature 0 they are all the same: "
+                f"set evaluator.samples=1 or a higher temperature"
+            )
+
+
+def benchmarks_in(value: Any) -> dict[str, Any]:
+    """The keys of each benchmark in `value`, as BenchmarkConfig describes it: names are replaced by what their files
+    say. Raises UserError, and ValueError for a value of another kind."""
+    named = {Path(name).stem: {"base": name} for name in value} if _is_list_of_names(value) else value
+    if not isinstance(named, dict) or not all(isinstance(keys, dict | None) for keys in named.values()):
+        raise ValueError("evaluator.benchmarks is neither a list of names nor a mapping of names to keys: correct it")
+    return {name: _benchmark(name, dict(keys or {})) for name, keys in named.items()}
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the benchmark `name`, with those of its file, if it has one, where `keys` has none."""
+    if not re.fullmatch(NAME, name):
+        raise UserError(f"The benchmark {name!r} in evaluator.benchmarks has a name that no file can have: rename it.")
+    base = keys.pop("base", name)
+    file = Path(base) if base.endswith((".yaml", ".yml")) else BENCHMARKS / f"{base}.yaml"
+    if not file.is_file():
+        if "source" in keys:
+            return keys
+        names = ", ".join(sorted(path.stem for path in BENCHMARKS.glob("*.yaml")))
+        raise UserError(
+            f"There is no benchmark {base!r} (evaluator.benchmarks): known are {names}; write the path of a YAML file "
+            f"for one of your own."
+        )
+    return merged(read_values(file), keys)
+
+
+class KeyConfig(Section):
+    """A key with which users reach the policy. The key itself is stored nowhere."""
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="of the key: printf %s KEY | sha256sum")
+    rights: list[Literal["serve", "reward", "reward_all"]] = ["serve"]
+    """serve: calls; reward: rewards of its own sessions; reward_all: of those of all keys"""
+    train: bool = Field(True, description="whether its sessions may be trained")
+    calls_per_minute: int | None = Field(None, ge=1, description="most calls a minute at a gateway; null: any number")
+    tokens_per_minute: int | None = Field(None, ge=1)
+    """most sampled tokens a minute at each gateway; null: any number"""
+    sessions: int | None = Field(None, ge=1, description="most sessions at a time at each gateway; null: any number")
+
+
+class GatewayConfig(Section):
+    """Gateways serve the policy to users while it learns, and train on their sessions (docs/gateway.md)."""
+
+    count: int = Field(0, ge=0, description="gateways of a run on one machine; others may join (--role gateway)")
+    share: float = Field(0.0, ge=0, le=1)
+    """share of all groups alive that sessions of users may be; 0: sessions are served, and none is trained; 1: sessions
+    alone are trained, and no rows"""
+    host: str = Field("127.0.0.1", description="interface at which users reach the gateways")
+    port: int = Field(0, ge=0, le=65535, description="port of gateway 0, those of others follow; 0: any free port")
+    certificate: UserPath | None = Field(None, description="file of the certificate for TLS, PEM; null: no TLS")
+    private_key: UserPath | None = Field(None, description="file of its private key, PEM")
+    keys: dict[str, KeyConfig] = Field(default_factory=dict, description="who may do what, by name")
+    serve: Literal["newest", "evaluated"] = "newest"
+    """newest: the version in training; evaluated: one generator keeps the last version whose held-out accuracy is at
+    most accuracy_drop below that of the one served before, and takes the calls of users alone"""
+    accuracy_drop: float = Field(0.02, ge=0, description="see gateway.serve")
+    without_permit: Literal["serve", "wait"] = "serve"
+    """what a new session gets if as many are open as may be: it is served and not trained, or waits (HTTP 429)"""
+    idle_seconds: float = Field(600.0, gt=0, description="a session ends so long after its last call")
+    session_seconds: float = Field(3600.0, gt=0)
+    """a session whose reward has not come so long after its first call expires"""
+    max_session_tokens: int = Field(4096, ge=1, description="most tokens of a session; the next call begins another")
+    max_messages: int = Field(1024, ge=1, description="most messages of a call")
+    reward_range: tuple[float, float] = Field((-1.0, 1.0), description="lowest and highest reward that a key may give")
+    score: bool = False
+    """whether reward.functions score a session that ends without a reward; else it waits for one"""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.count and not self.keys:
+            yield "gateway.keys is empty, so that nobody could make a call: add one with its sha256 (docs/gateway.md)"
+        if (self.certificate is None) != (self.private_key is None):
+            yield "TLS needs two files: set gateway.certificate and gateway.private_key, or neither"
+        if not self.reward_range[0] < self.reward_range[1]:
+            yield f"gateway.reward_range is {list(self.reward_range)}: write the lowest reward first"
+        for name in self.keys:
+            if not re.fullmatch(NAME, name):
+                yield f"a key of gateway.keys has the name {name[:120]!r}: use up to 100 letters, digits, `_` and `-`"
+
+
+class ObserveConfig(Section):
+    """How a run is watched while it goes on; docs/observe.md lists the tools. Their failure cannot fail the run."""
+
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """each actor serves its metrics at the first free port from this one on; null: off"""
+    prometheus_host: str = Field("127.0.0.1", description="interface for the metrics")
+    prometheus_token: str | None = Field(None, min_length=1)
+    """readers send it as `Authorization: Bearer`; required if the interface is not loopback"""
+    tensorboard: bool = Field(True, description="write TensorBoard event files to the run folder")
+    rollouts: Literal["all", "sample", "none"] = "all"
+    """rollouts kept in the run folder, as Parquet; sample: those of one group in 16"""
+    rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
+    metrics_mib: float | None = Field(None, gt=0)
+    """at this size metrics.jsonl replaces metrics.1.jsonl, and TensorBoard's newest file the older; null: never"""
+    events_mib: float = Field(32.0, gt=0, description="as metrics_mib, of events.jsonl and events.1.jsonl")
+    wandb: str | None = Field(None, description="Weights & Biases project to log to")
+    trackio: str | None = Field(None, description="trackio project to log to")
+    mlflow: str | None = None
+    """MLflow experiment to log to, at MLFLOW_TRACKING_URI or else in mlflow.db beside the run folder"""
+    profile: bool = False
+    """each actor, engine and rank 0 writes its CPU time by function into the folder profile"""
+
+    def conflicts(self) -> Iterator[str]:
+        beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")
+        if self.prometheus_port and beyond and not self.prometheus_token:
+            yield (
+                f"observe.prometheus_host is {self.prometheus_host}, where other machines can read the metrics: set "
+                f"observe.prometheus_token, and give it to Prometheus as authorization.credentials"
+            )
+
+
+class MasterConfig(Section):
+    address: str = Field("tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$")
+    """address at which the master listens; host *: all interfaces. If it is not set and the port is in use, a run on
+    one machine takes another one"""
+    lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
+    lost_seconds: float = Field(60.0, gt=0, description="time without the master's answer after which an actor exits")
+    stall_seconds: float = Field(300.0, gt=0)
+    """time without progress after which the run ends; the master tries to recover before that"""
+    hang_seconds: float = Field(120.0, ge=0)
+    """an actor whose work stands still for so long, and for ten times as long as such work ever did, is fenced and its
+    engine killed; 30 times as long if such work has never ended; 0: never"""
+    drain_seconds: float = Field(60.0, gt=0)
+    """time that an actor has to hand over its work, and the trainer to save a checkpoint, when it is told to leave;
+    less than the grace that your scheduler gives"""
+
+    def conflicts(self) -> Iterator[str]:
+        if int(self.address.rpartition(":")[2]) > 65535:
+            yield f"master.address is {self.address}, but ports end at 65535: write another one"
+
+
+class NetworkConfig(Section):
+    """How actors reach each other (docs/security.md). Roles started by hand have command-line options for the same."""
+
+    keys: UserPath | None = None
+    """folder made by `python -m areal keys`, required if the master listens beyond this machine; null: AREAL_KEYS, or
+    on one machine keys of the run's own"""
+    ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; null: any free port")
+
+    def conflicts(self) -> Iterator[str]:
+        if self.ports is not None and not 0 < self.ports[0] <= self.ports[1] < 65536:
+            yield f"network.ports is {list(self.ports)}: write the first and the last port, such as [20000, 20100]"
+
+    @property
+    def ports_text(self) -> str:
+        """The ports as they are written in an address."""
+        return "*" if self.ports is None else f"{self.ports[0]}-{self.ports[1]}"

@@ -1,0 +1,312 @@
+"""The trainer, and when a run that has gone wrong stops."""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from areal.config.engine_options import deepspeed_conflicts
+from areal.config.engine_sections import half_on_gpus
+from areal.config.section import Section
+
+# Settings that a named objective (areal.training.objectives.LOSSES) brings along, unless the configuration sets them.
+_GROUP = {"advantage_mean": "group", "advantage_std": "group"}
+
+_GSPO = {**_GROUP, "behaviour_weight_level": "geometric", "eps_clip": 3e-4, "eps_clip_higher": 4e-4}
+
+OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
+    "decoupled_ppo": {},
+    "ppo": {"behaviour_weight": "none", "proximal": "interpolate"},
+    "grpo": {**_GROUP, "loss_mean": "sequence"},
+    "dr_grpo": {"advantage_mean": "group", "advantage_std": "none", "loss_mean": "constant"},
+    "rloo": {
+        "advantage_mean": "leave_one_out",
+        "advantage_std": "none",
+        "loss_mean": "constant",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    "reinforce_pp": {"kl_in": "reward", "kl_estimator": "k1"},
+    "dapo": {**_GROUP, "eps_clip_higher": 0.28},
+    "gspo": {**_GSPO, "loss_mean": "sequence"},
+    "luspo": {**_GSPO, "loss_mean": "constant"},
+    "gmpo": {**_GROUP, "loss_mean": "sequence", "behaviour_weight_level": "geometric", "eps_clip": 0.4},
+    "cispo": {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    "sapo": {**_GROUP, "loss_mean": "sequence"},
+    "dppo": {**_GROUP, "loss_mean": "constant", "eps_clip": 0.15},
+    "dppo_kl": {**_GROUP, "loss_mean": "constant", "eps_clip": 0.05},
+    "vespo": dict(_GROUP),
+    "tis": {"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)},
+    "seq_tis": {
+        "behaviour_weight": "truncated",
+        "behaviour_weight_level": "sequence",
+        "behaviour_weight_bounds": (0.0, 2.0),
+    },
+    "seq_mis": {
+        "behaviour_weight": "masked",
+        "behaviour_weight_level": "sequence",
+        "behaviour_weight_bounds": (0.0, 2.0),
+    },
+    "icepop": {**_GROUP, "loss_mean": "sequence", "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)},
+    "kpop": {**_GROUP, "behaviour_weight": "masked_kl", "behaviour_weight_bounds": (0.0, 2.0)},
+    "m2po": dict(_GROUP),
+    "distill": {"teacher_coef": 1.0},
+}
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank * B A. Only A and B are trained and published.
+
+    Adapters are used only if a key of this section is given."""
+
+    rank: int = Field(16, ge=1, description="rank of A and B")
+    alpha: int = Field(32, ge=1, description="the update is scaled by alpha / rank")
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """linear layers that get an adapter, such as q_proj"""
+
+
+class CriticConfig(Section):
+    """A critic: a value head on the policy's body, with generalised advantage estimates by token (docs/objectives.md).
+
+    There is a critic only if a key of this section is given."""
+
+    coef: float = Field(1.0, ge=0)
+    """weight of the value loss in the gradient of the body; 0: only the head learns from it"""
+    lr: float = Field(0.2, gt=0, description="learning rate of the head: about how far a value moves in a step")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount for each sampled token")
+    lam: float = Field(1.0, ge=0, le=1, description="lambda; 1: returns minus values, 0: one-step differences")
+    value_clip: float | None = Field(0.2, gt=0)
+    """a value is held within so much of that before the training step; null: it is not"""
+    warmup_steps: int = Field(0, ge=0)
+    """first optimizer steps of the run, which train the head alone; the others of the schedule follow"""
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainerConfig(Section):
+    """`objective` is a name, or `package.module:function` for your own objective (areal.training.objectives says how it
+    is called). A named objective also sets the keys that belong to it, such as `advantage_mean` and `behaviour_weight`.
+    Values that you give here take precedence."""
+
+    ranks: int = Field(1, ge=1, description="DeepSpeed ranks on this machine")
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """what the ranks partition: nothing (0), Adam's moments (1), also gradients (2), also weights (3)"""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """what host memory holds in place of the devices: nothing; gradients, master weights and Adam's moments, with Adam
+    on the CPU (at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)"""
+    sequence_parallel: int = Field(1, ge=1)
+    """ranks that compute each row together (Ulysses), for sequences too long for one device; max_tokens_per_microbatch
+    counts the whole row (docs/packing.md)"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32"""
+    threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
+    lr: float = Field(2e-5, gt=0, description="learning rate of Adam")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: constant, or a decay from lr to lr_final * lr at the last optimizer step"""
+    lr_final: float = Field(0.1, ge=0, le=1, description="share of lr after a decay")
+    lr_schedule_steps: int | None = Field(None, gt=0)
+    """training steps of the schedule, with which a decay ends; null: `steps`"""
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="of Adam")
+    adam_eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
+    weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay (AdamW), not of norms and biases")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient; larger ones are scaled down")
+    minibatches: int = Field(4, ge=1, description="optimizer steps per training step, each on its share of the batch")
+    max_tokens_per_microbatch: int = Field(16384, ge=1, description="most tokens of a micro-batch (C in Algorithm 1)")
+    microbatches: int | None = Field(None, ge=1)
+    """micro-batches per minibatch and rank, with equally many sequences and any number of tokens (baseline of the
+    paper's figure 6a); null: by Algorithm 1"""
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """recompute activations in the backward pass, which saves memory; auto: on GPUs"""
+    compile: bool = False
+    """compile the layers of the model (torch.compile): the first step takes a minute or two longer, later ones less"""
+    lora: LoraConfig | None = Field(None, description="train adapters instead of all weights")
+    peak_tflops: float | None = Field(None, gt=0)
+    """dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"""
+    deepspeed_options: dict[str, Any] = Field(default_factory=dict)
+    """further keys of DeepSpeed, such as {zero_optimization: {overlap_comm: false}} (docs/running.md)"""
+    prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
+    fused_head: bool = False
+    """on GPUs: take the log-probs of logits, and their gradients, in one pass each, by Triton kernels (not tried on a
+    GPU; the self-test with it compares both with float64)"""
+    objective: str = Field("decoupled_ppo", description="the policy loss (docs/objectives.md)")
+    eps_clip: float = Field(0.2, gt=0, description="pi_theta / pi_prox is clipped at 1 - eps_clip and 1 + eps_clip")
+    eps_clip_higher: float | None = Field(None, gt=0, description="upper clip at 1 + eps_clip_higher; null: eps_clip")
+    eps_clip_dual: float | None = Field(None, gt=1)
+    """dual clip: largest ratio of a token with a negative advantage; null: none"""
+    behaviour_weight: Literal["full", "truncated", "masked", "masked_kl", "none"] = "full"
+    """w = pi_prox / pi_behav: as it is, cut at the upper bound, 0 outside the bounds, 0 where the binary KL of the two
+    is above the upper bound, or always 1"""
+    behaviour_weight_level: Literal["token", "sequence", "geometric"] = "token"
+    """w is that of each token, or of its sequence: the product, or the geometric mean"""
+    behaviour_weight_bounds: tuple[float, float] = (0.5, 2.0)
+    """lower and upper bound of w; truncated and masked_kl use only the upper one"""
+    sequence_mask: Literal["none", "product", "geometric"] = "none"
+    """leave a sequence out if the product, or geometric mean, of its w is outside sequence_mask_bounds"""
+    sequence_mask_bounds: tuple[float, float] = Field((0.5, 2.0), description="lower and upper bound of sequence_mask")
+    mask_cut: bool = False
+    """leave samples that were cut at sampling.max_new_tokens out of the loss; their rewards still count in the
+    advantages of the others"""
+    m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_prox / pi_behav)^2")
+    sapo_temperatures: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
+    """sapo: how fast a token's gradient falls as u leaves 1, with A > 0 and with A <= 0"""
+    vespo_positive: tuple[float, PositiveFloat] = Field((2.0, 3.0), description="vespo: k and lambda where A >= 0")
+    vespo_negative: tuple[float, PositiveFloat] = Field((3.0, 2.0), description="vespo: k and lambda where A < 0")
+    routing: Literal["own", "replay"] = "own"
+    """experts of a mixture: those of the router or, for sampled tokens, those of sampling (docs/objectives.md)"""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)"""
+    advantage_mean: Literal["batch", "group", "leave_one_out", "none"] = "batch"
+    """mean that a reward is compared with: of the batch (the paper), the group, or the group's other samples"""
+    advantage_std: Literal["batch", "group", "none"] = "batch"
+    """standard deviation that divides the difference: of the global batch, if there is a mean, or of the group, if the
+    mean is of the group, too"""
+    critic: CriticConfig | None = Field(None, description="estimate advantages with a value head")
+    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    """mean over tokens; over sequences of their token means; or over sequences of their token sums / loss_tokens"""
+    loss_tokens: int = Field(1, ge=1, description="divisor of loss_mean=constant; of a run: sampling.max_new_tokens")
+    entropy_coef: float = Field(0.0, ge=0)
+    """weight of the entropy bonus: this times a token's entropy (nats) is taken from its loss"""
+    kl_coef: float = Field(0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: none")
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 for kl_in=reward; k2 and k3 for either (docs/objectives.md)"""
+    kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
+    reference: str | None = None
+    """the reference model: its folder, or `scorer:NAME`, one of `scorers`, off the trainer; null: the run's model"""
+    teacher: str | None = None
+    """the name in `scorers` of the teacher, whose log-probs each sampled token is compared with"""
+    teacher_key: str | None = None
+    """field of a row with the name of its teacher, in place of `teacher`, for rows that have it"""
+    teacher_coef: float = Field(0.0, ge=0)
+    """weight of log teacher - log pi_prox in the advantage of a token; 0: it is only measured"""
+    teacher_top_k: int = Field(
+        0,
+        ge=0,
+        le=20,  # vLLM's own limit
+        description="k: teacher_coef is the weight of KL(teacher || pi) in the loss, over the teacher's k likeliest "
+        "tokens and all others as one, and not of a gain in the advantage",
+    )
+    checkpoint_every: int = Field(20, ge=1)
+    """steps between checkpoints; a restarted trainer redoes the steps since the last one"""
+    checkpoints_kept: int = Field(3, ge=1, description="how many of the newest checkpoints are kept")
+
+    def for_device(self, *, cuda: bool) -> "TrainerConfig":
+        """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
+        values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
+        values = {key: value for key, value in values.items() if getattr(self, key) == "auto"}
+        return self.model_copy(update={**values, "fused_head": self.fused_head and cuda})
+
+    def lr_share(self, step: int, steps: int) -> float:
+        """The share of `lr` with which the optimizer step number `step`, from 0, is made. steps: the optimizer steps of
+        the schedule. Warm-up rises from 1 / warmup_steps to 1. A decay has ended at the last step. With a critic, whose
+        rate is constant, all this begins after the steps that train it alone."""
+        alone = self.critic.warmup_steps if self.critic else 0
+        number = step - alone + 1
+        if number <= self.warmup_steps or number <= 0:
+            return max(number, 0) / max(self.warmup_steps, 1)
+        if self.lr_schedule == "constant":
+            return 1.0
+        share = 1 - min((number - self.warmup_steps) / max(1, steps - alone - self.warmup_steps), 1.0)
+        if self.lr_schedule == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.lr_final + (1 - self.lr_final) * share
+
+    def schedule_conflicts(self, steps: int) -> Iterator[str]:
+        """Why the policy would never be trained at the rate `lr` in so many optimizer steps."""
+        alone = self.critic.warmup_steps if self.critic else 0
+        if alone + max(self.warmup_steps, 1) > steps:
+            keys = " and ".join(["trainer.critic.warmup_steps"] * bool(alone) + ["trainer.warmup_steps"])
+            yield (
+                f"the warm-up takes {alone + self.warmup_steps} optimizer steps, but there are only {steps}, so that "
+                f"trainer.lr is never reached: lower {keys}"
+            )
+
+    @property
+    def reference_scorer(self) -> str | None:
+        """The name of the scorer that has the reference model; None: the trainer has it, or there is no penalty."""
+        kind, _, name = (self.reference or "").partition(":")
+        return name if kind == "scorer" and self.kl_coef else None
+
+    @property
+    def uses_behaviour(self) -> bool:
+        """Whether the loss compares pi_behav with a policy of the trainer. A user's own: by its settings."""
+        return (
+            self.objective in ("ppo", "m2po", "dppo", "dppo_kl")
+            or self.behaviour_weight != "none"
+            or self.sequence_mask != "none"
+            or self.proximal != "recompute"
+            or (self.kl_coef > 0 and self.kl_in == "reward")
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_objective(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        objective = values.get("objective")
+        return OBJECTIVE_SETTINGS.get(objective, {}) | values if isinstance(objective, str) else values
+
+    def conflicts(self) -> Iterator[str]:
+        if self.offload == "all" and self.zero_stage != 3:
+            yield (
+                f"trainer.offload is all, but trainer.zero_stage is {self.zero_stage}, which leaves the weights on the "
+                f"devices: set trainer.zero_stage=3, or trainer.offload=optimizer"
+            )
+        if self.compile and self.zero_stage == 3:
+            yield "trainer.compile cannot compile layers whose weights are gathered: lower trainer.zero_stage"
+        yield from deepspeed_conflicts(self.deepspeed_options, self.offload)
+        if self.eps_clip > 1 and self.objective in OBJECTIVE_SETTINGS and self.objective not in ("gmpo", "dppo_kl"):
+            yield (
+                f"trainer.eps_clip is {self.eps_clip:g}, but no ratio is below 0, so that 1 - eps_clip would clip "
+                f"none: set trainer.eps_clip to at most 1"
+            )
+        if self.advantage_std != "none" and self.advantage_mean in ("none", *{"batch"} - {self.advantage_std}):
+            yield (
+                f"trainer.advantage_std={self.advantage_std} divides by 0 where the rewards of a {self.advantage_std} "
+                f"are all the same, but less trainer.advantage_mean={self.advantage_mean} they are not 0: set both to "
+                f"group or both to batch, or trainer.advantage_std=none"
+            )
+        for key in ("behaviour_weight_bounds", "sequence_mask_bounds"):
+            low, high = getattr(self, key)
+            if not 0 <= low < high:
+                yield f"trainer.{key} is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
+                "trainer.kl_estimator is k1, whose gradient in the loss is 0 on average: set trainer.kl_in=reward, or "
+                "trainer.kl_estimator=k2"
+            )
+        if self.objective == "m2po" and self.proximal != "recompute":
+            yield (
+                f"trainer.proximal is {self.proximal}, but the mask of m2po compares pi_prox and pi_behav over the "
+                f"whole minibatch, before it is trained: set trainer.proximal=recompute"
+            )
+        if self.objective == "vespo" and self.behaviour_weight_level != "token":
+            yield (
+                "trainer.objective=vespo takes the product over each sequence itself: leave out "
+                "trainer.behaviour_weight_level"
+            )
+        if self.teacher_coef and not self.teacher:
+            yield "trainer.objective=distill and trainer.teacher_coef need a teacher: set trainer.teacher to a scorer"
+        if self.teacher_key and not self.teacher:
+            yield "trainer.teacher_key needs a teacher for the other rows: set trainer.teacher to a scorer"
+        if self.teacher_top_k and not self.teacher_coef:
+            yield "trainer.teacher_top_k has no weight: set trainer.teacher_coef, or trainer.objective=distill"
+        if ":" not in self.objective and self.objective not in OBJECTIVE_SETTINGS:
+            yield (
+                f"Unknown objective {self.objective!r} in trainer.objective: known are "
+                f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"
+            )
+
+
+class GuardConfig(Section):
+    """Stops a run that has gone wrong, before the result is saved. docs/observe.md explains the metrics."""
+
+    effective_sample_size: float = Field(0.1, ge=0, le=1, description="minimum, share of the tokens; 0: off")
+    entropy: float = Field(0.0, ge=0, description="minimum, nats; 0: off")
+    logprob_gap: float | None = Field(None, gt=0)
+    """maximum, nats: how far generators and trainer differ on the same weights; null: as far as their dtypes and
+    settings explain (docs/observe.md)"""
+    advantage_max: float = Field(1000.0, gt=0, description="maximum of abs(A) of a token")
+    patience: int = Field(3, ge=1, description="steps in a row beyond a limit that stop the run")

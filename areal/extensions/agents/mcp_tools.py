@@ -1,0 +1,200 @@
+"""Tools of MCP servers (Model Context Protocol), for the workflow `tools`.
+
+A server that is named by a command is a program, started for each sample, so that no sample sees what another one has
+left there. A server that is named by a URL (streamable HTTP) runs elsewhere and serves all samples.
+"""
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TextIO
+
+from pydantic import BaseModel
+
+from areal.base.errors import UserError, explain
+from areal.base.processes import plain_environment, tied
+
+# What each start of a server and each call of a tool may take, unless the user sets it.
+TIMEOUT_SECONDS = 60.0
+# How long a server may take to end. The library closes its input, and kills it if it goes on.
+END_SECONDS = 10.0
+# The end of a server's stderr that an error message quotes.
+ERROR_CHARACTERS = 300
+
+
+class Server(BaseModel, extra="forbid"):
+    """A command with its arguments and the environment variables that it gets besides the plain ones: `env` with their
+    values, `pass_env` from this process; or a URL."""
+
+    command: str | None = None
+    args: list[str] = []
+    env: dict[str, str] = {}
+    pass_env: list[str] = []
+    url: str | None = None
+
+
+class ServerFailed(Exception):
+    """A server did not start, or was lost. Its sample has failed; it does not get a low score."""
+
+
+class Tools:
+    """The tools of some servers, in one sample.
+
+    shown: the tools as chat templates take them.
+    """
+
+    def __init__(self) -> None:
+        self.shown: list[dict[str, Any]] = []
+        self._owners: dict[str, tuple[str, Any]] = {}
+
+    def add(self, server: str, client: Any, tools: list[Any]) -> None:
+        """Add a server's tools. Raises ServerFailed if there is one of that name already."""
+        for tool in tools:
+            if tool.name in self._owners:
+                raise ServerFailed(f"MCP servers {self._owners[tool.name][0]!r} and {server!r} both have {tool.name}")
+            self._owners[tool.name] = server, client
+            function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            self.shown.append({"type": "function", "function": function})
+
+    async def call(self, name: str, arguments: str) -> str:
+        """The result of a tool, or its error, as text. `arguments`: JSON. Raises ServerFailed."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        if name not in self._owners:
+            return f"Error: there is no tool {name}"
+        fields = None
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(arguments)
+        if not isinstance(fields, dict):
+            return f"Error: the arguments of {name} are no JSON object"
+        server, client = self._owners[name]
+        try:
+            result = await client.call_tool(name, fields)
+        except Exception as error:  # a tool that takes too long, or whose result the library does not take
+            if isinstance(error, MCPError) and error.code == CONNECTION_CLOSED:
+                raise ServerFailed(f"the MCP server {server!r} was lost while {name} ran") from error
+            return f"Error: {error}"
+        return "\n".join(_text(part) for part in result.content)
+
+
+def check(servers: Mapping[str, Server]) -> None:
+    """Checks all that can be checked without a start. Raises UserError."""
+    where = "rollout_manager.workflow_options.servers"
+    if importlib.util.find_spec("mcp") is None:
+        raise UserError("The workflow tools needs the MCP library: pip install 'mcp==2.3.0'.")
+    if not servers:
+        raise UserError(f"The workflow tools needs a server: set {where}={{NAME: {{command: ..., args: [...]}}}}.")
+    for name, server in servers.items():
+        if bool(server.command) == bool(server.url):
+            raise UserError(f"{where}.{name} needs one of command and url.")
+        if server.command and not shutil.which(server.command):
+            raise UserError(f"There is no program {server.command!r} to start: correct {where}.{name}.command.")
+
+
+def rehearse(options: Mapping[str, Any]) -> None:
+    """Starts each server of the options once. Raises UserError if one fails, or two have a tool of the same name."""
+    servers = {name: Server.model_validate(server) for name, server in options["servers"].items()}
+
+    async def once() -> None:
+        async with opened(servers, options.get("timeout_seconds", TIMEOUT_SECONDS)):
+            pass
+
+    with explain(ServerFailed, "rollout_manager.workflow_options.servers: {why}."):
+        asyncio.run(once())
+
+
+@contextlib.asynccontextmanager
+async def opened(servers: Mapping[str, Server], timeout_seconds: float) -> AsyncIterator[Tools]:
+    """The tools of new sessions with the servers, closed at the end of the block. Each start and each call of a tool
+    has `timeout_seconds`. Raises ServerFailed."""
+    tools = Tools()
+    async with contextlib.AsyncExitStack() as stack:
+        for name, server in servers.items():
+            tools.add(name, *await stack.enter_async_context(_session(name, server, timeout_seconds)))
+        yield tools
+
+
+@contextlib.asynccontextmanager
+async def _session(name: str, server: Server, timeout_seconds: float) -> AsyncIterator[tuple[Any, list[Any]]]:
+    """A session with a server, and its tools.
+
+    A task of its own holds the session open. In the task that uses it, the library would cancel the sample when the
+    server is lost, and make groups of exceptions of those that the sample raises.
+    """
+    ready: asyncio.Future[tuple[Any, list[Any]]] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        holder = asyncio.create_task(_run_session(server, timeout_seconds, errors, ready, over))
+        try:
+            ends: set[asyncio.Future[Any]] = {holder, ready}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise ServerFailed(f"the MCP server {name!r} did not start: {_reason(holder)}{_last_line(errors)}")
+            yield ready.result()
+        finally:
+            if ready.done():
+                over.set()
+            else:
+                holder.cancel()
+            await asyncio.wait({holder}, timeout=END_SECONDS)
+
+
+async def _run_session(
+    server: Server,
+    timeout_seconds: float,
+    errors: TextIO,
+    ready: asyncio.Future[tuple[Any, list[Any]]],
+    over: asyncio.Event,
+) -> None:
+    """Starts a session, sets `ready` to it and its tools, and ends it when it is `over`."""
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    transport: Any = server.url
+    if server.command:
+        program, *arguments = tied(server.command, *server.args)
+        environment = plain_environment(server.pass_env) | server.env
+        started = StdioServerParameters(command=program, args=arguments, env=environment)
+        transport = stdio_client(started, errors)
+    async with contextlib.AsyncExitStack() as stack:
+        async with _starts(asyncio.get_running_loop()), asyncio.timeout(timeout_seconds):
+            client = await stack.enter_async_context(Client(transport, read_timeout_seconds=timeout_seconds))
+            page = await client.list_tools()
+            tools = page.tools
+            while page.next_cursor is not None:
+                page = await client.list_tools(cursor=page.next_cursor)
+                tools = [*tools, *page.tools]
+        ready.set_result((client, tools))
+        await over.wait()
+
+
+@functools.cache
+def _starts(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Further servers wait: more at once would only delay each other, up to their deadline."""
+    return asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+
+def _reason(failed: asyncio.Task[None]) -> str:
+    error = failed.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return "it took too long" if isinstance(error, TimeoutError) else str(error)
+
+
+def _last_line(errors: TextIO) -> str:
+    """What a server wrote last, as the end of a sentence."""
+    errors.seek(0)
+    lines = errors.read().split("\n")
+    return next((f" ({line[-ERROR_CHARACTERS:].strip()})" for line in reversed(lines) if line.strip()), "")
+
+
+def _text(part: Any) -> str:
+    """Text as it is, and the kind of what is no text."""
+    part = getattr(part, "resource", part)
+    return getattr(part, "text", None) or f"[{getattr(part, 'type', 'resource')}]"

@@ -1,0 +1,498 @@
+"""One sample in the format of OpenAI's API: answers an agent's calls, in one conversation or in many.
+
+Other protocols are translations: they make a `ChatRequest` of their request, and a `Reply` of the `Answer`.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Annotated, Any, Literal, Protocol
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, Field
+from pydantic_core import PydanticCustomError
+
+from areal.base.errors import explain
+from areal.config.engine_sections import SamplingConfig
+from areal.data.pictured import from_url
+from areal.data.rows import PICTURE_PARTS
+from areal.extensions.agents.parsers import Parsed, Parsers, cut
+from areal.samples.table import Generation, Tokens
+from areal.workflows.chat_templates import parts_of
+from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text
+
+Json = dict[str, Any]
+# An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
+Event = Json | Literal["[DONE]"]
+
+NO_FILE = "a picture of a message is neither a data URL nor of the row: send its file as base64 (docs/agents.md)"
+# Each of them is searched for in all new text. OpenAI allows four.
+MAX_STOPS = 16
+NO_FORM = "only text can be trained: a format forbids tokens, which the trainer does not know (docs/agents.md)"
+MAX_ANSWERS = 64
+"""The largest `n` of a request."""
+StopText = Annotated[str, Field(max_length=1024)]
+# Parsers have threads of their own: agents that wait for an answer may occupy all those of asyncio.to_thread.
+_PARSING = ThreadPoolExecutor(thread_name_prefix="parser")
+
+
+class ApiError(Exception):
+    """A request that is answered with an HTTP status of 4xx."""
+
+    def __init__(self, message: str, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+class CallsPolicy(Protocol):
+    """The part of a session that an agent's calls need. `parsers` read what the policy says, `sampling` is how it is
+    sampled. `shown`: parts of messages with pictures, by their digests: those of the row, and what `show` gave."""
+
+    tokenizer: Any
+    shown: Mapping[str, Json]
+
+    @property
+    def parsers(self) -> Parsers: ...
+
+    @property
+    def sampling(self) -> SamplingConfig: ...
+
+    def show(self, content: bytes) -> Json:
+        """A part of a message that shows the picture in a file. Raises ValueError."""
+
+    async def generate(
+        self,
+        tokens: Tokens,
+        max_new_tokens: int | None = None,
+        keep: Keep | None = None,
+        pictures: Sequence[Json] | None = None,
+    ) -> Generation:
+        """Continue `tokens` with the policy, at the run's sampling settings. pictures: the parts of its messages whose
+        placeholders are the first among the tokens, in order; None: those of the row, or none.
+
+        All calls of a sample share `sampling.max_new_tokens`; `max_new_tokens` limits this call further. If nothing of
+        it is left, or the conversation is too long for the model, the generation is empty and its finish is "length".
+        If `keep` ended the generation, its finish is "stop".
+        """
+
+    def reward(self, call: Generation, value: float) -> None: ...
+
+
+def only_text(form: str | Json | None) -> str | Json | None:
+    """Validates the format that an answer has to have."""
+    if form not in (None, "text"):
+        raise PydanticCustomError("form", NO_FORM)
+    return form
+
+
+class ResponseFormat(BaseModel):
+    type: Annotated[str, AfterValidator(only_text)]
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class SamplingFields(BaseModel):
+    """What would change how tokens are drawn. The run sets it: the trainer computes log-probs at the run's temperature
+    and of whole distributions. What asks for the same is taken, the rest is refused."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Json | None = None
+
+    @property
+    def sampling_fields(self) -> Json:
+        """Those that are set."""
+        return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raises ApiError if a field asks for something else than `sampling`."""
+        for name, value in self.sampling_fields.items():
+            if name == "seed":
+                reason = "an engine draws all samples from one stream of random numbers, and samples have to differ"
+            elif (own := getattr(sampling, name, NEUTRAL.get(name))) == value or (name, own, value) == ("top_k", 0, -1):
+                continue
+            elif name in NEUTRAL:
+                reason = "it changes each token's distribution, and the trainer's log-probs would not be the sampler's"
+            else:
+                reason = f"this sample is drawn at {own:g}, as sampling.{name} says (evaluator.{name} in an evaluation)"
+            raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
+
+
+NEUTRAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+"""Values of a request that change nothing."""
+
+
+class ChatRequest(SamplingFields):
+    """The body of a chat completion request. Fields that neither this class nor its base has are ignored."""
+
+    messages: Annotated[list[Json], Field(min_length=1, fail_fast=True)]
+    model: str = "policy"
+    tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
+    tool_choice: Any = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = 1
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def offered(self) -> list[Json] | None:
+        """The tools that the policy may call."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion: the message for the agent, the finish reason, what was sampled, and the tokens before it."""
+
+    message: Json
+    finish: str
+    sampled: Generation
+    prompt_tokens: int
+
+
+class ChatSession:
+    """The calls of one sample. A call whose messages begin with those of an earlier one and its answer continues from
+    the tokens of that one; the others begin a conversation of their own.
+
+    session: makes the calls. last_text: the text of the last answer, without tool calls and thinking. rewards: those
+    that the agent has given, by the id of the answer, or None for the sample. failure: set to the error if a generation
+    of this sample fails.
+    """
+
+    def __init__(self, session: CallsPolicy) -> None:
+        self.session = session
+        self.tokenizer = session.tokenizer
+        self._parsers = session.parsers
+        # After each answer, by the digest of all messages and the tools.
+        self._conversations: dict[bytes, Conversation] = {}
+        self._answers: dict[str, Generation] = {}
+        self._tool_calls: set[str] = set()  # their ids
+        self.last_text = ""
+        self.rewards: dict[str | None, float] = {}
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    async def complete(
+        self,
+        request: ChatRequest,
+        name: str = "",
+        on_text: Callable[[str], None] | None = None,
+        earlier: Sequence[Any] | None = None,
+    ) -> Answer:
+        """What the policy answers. `name`: the answer's id. `on_text` gets the text while it comes, unless it has to be
+        complete to be parsed. `earlier`: the message and the finish that the same turn was read as before, since a call
+        of a tool gets a new id whenever it is read. Raises ApiError, or what the session raised: the sample has then
+        failed."""
+        request.check_sampling(self.session.sampling)
+        await self._check(request.offered)
+        messages = messages_of(request, self.session)
+        digests = list(accumulate(messages, _digest, initial=json.dumps(request.offered).encode()))
+        talk, prompt = self._prompt(messages, request.offered, digests)
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        keep = keep_until_text(self.tokenizer, stops) if stops else None
+        if on_text and not self._parsers.reads(request.offered):
+            keep = first_of(keep, _streaming_keep(self.tokenizer, stops, on_text))
+        limit = request.max_completion_tokens or request.max_tokens
+        sampled = await self._generate(prompt, limit, keep, parts_of(messages))
+        if not len(sampled.tokens):  # no room is left
+            return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
+        message, finish = earlier or await self._read(sampled, request, stops)
+        self._tool_calls.update(call["id"] for call in message.get("tool_calls", ()))
+        self._conversations[_digest(digests[-1], talk.add(sampled, message_of(message)))] = talk
+        self._answers[name] = sampled
+        self.last_text = message["content"] or ""
+        return Answer(message, finish, sampled, len(prompt))
+
+    def name_answer(self, name: str, answer: Answer) -> None:
+        """Give an answer a further id, under which it may be rewarded."""
+        self._answers[name] = answer.sampled
+
+    def give_reward(self, value: float, answer: str | None) -> None:
+        """Set the reward of the sample or, with the id of an answer, of that call. Raises ApiError."""
+        if answer is not None:
+            sampled = self._answers.get(answer)
+            if sampled is None:
+                raise ApiError(f"this sample has no answer with the id {answer!r:.80}")
+            self.session.reward(sampled, value)
+        self.rewards[answer] = value
+
+    def _prompt(
+        self, messages: list[Json], tools: list[Json] | None, digests: list[bytes]
+    ) -> tuple[Conversation, list[int]]:
+        """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError."""
+        parent = next((talk for digest in reversed(digests) if (talk := self._conversations.get(digest))), None)
+        if parent is not None:
+            with contextlib.suppress(Exception):  # of templates that do not show the last answer, for example
+                talk = parent.copy()
+                return talk, talk.prompt(messages)
+        talk = Conversation(self.tokenizer, tools)
+        return talk, _rendered(talk, messages)
+
+    async def _generate(
+        self, prompt: list[int], limit: int | None, keep: Keep | None, pictures: list[Json]
+    ) -> Generation:
+        try:
+            return await self.session.generate(prompt, limit, keep, pictures)
+        except Exception as error:  # any error: a sample that has lost a turn cannot be trained
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise
+
+    async def _check(self, tools: list[Json] | None) -> None:
+        """Raises ApiError if vLLM's parsers do not take these tools. The first call imports vLLM."""
+        if not self._parsers.reads(tools):
+            return
+        with explain(ValueError, "{why}", ApiError):
+            await asyncio.get_running_loop().run_in_executor(_PARSING, self._parsers.check, tools)
+
+    async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> tuple[Json, str]:
+        """The message that was sampled, and how it ends."""
+        if self._parsers.reads(request.offered):
+            read = await asyncio.get_running_loop().run_in_executor(
+                _PARSING, self._parsers.parse, sampled, request.offered, stops, self._tool_calls
+            )
+        else:
+            read = self._parsers.parse(sampled, None, stops)
+        return _shown(read), "stop" if read.stopped else "tool_calls" if read.calls else sampled.finish or "length"
+
+
+def _digest(prefix: bytes, message: Json) -> bytes:
+    """The digest of a message and of all before it, whose digest is `prefix`."""
+    data = json.dumps(compared(message), sort_keys=True).encode()
+    return blake2b(prefix + data, digest_size=16).digest()
+
+
+def _streaming_keep(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None]) -> Keep:
+    """A `Keep` that ends no turn. It tells the text as it grows, but not what may be the beginning of a stop string."""
+    grown = GrownText(tokenizer)
+    hidden = max(map(len, stops), default=1) - 1
+    position = 0
+
+    def keep(tokens: np.ndarray) -> None:
+        nonlocal position
+        grown.add(tokens)
+        text, stopped = cut(grown.text, stops)
+        end = len(text) if stopped else max(position, len(text) - hidden)
+        if end > position:
+            on_text(text[position:end])
+            position = end
+
+    return keep
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an agent needs to make the calls of one sample, and the chat that these calls make up.
+
+    reward_key: what the sample's rewards are given with. It belongs to the agent alone: a policy that gets at it, as it
+    may at `api_key` in an environment variable, scores itself.
+    """
+
+    base_url: str
+    api_key: str
+    reward_key: str
+    chat: ChatSession
+
+
+class Reply(Protocol):
+    """The answer to one call in the format of its protocol: a body, or the events of a stream, in the order of these
+    methods. Only a body may have several answers, as many as there are `names`, which are their ids."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def request(self) -> ChatRequest:
+        """The call."""
+
+    def body(self, *answers: Answer) -> Json:
+        """The body of answers that are not streamed."""
+
+    def start(self) -> list[Event]:
+        """The events before the text."""
+
+    def text(self, piece: str) -> list[Event]:
+        """The events of a new piece of the text."""
+
+    def finish(self, answer: Answer) -> list[Event]:
+        """The events of what `text` has not told, and of the end. If `text` was called, there is no reasoning."""
+
+    def error(self, error: ApiError) -> list[Event]:
+        """The events of an error after `start`, instead of `finish`."""
+
+
+class ChatReply:
+    """A `Reply` as a chat completion."""
+
+    def __init__(self, request: ChatRequest, tokenizer: Any) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        self._streamed_length = 0  # characters
+        self._name, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        self.names = [self._name, *(f"{self._name}-{index}" for index in range(1, request.n or 1))]
+        if request.stream and len(self.names) > 1:
+            raise ApiError("several answers cannot be streamed: leave out n or stream")
+
+    def body(self, *answers: Answer) -> Json:
+        choices = [
+            {
+                "index": index,
+                "message": answer.message | {"refusal": None},
+                "finish_reason": answer.finish,
+                "logprobs": _logprobs(answer.sampled, self.request, self._tokenizer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return self._envelope("chat.completion") | {"choices": choices, "usage": _usage(*answers)}
+
+    def start(self) -> list[Event]:
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def text(self, piece: str) -> list[Event]:
+        self._streamed_length += len(piece)
+        return [self._chunk({"content": piece})]
+
+    def finish(self, answer: Answer) -> list[Event]:
+        delta = {key: value for key, value in answer.message.items() if key != "role"}
+        delta["content"] = (delta["content"] or "")[self._streamed_length :]
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [call | {"index": i} for i, call in enumerate(delta["tool_calls"])]
+        events: list[Event] = []
+        if thinking := {key: delta.pop(key) for key in THINKING if key in delta}:
+            events.append(self._chunk(thinking))
+        logprobs = _logprobs(answer.sampled, self.request, self._tokenizer)
+        events += [self._chunk(delta, logprobs), self._chunk({}, finish=answer.finish)]
+        if self.request.stream_options and self.request.stream_options.include_usage:
+            events.append(self._envelope("chat.completion.chunk") | {"choices": [], "usage": _usage(answer)})
+        return [*events, "[DONE]"]
+
+    def error(self, error: ApiError) -> list[Event]:
+        return [error_body(str(error), error.code)]
+
+    def _chunk(self, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._envelope("chat.completion.chunk") | {"choices": [choice]}
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self._name, "object": kind, "created": self._created, "model": self.request.model}
+
+
+def error_body(message: str, code: str | None) -> Json:
+    """The body of an error in OpenAI's protocols."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def prompt_tokens(request: ChatRequest, tokenizer: Any, session: CallsPolicy | None = None) -> int:
+    """How many tokens the chat template makes of the messages and tools. session: shows pictures. Raises ApiError."""
+    return len(_rendered(Conversation(tokenizer, request.offered), messages_of(request, session)))
+
+
+def _rendered(conversation: Conversation, messages: list[Json]) -> list[int]:
+    wrong = "the model's tokenizer or chat template does not take these messages: {why}"
+    with explain(Exception, wrong, ApiError):  # templates and tokenizers may raise anything
+        return conversation.prompt(messages)
+
+
+def _usage(*answers: Answer) -> Json:
+    sampled = sum(len(answer.sampled.tokens) for answer in answers)
+    prompt = answers[0].prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json | None:
+    """Log-probs of the sampled tokens. Those of alternatives are not known, whatever `top_logprobs` asks for."""
+    if not request.logprobs:
+        return None
+    content = []
+    for token, logprob in zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True):
+        text = tokenizer.decode([token])
+        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append(entry | {"top_logprobs": [entry] if request.top_logprobs else []})
+    return {"content": content, "refusal": None}
+
+
+def messages_of(request: ChatRequest, session: CallsPolicy | None) -> list[Json]:
+    """The messages of a request, whose pictures the session shows. Raises ApiError."""
+    return [message_of(raw, session) for raw in request.messages]
+
+
+def message_of(raw: Json, session: CallsPolicy | None = None) -> Json:
+    """A chat message in the form that templates take, without fields that clients add to the messages they received.
+    session: shows its pictures. Raises ApiError."""
+    role = "system" if raw.get("role") == "developer" else raw.get("role")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ApiError(f"a message has the role {role!r}: roles are system, developer, user, assistant and tool")
+    message = {"role": role, "content": _content(raw.get("content"), session)}
+    if role == "tool":
+        message |= {key: raw[key] for key in ("tool_call_id", "name") if raw.get(key)}
+    if role == "assistant" and raw.get("tool_calls"):
+        if not isinstance(raw["tool_calls"], list):
+            raise ApiError("the tool_calls of a message are not a list")
+        message["tool_calls"] = [_tool_call(call) for call in raw["tool_calls"]]
+    return message
+
+
+def _content(content: Any, session: CallsPolicy | None) -> str | list[Json]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ApiError("the content of a message is neither text nor a list of parts")
+    parts = [_part(part, session) for part in content]
+    is_text = all(part["type"] == "text" for part in parts)
+    return "".join(part["text"] for part in parts) if is_text else parts
+
+
+def _part(part: Json, session: CallsPolicy | None) -> Json:
+    if isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if part.get("type") not in PICTURE_PARTS:
+        raise ApiError("a part of a message is neither text nor a picture: nothing else can be trained yet")
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    with explain(ValueError, "a picture of a message cannot be read: {why}", ApiError):
+        content = from_url(url) if isinstance(url, str) else None
+        if content is not None and session:
+            return session.show(content)
+    if session is None or (picture := session.shown.get(str(part.get("digest")))) is None:
+        raise ApiError(NO_FILE, "pictures")
+    return picture
+
+
+def _tool_call(raw: Any) -> Json:
+    with explain(
+        (KeyError, TypeError, ValueError, RecursionError),
+        "a tool call in the messages lacks its id, function.name or function.arguments",
+        ApiError,
+    ):
+        function = raw["function"]
+        called = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+        return {"id": raw["id"], "type": "function", "function": called}
+
+
+def _shown(read: Parsed) -> Json:
+    message: Json = {"role": "assistant", "content": read.content}
+    if read.calls:
+        message |= {"content": read.content or None, "tool_calls": read.calls}
+    if read.reasoning:
+        message |= dict.fromkeys(THINKING, read.reasoning)
+    return message

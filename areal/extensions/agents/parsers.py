@@ -1,0 +1,247 @@
+"""What a sampled turn says: its thinking, its tool calls and the rest of its text, by vLLM's parsers.
+
+So a policy is read in training as it is by vLLM's server. vLLM is imported for the first turn that may have calls or
+thinking: that takes six seconds and 400 MB, and few runs need it.
+"""
+
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any, TypeVar
+
+import structlog
+from pydantic import ValidationError
+
+from areal.base.errors import UserError
+from areal.config.role_sections import TOOL_CALL_PARSER
+from areal.samples.table import Generation
+
+log = structlog.get_logger()
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+# Some parsers take quadratic time: qwen3_xml takes 18 s for a policy that repeats the beginning of a call 800 times.
+# Time of the processor, not of the clock: a busy machine does not change what a turn says.
+PARSE_SECONDS = 10.0
+# So many calls and returns of functions are between two looks at the clock.
+_CALLS = 256
+# They write a traceback for every malformed call.
+_LOUD = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A turn as its agent gets it.
+
+    content: the text that is neither thinking nor a call. reasoning: the thinking, None if there is none. calls: tool
+    calls in the form of OpenAI's API. stopped: whether a stop text ended the turn.
+    """
+
+    content: str
+    reasoning: str | None
+    calls: list[Json]
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A class of vLLM's parsers. special: it has to see the special tokens."""
+
+    parser: Any
+    special: bool
+
+
+class Parsers:
+    """Reads turns by the parsers of these names, the keys of vLLM's --tool-call-parser and --reasoning-parser.
+
+    template_kwargs: `data.chat_template_kwargs`, which tell some parsers whether the policy thinks.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_call_parser: str | None = TOOL_CALL_PARSER,
+        reasoning_parser: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
+        self._template_kwargs = dict(template_kwargs or {})
+        # gpt-oss: the text of its tokens makes no sense, so one parser reads all turns.
+        self._harmony = tool_call_parser == "openai" or reasoning_parser == "openai_gptoss"
+        self._loading = threading.Lock()
+        self._kinds: tuple[_Kind | None, _Kind | None] | None = None
+        self._special_ids: frozenset[int] = frozenset()
+        self._has_warned = False
+
+    def load(self) -> None:
+        """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks a token."""
+        with self._loading:
+            if self._kinds is not None:
+                return
+            environment = dict(os.environ)
+            try:
+                self._kinds = self._chosen()
+            except Exception as error:  # each parser has its own
+                cause = error.__cause__ if isinstance(error, TypeError) and error.__cause__ else error
+                names = {"tool_call_parser": self._tool_call_parser, "reasoning_parser": self._reasoning_parser}
+                named = " and ".join(f"rollout_manager.{key}={name}" for key, name in names.items() if name)
+                reason = " ".join(str(cause).split()).rstrip(".!")
+                raise UserError(f"vLLM cannot use {named} with this model: {reason}.") from None
+            finally:  # vLLM sets variables that the programs of agents would inherit
+                for name in os.environ.keys() - environment.keys():
+                    del os.environ[name]
+                os.environ.update(environment)
+
+    def check(self, tools: list[Json] | None) -> None:
+        """Load what turns with these tools need. Raises UserError as `load`, ValueError for tools of another form."""
+        if self.reads(tools):
+            self.load()
+            _request(tools)
+
+    def parse(
+        self, sampled: Generation, tools: list[Json] | None, stops: Sequence[str] = (), taken: Collection[str] = ()
+    ) -> Parsed:
+        """What the turn says, up to the first of `stops`. If its parser finds no call, or one that is malformed, the
+        turn has none, and their text is content. taken: ids that calls of the sample have already.
+
+        May take a few times PARSE_SECONDS. Raises what `check` raises.
+        """
+        self.check(tools)
+        text, stopped = self._text(sampled, stops, special=False)
+        with_tools, without = self._kinds or (None, None)
+        if tools and with_tools:
+            reasoning, content, raw_calls = self._parsed(with_tools, sampled, tools, stops) or (None, "", ())
+            if calls := _calls(raw_calls, taken):
+                return Parsed((content or "").strip(), reasoning or None, calls, stopped)
+        # Read again: parsers of calls drop what they cannot read.
+        if without:
+            reasoning, content, _ = self._parsed(without, sampled, None, stops) or (None, text, ())
+            return Parsed(content or "", reasoning or None, [], stopped)
+        return Parsed(text, None, [], stopped)
+
+    def reads(self, tools: list[Json] | None) -> bool:
+        """Whether vLLM's parsers read the turns with these tools. They need the whole turn, and time."""
+        return bool((tools and self._tool_call_parser) or self._reasoning_parser or self._harmony)
+
+    def _chosen(self) -> tuple[_Kind | None, _Kind | None]:
+        """The parsers of a turn with tools and of one without. May raise anything."""
+        from vllm.parser import ParserManager
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        for name in _LOUD:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        # Every parser asks for the vocabulary, which takes transformers 0.1 s.
+        self._tokenizer = get_cached_tokenizer(self._tokenizer)
+        self._special_ids = frozenset(self._tokenizer.all_special_ids)
+
+        def kind(tools: list[Json] | None) -> _Kind | None:
+            parser = ParserManager.get_parser(
+                self._tool_call_parser if tools else None,
+                self._reasoning_parser,
+                enable_auto_tools=bool(tools),
+                is_harmony=self._harmony,
+                tokenizer=self._tokenizer,
+            )
+            if parser is None:
+                return None
+            request = _request(tools)
+            adjusted = self._make_parser(parser, request).adjust_request(request)
+            return _Kind(parser, special=not adjusted.skip_special_tokens)
+
+        with_tools = kind([{"type": "function", "function": {"name": "any"}}])
+        return with_tools, with_tools if self._harmony else kind(None)
+
+    def _make_parser(self, parser: Any, request: Any) -> Any:
+        """A parser of one turn."""
+        return parser(self._tokenizer, request.tools, chat_template_kwargs=self._template_kwargs)
+
+    def _text(self, sampled: Generation, stops: Sequence[str], *, special: bool) -> tuple[str, bool]:
+        """The text before the first of `stops`, and whether there is one. special: with special tokens but the last."""
+        tokens = sampled.tokens
+        if special and sampled.finish == "stop" and len(tokens) and int(tokens[-1]) in self._special_ids:
+            tokens = tokens[:-1]
+        return cut(self._tokenizer.decode(tokens, skip_special_tokens=not special), stops)
+
+    def _parsed(
+        self, kind: _Kind, sampled: Generation, tools: list[Json] | None, stops: Sequence[str]
+    ) -> tuple[str | None, str | None, Any] | None:
+        """Reasoning, content and calls, by vLLM. None if the parser fails on this turn, which is logged once."""
+        request = _request(tools)
+        text, _ = self._text(sampled, stops, special=kind.special)
+        ids = sampled.tokens.tolist()
+
+        def parse() -> tuple[str | None, str | None, Any]:
+            parser = self._make_parser(kind.parser, request)
+            return parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=ids)
+
+        try:
+            return _within(PARSE_SECONDS, parse)
+        except (_TooSlow, Exception) as error:  # a policy may write anything, and parsers raise anything
+            if not self._has_warned:
+                log.warning("a parser fails on what the policy writes", error=repr(error), text=text[-200:])
+            self._has_warned = True
+            return None
+
+
+def _request(tools: list[Json] | None) -> Any:
+    """A request with these tools as vLLM's parsers get it. Raises ValueError."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    try:
+        return ChatCompletionRequest(messages=[], model="policy", tools=tools or None)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _calls(raw_calls: Iterable[Any] | None, taken: Collection[str]) -> list[Json]:
+    """The calls in the form of OpenAI's API, each with an id of its own; none if one of them is malformed."""
+    ids, calls = set(taken), []
+    for call in raw_calls or ():
+        try:
+            json.loads(call.arguments)
+        except (ValueError, RecursionError):
+            return []
+        if not call.name:
+            return []
+        # Some models write the ids of their calls, or want them in a form that their parser knows.
+        name = call.id if call.id and call.id not in ids else f"call_{token_hex(12)}"
+        ids.add(name)
+        calls.append({"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
+    return calls
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """The text before the first stop string, and whether there is one."""
+    end = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    return (text, False) if end is None else (text[:end], True)
+
+
+class _TooSlow(BaseException):
+    """Not an Exception: parsers catch those."""
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of the call. Raises _TooSlow after so many CPU seconds, where the call calls a function."""
+    until = time.thread_time() + seconds
+    calls = itertools.count(1)
+
+    def look(*_: Any) -> None:
+        if next(calls) % _CALLS == 0 and time.thread_time() > until:
+            raise _TooSlow(f"it takes more than {seconds:g} s")
+
+    sys.setprofile(look)  # of this thread
+    try:
+        return call()
+    finally:
+        sys.setprofile(None)

@@ -1,0 +1,125 @@
+"""The memory that a model's layers take in training, counted in the model's own code.
+
+A model of few layers, in its real width, makes one forward and backward pass with tensors that have shapes but no data
+(PyTorch's FakeTensorMode). So the count takes seconds, whatever the size of the model, and holds for any architecture.
+The rest follows: memory is linear in the number of tokens, and from one layer to the next.
+"""
+
+import copy
+import weakref
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from areal.config.trainer_section import TrainerConfig
+from areal.training.packed import attention_kwargs, choose_attention, empty_row
+from areal.weights.lora import add_adapters
+
+TOKENS = 1021
+"""A prime number, so that only gradients of parameters have the shapes of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes per token. `saved`: what the layers keep from the forward pass for the backward pass. `peak`: the most that
+    exists at once during the layers' backward pass, which includes `saved`. Gradients of parameters do not count."""
+
+    saved: float
+    peak: float
+
+
+def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
+    """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
+    small, large = of_layers(sizes, 2), of_layers(sizes, 4)
+    few, many = (_passes(layers, trainer, checkpointing) for layers in (small, large))
+
+    def all_layers(name: str) -> float:
+        a_layer = (getattr(many, name) - getattr(few, name)) / (large.num_hidden_layers - small.num_hidden_layers)
+        return getattr(few, name) + (sizes.num_hidden_layers - small.num_hidden_layers) * a_layer
+
+    return Activations(all_layers("saved"), all_layers("peak"))
+
+
+def _period(kinds: list[str]) -> int:
+    """After how many layers their kinds repeat themselves."""
+    return next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
+
+
+def of_layers(sizes: Any, per_kind: int) -> Any:
+    """The config `sizes` with only so many layers of each kind, in the order of the model."""
+    sizes = copy.deepcopy(sizes)
+    kinds = getattr(sizes, "layer_types", None)
+    period = _period(kinds or [""])
+    sizes.num_hidden_layers = per_kind * period
+    if kinds:
+        sizes.layer_types = [*islice(cycle(kinds[:period]), per_kind * period)]
+    return sizes
+
+
+def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activations:
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, trainer.dtype)
+    attention = choose_attention("float32")
+    with torch.device("meta"):
+        how = {"trust_remote_code": False, "dtype": dtype, "attn_implementation": attention}
+        model = AutoModelForCausalLM.from_config(sizes, **how).train()
+        decoder = model.get_decoder()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if trainer.lora:
+            model = add_adapters(model, trainer.lora)
+    for part in model.modules():
+        if isinstance(getattr(part, "rope_type", None), str):
+            part.rope_type = "default"  # others choose frequencies by the positions, which have no data here
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        row = empty_row(torch.device("cpu"), TOKENS)
+        embeddings = torch.zeros(1, TOKENS, sizes.hidden_size, dtype=dtype, requires_grad=True)
+        with _Count(model) as count:
+            hidden = decoder(
+                inputs_embeds=embeddings,
+                position_ids=row.positions,
+                use_cache=False,
+                **attention_kwargs(row, attention),
+            ).last_hidden_state
+            saved = count.now
+            hidden.backward(torch.zeros_like(hidden))
+    return Activations(saved / TOKENS, count.peak / TOKENS)
+
+
+class _Count(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make: those that exist `now`, and their `peak`. Gradients of
+    parameters do not count: those of a layer's experts may be larger than all else, whatever the number of tokens."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self._shapes = {tuple(sorted(parameter.shape)) for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and tuple(sorted(tensor.shape)) not in self._shapes:
+                self._add(tensor.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+        self._storages.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._storages.discard(key)
+        self.now -= size

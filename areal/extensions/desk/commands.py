@@ -1,0 +1,145 @@
+"""The tools that read runs: report, compare, rollouts, replay, audit; and those that plan and prepare runs."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from areal.base.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
+
+
+def declare(tools: RoomTools) -> None:
+    _declare_readers(tools)
+    _declare_planning(tools)
+    _declare_replays(tools)
+
+
+def _declare_readers(tools: RoomTools) -> None:
+    compare = tools.add("compare", "comparison:compare", "print in what runs differ, and the figures they end with")
+    compare.add_argument("folders", nargs="+", **RUN)
+
+    rollouts = tools.add("rollouts", "rollout_print:print_rollouts", "print rollouts of a run (docs/record.md)")
+    add = rollouts.add_argument
+    add("folder", **RUN)
+    add("--where", metavar="SQL", help='condition on their columns: "reward < 0.1 and step > 50"')
+    order = rollouts.add_mutually_exclusive_group().add_argument
+    order("--sort", default="step desc", metavar="COLUMN", help='or "COLUMN desc" (default: "step desc", newest first)')
+    order("--random", action="store_true", help="show rollouts at random")
+    add("--show", type=int, default=5, metavar="N", help="number to show (default: 5)")
+
+    trace = tools.add("trace", "trace:write_trace", "write the trace of a run, trace.json, to open in ui.perfetto.dev")
+    trace.add_argument("folder", **RUN)
+
+    profile = tools.add("profile", "profile:print_profile", "print where the CPU time of a run's processes goes")
+    profile.add_argument("folder", **RUN)
+    profile.add_argument("--top", type=int, default=5, metavar="N", help="functions of each process (default: 5)")
+
+    track = tools._replace(room="areal.observe").add(
+        "track", "tracking:track", "send a run's numbers to TensorBoard and others (its master does it)"
+    )
+    track.add_argument("folder", **RUN)
+
+    add = tools.add("export", "export:export", "write rollouts of a run as a data set for TRL and others").add_argument
+    add("folder", **RUN)
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE.jsonl|FILE.parquet|FOLDER",
+        help="a folder has a data set card and can be uploaded as it is",
+    )
+    best = "the best sample of each group (default), or the best and the worst where they differ"
+    add("--format", choices=("sft", "preference"), default="sft", help=best)
+    add("--all", action="store_true", help="sft: all samples and not only the best of each group")
+    least = "lowest reward of a sample to imitate (default: above 0; in a pair: any)"
+    add("--min-reward", type=float, metavar="R", help=least)
+
+    add = tools.add("push", "push:run", "make a model folder for the hub, with a card, and upload it").add_argument
+    add("folder", **RUN)
+    add("--repo", metavar="OWNER/NAME", help="upload to this repository, which is made if it is new")
+    add("--public", action="store_true", help="make a new repository public (default: private)")
+    add("--output", type=Path, metavar="FOLDER", help="the folder to make (default: RUN_FOLDER/hub)")
+
+
+def _declare_planning(tools: RoomTools) -> None:
+    reports = tools.add("report", "commands:report", "write the report of a run, report.html")
+    reports.add_argument("folders", nargs="+", **RUN)
+    instead = reports.add_mutually_exclusive_group().add_argument
+    figure = "draw learning and staleness into FILE instead; of several runs, by the settings in which they differ"
+    instead("--figure", type=Path, metavar="FILE.svg", help=figure)
+    instead("--against", metavar="paper:NAME", help="print a table of the paper, such as paper:table2, with these runs")
+
+    add = tools.add("config", "settings_list:print_keys", "list the keys, their values and meaning").add_argument
+    schema = "print the JSON schema of a configuration, by which editors complete YAML"
+    add("--schema", action="store_true", help=schema)
+    add("words", nargs="*", metavar="WORD", help="only keys with these words, such as trainer.lora or staleness")
+
+    add = tools.add(
+        "plan",
+        "plan:plan_run",
+        "plan the split of devices between generation and training, and their memory",
+        "Measure the rates with a short run on any number of such devices: plan --from runs/NAME --devices N",
+    ).add_argument
+    add("--config", help="configuration of the run (default with --from: that run's)", **CONFIG)
+    add("--from", dest="run", help="take rates and lengths from this run", **RUN)
+    add("--devices", required=True, type=int, metavar="N", help="number of devices to split")
+    add("--device-memory", required=True, type=float, metavar="GIB", help="memory of one device")
+    add("--generation-rate", type=float, metavar="TOKENS/S", help="completion tokens per device")
+    add("--training-rate", type=float, metavar="TOKENS/S", help="completion tokens per device")
+    add("--mean-tokens", type=float, metavar="N", help="mean length of a completion")
+    add("--prompt-tokens", type=int, default=1024, metavar="N", help="length of the longest prompt (default: 1024)")
+    add("overrides", help="changes to the configuration", **OVERRIDES)
+
+
+def _declare_replays(tools: RoomTools) -> None:
+    summary = "train again from the rollouts that a run has kept, as it did or with changes; also works under torchrun"
+    epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (docs/objectives.md)."
+    add = tools.add("replay", "commands:replay", summary, epilog).add_argument
+    add("run", **RUN)
+    add("--trust", action="store_true", help="run code that the configuration of another user's run names")
+    grid = "a replay for each value, such as trainer.objective=ppo,gspo; may be repeated, for each combination"
+    add("--sweep", action="append", default=[], metavar="key=value,value,...", help=grid)
+    add("--steps", default=":", metavar="A:B", help="only the steps after A up to B, from the checkpoint of A")
+    add("--without", metavar="SQL", help='leave out groups that have such a row: "step > 40 and reward > 1"')
+    add("--until", metavar="CONDITION", help='end with the first step of which it holds, such as "entropy<0.2"')
+    bisect = 'search the first step at which it holds, such as "reward_mean>1", and the groups that bring it'
+    add("--bisect", metavar="CONDITION", help=bisect)
+    add("--output", type=Path, metavar="FOLDER", help="folder for the trained model, with --sweep for one of each")
+    add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)
+
+    summary = "check a finished run by its record alone: data, bound, token versions, and the weights by training again"
+    epilog = "Exit code 1: a check fails, or the record does not have what it takes (docs/record.md)."
+    add = tools.add("audit", "audit:run", summary, epilog).add_argument
+    add("run", **RUN)
+    add("--trust", action="store_true", help="run code that the configuration of another user's run names")
+    add("--full", action="store_true", help="train all steps again, not only those between two checkpoints")
+    add("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
+
+
+def replay(options: Namespace) -> int:
+    from areal.base.plugins import announce_code
+    from areal.extensions.desk import bisection
+    from areal.extensions.desk.replay import FOLDER, run
+    from areal.storage.disk import within
+    from areal.storage.record import Record
+
+    within(options.run / FOLDER, options.run)
+    record = Record(options.run)
+    announce_code(options.run, record.config.model_dump(mode="json"), options.trust)
+    return bisection.run(record, options) if options.bisect else run(record, options)
+
+
+def report(options: Namespace) -> None:
+    from areal.extensions.desk.report import write_figure, write_report
+
+    if options.against is not None:
+        from areal.extensions.desk.paper import compare  # imports torch, which the other reports do without
+
+        compare(options.against.removeprefix("paper:"), options.folders, output(120))
+    elif options.figure is None:
+        for folder in options.folders:
+            print(write_report(folder))
+    elif len(options.folders) == 1:
+        write_figure(options.folders[0], options.figure)
+    else:
+        from areal.extensions.desk.comparison import write_comparison
+
+        output(120).print(write_comparison(options.folders, options.figure))

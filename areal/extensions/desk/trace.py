@@ -1,0 +1,162 @@
+"""Writes a run as trace.json, in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Every actor is a process of the trace. Its first row has the activities that it reported, the rows below have the spans
+that it measured itself, and its numbers are counters. The process `run` has the steps and the evaluations.
+"""
+
+import json
+import math
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from areal.config.roles import ROLES
+from areal.extensions.desk import timeline
+from areal.extensions.desk.timeline import TimelineSpan
+from areal.storage.disk import replace
+from areal.storage.events import TOTALS
+from areal.storage.record import Record
+
+RUN = "run"
+ORDER = (RUN, "master", *ROLES)
+COUNTERS = {
+    "reward": ("reward_mean", "reward_mean_all"),
+    "staleness": ("staleness_mean", "staleness_max"),
+    "groups": ("groups_ready", "groups_alive", "groups_left_over"),
+    "completion tokens": ("completion_tokens_mean", "completion_tokens_max"),
+}
+# The row of the activities that an actor reports. The spans that it measured are in the rows below.
+ACTIVITIES = 0
+# Spans that follow each other may seem to overlap by this much.
+CLOCK_SECONDS = 0.02
+
+
+def write_trace(options: Namespace) -> None:
+    """`areal trace`: write `trace.json` into a run folder, and print its path."""
+    path = options.folder / "trace.json"
+    replace(path, json.dumps({"traceEvents": trace_events(Record(options.folder)), "displayTimeUnit": "ms"}))
+    print(path)
+
+
+def trace_events(run: Record) -> list[dict[str, Any]]:
+    """Spans ("X"), counters ("C") and names ("M"); times in microseconds since the first of them."""
+    measured = [*steps(run), *timeline.measured(run.events, run.records, run.times)]
+    activities = list(timeline.activities(run.events))
+    counters = [*step_counters(run), *actor_counters(run.events)]
+    begin = min([span.begin for span in measured + activities] + [at for _, _, at, _ in counters], default=0.0)
+
+    actors = sorted({span.actor for span in measured + activities} | {actor for actor, *_ in counters}, key=_order)
+    numbers = {actor: number for number, actor in enumerate(actors, 1)}
+    events = []
+    for actor, number in numbers.items():
+        events += [_named("process_name", number, name=actor), _named("process_sort_index", number, sort_index=number)]
+        rows = list(_rows(span for span in measured if span.actor == actor))
+        if spoken := [span for span in activities if span.actor == actor]:
+            rows.insert(0, (ACTIVITIES, sorted(spoken, key=lambda span: span.begin)))
+        for row, spans in rows:
+            kinds = "doing" if row == ACTIVITIES else ", ".join(dict.fromkeys(span.kind for span in spans))
+            events += [_named("thread_name", number, row, name=kinds), *_drawn(spans, number, row, begin)]
+    for actor, name, at, values in counters:
+        events.append({"ph": "C", "name": name, "pid": numbers[actor], "ts": _microseconds(at - begin), "args": values})
+    return events
+
+
+def _drawn(spans: Iterable[TimelineSpan], pid: int, row: int, zero: float) -> Iterator[dict[str, Any]]:
+    """The trace events of a row, in the order of time. A span that overlaps the one before begins at its end."""
+    end = 0
+    for span in spans:
+        begin = max(end, _microseconds(span.begin - zero))
+        end = max(begin, _microseconds(span.end - zero))
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "pid": pid,
+            "tid": row,
+            "ts": begin,
+            "dur": end - begin,
+            "args": span.details,
+        }
+
+
+def steps(run: Record) -> Iterator[TimelineSpan]:
+    """One span per step, from commit to commit at most, and one of no length per evaluation, at its result."""
+    previous = -math.inf
+    for record, end in zip(run.records, run.times, strict=True):
+        seconds = min(record.get("step_seconds", 0.0), end - previous)
+        previous = end
+        plain = {key: value for key, value in record.items() if isinstance(value, int | float | str)}
+        yield TimelineSpan(RUN, f"step {record['step']}", end - seconds, seconds, plain)
+    for evaluation in run.evaluations:
+        if "time" in evaluation:
+            accuracy = evaluation.get("accuracy")
+            name = f"version {evaluation['version']} evaluated" + ("" if accuracy is None else f": {accuracy:.3f}")
+            yield TimelineSpan(RUN, name, evaluation["time"], 0.0)
+
+
+Counter = tuple[str, str, float, dict[str, float]]
+"""Actor, name, time, values."""
+
+
+def step_counters(run: Record) -> Iterator[Counter]:
+    for record, end in zip(run.records, run.times, strict=True):
+        for name, keys in COUNTERS.items():
+            if values := {key: record[key] for key in keys if isinstance(record.get(key), int | float)}:
+                yield RUN, name, end, values
+
+
+def actor_counters(events: Iterable[dict[str, Any]]) -> Iterator[Counter]:
+    """Every number of the heartbeats. Numbers that only grow (TOTALS) are given as their increase per second."""
+    totals: dict[tuple[str, str], tuple[float, float]] = {}
+    for event in events:
+        for name, value in (event.get("stats") or {}).items():
+            actor, at = event["actor"], event["time"]
+            if name not in TOTALS:
+                yield actor, name, at, {name: value}
+                continue
+            then, total = totals.get((actor, name), (at, value))
+            totals[actor, name] = (at, value)
+            if at > then:
+                yield actor, f"{name} / s", at, {name: max(0.0, value - total) / (at - then)}
+
+
+def _rows(spans: Iterable[TimelineSpan]) -> Iterator[tuple[int, list[TimelineSpan]]]:
+    """Each row of an actor, with its number and its spans in the order of time. Viewers show a span that begins during
+    another span of its row as a part of it, so kinds of spans share a row only if none of them overlap."""
+    kinds: dict[str, list[TimelineSpan]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.begin):
+        kinds[span.kind].append(span)
+    rows: list[list[TimelineSpan]] = []
+    for remaining in kinds.values():
+        while remaining:
+            chain, remaining = _chain(remaining)
+            row = next((row for row in rows if not _chain([*row, *chain])[1]), None)
+            if row is None:
+                rows.append(chain)
+            else:
+                row.extend(chain)
+    for number, row in enumerate(rows, 1):
+        yield number, sorted(row, key=lambda span: span.end)
+
+
+def _chain(spans: Iterable[TimelineSpan]) -> tuple[list[TimelineSpan], list[TimelineSpan]]:
+    """As many spans as possible that do not overlap, and the other spans."""
+    chain: list[TimelineSpan] = []
+    overlapping: list[TimelineSpan] = []
+    for span in sorted(spans, key=lambda span: span.end):
+        follows = not chain or span.begin >= chain[-1].end - CLOCK_SECONDS
+        (chain if follows else overlapping).append(span)
+    return chain, overlapping
+
+
+def _order(actor: str) -> tuple[int, str, int]:
+    role, _, index = actor.partition("/")
+    return ORDER.index(role) if role in ORDER else len(ORDER), role, int(index or 0)
+
+
+def _named(what: str, pid: int, tid: int = ACTIVITIES, /, **values: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": values}
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,1 @@
+"""Environments: gymnasium, OpenEnv, verifiers and reasoning_gym."""

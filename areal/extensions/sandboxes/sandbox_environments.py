@@ -1,0 +1,131 @@
+"""Episodes in a sandbox, in which the policy runs shell commands. The environment is called `docker:IMAGE`,
+`podman:IMAGE`, `bubble`, `http://HOST`, or `sandbox:package.module:function`.
+
+Any program in that sandbox, its `sh` included, may have become the policy's own. So the tests run in a new one, into
+which one folder is copied.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from areal.base import plugins
+from areal.base.errors import UserError, explain
+from areal.data.rows import Prompt, Row
+from areal.extensions.sandboxes.sandbox_owner import CONTAINERS, PROVIDER, Sandboxes, is_url, run_own, written
+from areal.extensions.sandboxes.sandbox_tasks import RowError, task_of
+from areal.extensions.sandboxes.sandbox_tools import SandboxTools
+from areal.extensions.sandboxes.sandboxes import Limits, Sandbox, copy_folder
+
+_COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
+# What is read of a file with a reward.
+REWARD_BYTES = 1000
+
+
+class SandboxEnvironment:
+    """One episode. Each turn's first ```bash block is run, and its output is what the policy sees next. A turn without
+    a block is the last: then the tests say what the reward is.
+
+    command, folder, image: of rows that have none of their own; `folder` None: tests run in the policy's own sandbox.
+    The other options are those of docs/sandboxes.md.
+    """
+
+    def __init__(
+        self, prefix: str, name: str, *, folder: str | None, command: str | None = None, image: str | None = None,
+        network: str = "none", memory: str = "1g", cpus: float = 1.0, processes: int = 256, disk: str = "256m",
+        arguments: Sequence[str] = (), max_output: int = 4000, timeout_seconds: float = 60.0,
+    ) -> None:  # fmt: skip
+        """prefix, name: the environment is called `prefix:name`."""
+        self.provider = {"http": f"http:{name}", "https": f"https:{name}", "sandbox": name}.get(prefix, prefix)
+        if prefix in CONTAINERS:
+            image = name or image
+        self._defaults = {"command": command, "folder": folder, "image": image}
+        self._limits = Limits(memory, cpus, processes, disk, network)
+        self._arguments, self._max_output, self._timeout = arguments, max_output, timeout_seconds
+        self.sandboxes: Sandboxes | None = None
+        """The owner of the sandboxes, set before the first call."""
+        self._sandbox_stack = contextlib.AsyncExitStack()
+
+    def rehearse(self) -> None:
+        """Look for the program and the image. Raises UserError."""
+        image = self._defaults["image"]
+        named = f"The environment '{self.provider}{f':{image}' if image else ''}'"
+        folder = self._defaults["folder"]
+        if folder is not None and not (PurePosixPath(folder).is_absolute() and PurePosixPath(folder).name):
+            raise UserError(f"{named}: folder is {folder}, but has to be the absolute path of a folder below /.")
+        if self.provider not in CONTAINERS:
+            if self.provider != "bubble" and not is_url(self.provider):
+                plugins.load(self.provider, PROVIDER)
+            return
+        if not shutil.which(self.provider):
+            raise UserError(f"{named} needs {self.provider}, which is not installed here: install it.")
+        look = [self.provider, *(["image", "inspect", image] if image else ["info"])]
+        with explain(subprocess.TimeoutExpired, f"{named}: {self.provider} has no answer within {self._timeout:g} s."):
+            looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
+        if looked.returncode:
+            why = looked.stderr.strip().rpartition("\n")[2]
+            raise UserError(f"{named} cannot be started ({why}): pull the image, or start {self.provider}'s service.")
+
+    async def reset(self, row: Row) -> Prompt:
+        """Start the sandbox. Returns the row's prompt. Raises SandboxError, and RowError if nothing can judge."""
+        self.task = task_of(row.fields, **self._defaults)
+        if self.task.command is None:
+            raise RowError("the row has no command that judges, and neither do the environment's options")
+        self.sandbox = await self._sandbox_stack.enter_async_context(self._opened())
+        self.tools = SandboxTools(self.sandbox, self.task, self._timeout, self._max_output)
+        return row.prompt
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        """Raises SandboxError if the sandbox is lost."""
+        match = _COMMAND.search(action)
+        if match:
+            text, ending = await self.tools.run(match[1])
+            return f"```output\n{text}\n```\nexit status: {ending}", 0.0, False
+        return "", await self.judge(), True
+
+    async def judge(self) -> float:
+        """The reward of the policy's state. Raises RowError if tests never give any, SandboxError if one is lost."""
+        if self.task.folder is None:
+            reward = await self._graded(self.sandbox)
+        else:
+            async with self._opened() as new:
+                if self.task.ready:
+                    await written(new, self.task.tests, self._timeout)
+                    await run_own(new, self.task, self.task.ready, self._timeout)
+                if not await copy_folder(self.sandbox, new, self.task.folder, self._timeout):
+                    return 0.0
+                reward = await self._graded(new)
+        if reward is None:  # by the policy's doing, or whatever it does
+            async with self._opened() as new:
+                if await self._graded(new) is None:
+                    raise RowError(f"the tests write no number into {self.task.reward_file}, not even without a policy")
+        return reward or 0.0
+
+    async def _graded(self, sandbox: Sandbox) -> float | None:
+        """The reward by the tests; None if they have written none."""
+        task = self.task
+        if not await written(sandbox, task.tests, self._timeout):
+            return 0.0
+        if task.tests_folder and not await sandbox.upload(Path(task.tests_folder), "/tests", self._timeout):
+            return 0.0
+        ran = await sandbox.exec(*task.shell(str(task.command)), seconds=task.seconds or self._timeout)
+        if task.reward_file is None:
+            return float(ran.status == 0)
+        for path in task.reward_file, str(PurePosixPath(task.reward_file).with_suffix(".json")):
+            text = await sandbox.read(path, self._timeout, most_bytes=REWARD_BYTES)
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                value = json.loads(text or b"")
+                return float(value["reward"] if isinstance(value, dict) else value)
+        return None
+
+    def _opened(self) -> contextlib.AbstractAsyncContextManager[Sandbox]:
+        assert self.sandboxes is not None  # whoever made this has set it
+        return self.sandboxes.opened(self.provider, self.task, self._limits, self._timeout, self._arguments)
+
+    async def close(self) -> None:
+        """End the sandbox, with all that runs in it."""
+        await self._sandbox_stack.aclose()

@@ -1,0 +1,138 @@
+"""Tasks of sandboxes: what a row says of its image, its files and its tests. docs/sandboxes.md has the fields.
+
+Rows of SWE-bench, SWE-smith, SWE-Gym and of sets in their form are read as they are published. Their tests are run by
+pytest, and a plug-in of pytest writes the outcome of each: a row whose tests have no names of pytest needs a `command`.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from areal.extensions.programs.outside import SandboxError
+
+# What is written for the tests, outside the repository; and where images of SWE-bench have it and Python.
+PLACE, REPOSITORY, BIN = "/tmp/areal", "/testbed", "/opt/miniconda3/envs/testbed/bin"
+_PATCHED = re.compile(r"^\+\+\+ b/(.+?)\s*$", re.MULTILINE)
+_APPLY = "git apply --whitespace=nowarn"
+# The history goes, since it may have the solution, or the change that made the mistake.
+_NO_HISTORY = (
+    "rm -rf .git && git init -q && git add -A && git -c user.name=areal -c user.email=areal@localhost commit -qm start"
+)
+_PLUGIN = """
+import json
+outcomes = {}
+def pytest_runtest_logreport(report):
+    passed = report.outcome == "passed" or hasattr(report, "wasxfail")
+    if report.when == "call" or not passed:
+        outcomes[report.nodeid] = outcomes.get(report.nodeid, True) and passed
+def pytest_sessionfinish(session):
+    with open("PLACE/outcomes.json", "w") as file:
+        json.dump(outcomes, file)
+""".replace("PLACE", PLACE)
+# Published names of tests end at the first space.
+_JUDGE = """
+import json, os, subprocess, sys
+os.environ["PYTHONPATH"] = "PLACE"
+names = json.load(open("PLACE/names.json"))
+files = sorted({name.split("::")[0] for name in names})
+subprocess.call([sys.executable, "-m", "pytest", "-p", "areal_outcomes", "-p", "no:cacheprovider"] + files)
+outcomes = json.load(open("PLACE/outcomes.json"))
+def passes(name):
+    found = [ok for test, ok in outcomes.items() if name in (test, test.split()[0])]
+    return found and all(found)
+sys.exit(not all(map(passes, names)))
+""".replace("PLACE", PLACE)
+
+
+class RowError(SandboxError):
+    """The row is at fault: another attempt would fail as well."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The fields as docs/sandboxes.md has them. folder None: tests run in the policy's own sandbox. tests are written
+    before `ready`, and again after the copy. reward_file None: the exit status of `command` is the reward. seconds
+    None: as of all commands."""
+
+    image: str | None = None
+    build: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    setup: str | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    path: str | None = None
+    folder: str | None = None
+    ready: str | None = None
+    tests: Mapping[str, str] = field(default_factory=dict)
+    tests_folder: str | None = None
+    command: str | None = None
+    reward_file: str | None = None
+    seconds: float | None = None
+
+    def shell(self, code: str) -> tuple[str, ...]:
+        """The command that runs shell code."""
+        return "sh", "-c", f'PATH={self.path}:"$PATH"; {code}' if self.path else code
+
+
+def task_of(row: Mapping[str, Any], **defaults: Any) -> Task:
+    """The task of a row's fields. defaults: where the row says nothing. Raises RowError."""
+    values = {entry.name: row[entry.name] for entry in fields(Task) if row.get(entry.name) is not None}
+    if row.get("FAIL_TO_PASS") is not None and "command" not in values:
+        values = _swe_fields(row) | values
+    for name in "files", "tests", "limits":  # tables have nulls for what only other rows have
+        if not isinstance(entries := values.get(name, {}), Mapping):
+            raise RowError(f"the row's {name} are of type {type(entries).__name__}, not an object")
+        values[name] = {key: value for key, value in entries.items() if value is not None}
+    return Task(**{name: value for name, value in defaults.items() if value is not None} | values)
+
+
+def _swe_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = [*_names(row, "FAIL_TO_PASS"), *_names(row, "PASS_TO_PASS")]
+    if not names or not all("::" in name for name in names):
+        raise RowError("the row's FAIL_TO_PASS or PASS_TO_PASS are no names of pytest: give it a command")
+    patch, test_patch = row.get("patch"), row.get("test_patch")
+    seeded = row.get("image_name") and not test_patch  # SWE-smith: the patch makes the mistake
+    test_files = sorted({name.split("::")[0] for name in names} | {*_PATCHED.findall(test_patch or "")})
+    apply = f"{_APPLY} {PLACE}/bug.patch && " if seeded else ""
+    saved = f"{PLACE}/tests.tar"
+    apply_tests = f"{_APPLY} {PLACE}/test.patch && " if test_patch else ""
+    quoted = " ".join(map(shlex.quote, test_files))
+    return {
+        "image": _image(row),
+        "folder": REPOSITORY,
+        "path": BIN,
+        "files": {f"{PLACE}/bug.patch": str(patch)} if seeded else {},
+        "setup": f"cd {REPOSITORY} && {apply}{_NO_HISTORY} && rm -rf {PLACE}",
+        "ready": f"cd {REPOSITORY} && {apply_tests}tar -cf {saved} {quoted}",
+        "command": f"cd {REPOSITORY} && tar -xf {saved} && python {PLACE}/judge.py",
+        "tests": {
+            f"{PLACE}/test.patch": test_patch,
+            f"{PLACE}/areal_outcomes.py": _PLUGIN,
+            f"{PLACE}/judge.py": _JUDGE,
+            f"{PLACE}/names.json": json.dumps(names),
+        },
+    }
+
+
+def _names(row: Mapping[str, Any], key: str) -> Sequence[str]:
+    """The names of tests: a list, or its JSON, as SWE-bench has it."""
+    names = row.get(key) or []
+    if isinstance(names, str):
+        with suppress(ValueError):
+            names = json.loads(names)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RowError(f"the row's {key} is no list of names of tests")
+    return names
+
+
+def _image(row: Mapping[str, Any]) -> str | None:
+    """The image that the row names, or that its set has published."""
+    if image := row.get("image_name") or row.get("docker_image"):
+        return str(image)
+    name = str(row.get("instance_id", ""))
+    if "environment_setup_commit" in row:
+        return f"swebench/sweb.eval.x86_64.{name.replace('__', '_1776_')}:latest".lower()
+    return f"xingyaoww/sweb.eval.x86_64.{name.replace('__', '_s_')}:latest".lower()

@@ -1,0 +1,181 @@
+"""Sandboxes of tasks: a place of its own for each sample, in which commands run and files are.
+
+`sandbox_providers.py` has the kinds of sandboxes. Whatever a command does is a result. Only a sandbox that
+is lost, or does not answer, raises SandboxError: that fails the sample, which then gets no score.
+"""
+
+import asyncio
+import io
+import re
+import tarfile
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from areal.extensions.programs.outside import SandboxError
+
+# The most bytes that one call of `read` or `write` moves, of the output of a command, and of a folder that is copied: a
+# file that is said to be large need not have room on a disk.
+PART_BYTES, OUTPUT_BYTES, FOLDER_BYTES = 4 << 20, 1 << 20, 2 << 30
+# How long a sandbox may take to end.
+END_SECONDS = 30.0
+_READS = 'test -f "$1" && tail -c "+$2" "$1" | head -c "$3"'
+_WRITES = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
+_APPENDS = 'cat >> "$1"'
+_PACKS = 'test ! -L "$1" && tar -cf "$2" -C "$1" .'
+_EMPTIES = 'mkdir -p "$1" && cd "$1" && rm -rf ./* ./.[!.]* ./..?*'
+_UNPACKS = 'mkdir -p "$2" && tar -xf "$1" -C "$2" && rm "$1"'
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of a command. status: its exit status; None: it was ended at its deadline, with all that it had
+    started. output: stdout and stderr, as they came; what is too long is cut in the middle, with a mark."""
+
+    status: int | None
+    output: bytes
+
+    @property
+    def text(self) -> str:
+        return self.output.decode(errors="replace").strip()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a sandbox may use. memory: as of docker, such as 1g. disk: that of a `bubble`, whose files are in memory."""
+
+    memory: str = "1g"
+    cpus: float = 1.0
+    processes: int = 256
+    disk: str = "256m"
+    network: str = "none"
+
+    def changed(self, row: Mapping[str, Any]) -> "Limits":
+        """These limits, with those that a row sets: all but the network. Raises SandboxError."""
+        if not row.keys() <= vars(self).keys() - {"network"}:
+            raise SandboxError(f"the row's limits are {', '.join(row)}: known are memory, cpus, processes and disk")
+        return Limits(**{**vars(self), **row})
+
+
+class Sandbox:
+    """Every call has a deadline, in seconds from when it has a core (`programs/slots.py`), and raises SandboxError
+    if the sandbox is lost or does not answer. Paths are absolute. A provider has `exec` and `close`, and perhaps
+    `start`: the shell of the sandbox does the rest."""
+
+    async def start(self, seconds: float) -> None:
+        """Begin, unless that was done when it was made."""
+
+    async def exec(self, *command: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES) -> Ran:
+        """Run a command to its end, or to its deadline."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End it, with all that runs in it. Raises nothing for what is gone already."""
+        raise NotImplementedError
+
+    async def read(self, path: str, seconds: float, *, start: int = 0, most_bytes: int = PART_BYTES) -> bytes | None:
+        """A part of a file; None if it cannot be read."""
+        size = str(most_bytes)
+        ran = await self.shell(_READS, path, str(start + 1), size, seconds=seconds, most_bytes=most_bytes)
+        return ran.output if ran.status == 0 else None
+
+    async def write(self, path: str, content: bytes, seconds: float) -> bool:
+        """Whether the file could be written, with its folders."""
+        return await self._put(io.BytesIO(content), path, seconds)
+
+    async def upload(self, folder: Path, path: str, seconds: float) -> bool:
+        """Whether a folder of this machine could be copied, with all that is in it."""
+        with tempfile.TemporaryFile() as file:
+            await asyncio.to_thread(_pack, folder, file)
+            return await self.unpack(file, path, seconds)
+
+    async def unpack(self, archive: IO[bytes], folder: str, seconds: float) -> bool:
+        """Whether an archive could be unpacked into a folder."""
+        path = f"/tmp/{uuid.uuid4().hex}.tar"
+        archive.seek(0)
+        put = await self._put(archive, path, seconds)
+        return put and (await self.shell(_UNPACKS, path, folder, seconds=seconds)).status == 0
+
+    async def alive(self) -> bool:
+        """Whether it still answers."""
+        try:
+            return (await self.exec("true", seconds=END_SECONDS)).status == 0
+        except SandboxError:
+            return False
+
+    async def shell(
+        self, code: str, *arguments: str, seconds: float, stdin: bytes = b"", most_bytes: int = OUTPUT_BYTES
+    ) -> Ran:
+        """Run shell code with arguments."""
+        return await self.exec("sh", "-c", code, "sh", *arguments, seconds=seconds, stdin=stdin, most_bytes=most_bytes)
+
+    async def _put(self, content: IO[bytes], path: str, seconds: float) -> bool:
+        part, code = content.read(PART_BYTES), _WRITES
+        while (await self.shell(code, path, seconds=seconds, stdin=part)).status == 0:
+            part, code = content.read(PART_BYTES), _APPENDS
+            if not part:
+                return True
+        return False
+
+
+def size_of(text: str) -> int:
+    """Bytes, of docker's `512m` or `2g`. Raises SandboxError."""
+    match = re.fullmatch(r"(\d+)([kmg]?)b?", str(text).lower())
+    if not match:
+        raise SandboxError(f"{text!r} is no size: write 512m or 2g")
+    return int(match[1]) << 10 * " kmg".index(match[2] or " ")
+
+
+async def copy_folder(source: Sandbox, target: Sandbox, folder: str, seconds: float) -> bool:
+    """Replace a folder of `target` by that of `source`, where any program may be the policy's. False if there is no
+    such folder, if it is too large, or if its archive is none: the policy's doing. Raises SandboxError."""
+    archive = f"/tmp/{uuid.uuid4().hex}.tar"
+    if (await source.shell(_PACKS, folder, archive, seconds=seconds)).status != 0:
+        return False
+    with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as clean:
+        while part := await source.read(archive, seconds, start=packed.tell()):
+            packed.write(part)
+            if packed.tell() > FOLDER_BYTES:
+                return False
+        packed.seek(0)
+        try:
+            await asyncio.to_thread(clean_archive, packed, clean)
+        except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError, OSError):
+            return False
+        emptied = await target.shell(_EMPTIES, folder, seconds=seconds)
+        return emptied.status == 0 and await target.unpack(clean, folder, seconds)
+
+
+def clean_archive(source: IO[bytes], target: IO[bytes]) -> None:
+    """Copy the files, folders and symbolic links of an archive, without owners, and without what would be unpacked
+    outside its folder. Raises TarError, ValueError, KeyError."""
+    links: set[PurePosixPath] = set()
+    with tarfile.open(fileobj=source, mode="r:") as old, tarfile.open(fileobj=target, mode="w:") as new:
+        for member in old:
+            name = PurePosixPath(member.name)
+            if name.is_absolute() or ".." in name.parts or links & {name, *name.parents}:
+                continue
+            plain = tarfile.TarInfo(str(name))
+            plain.mode, plain.mtime = member.mode & 0o777, member.mtime
+            content = old.extractfile(member) if member.isreg() or member.islnk() else None
+            if content is not None:
+                plain.size = content.seek(0, io.SEEK_END)
+                content.seek(0)
+            elif member.issym():
+                links.add(name)
+                plain.type, plain.linkname = tarfile.SYMTYPE, member.linkname
+            elif member.isdir():
+                plain.type = tarfile.DIRTYPE
+            else:
+                continue
+            if target.tell() + plain.size > FOLDER_BYTES:
+                raise ValueError("the folder is too large")
+            new.addfile(plain, content)
+
+
+def _pack(folder: Path, file: IO[bytes]) -> None:
+    with tarfile.open(fileobj=file, mode="w:") as archive:
+        archive.add(folder, ".")

@@ -1,0 +1,304 @@
+"""The checks that need a generator: its log-probs, interruptions with exact versions, sleep, its speed.
+
+The reference runs when the engine is closed, since both may not fit into one device.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal.config import Config
+from areal.devices import visible_devices
+from areal.extensions.selftest.disk_checks import size_of
+from areal.extensions.selftest.findings import REPORT, Finding
+from areal.extensions.selftest.reference_models import kept_logprobs, model_of, reference_logprobs
+from areal.extensions.selftest.sequences import Sampled, read, write
+from areal.extensions.selftest.transfer_checks import Receiving
+from areal.extensions.selftest.verdicts import (
+    RECOVERY_SECONDS,
+    BusyLoad,
+    check_busy_load,
+    check_engine,
+    check_kept,
+    check_received,
+    check_turns,
+    check_versions,
+    gap_of,
+    load_cost,
+)
+from areal.generation.generation_engine import EngineError, GenerationEngine, LoadTimes, WeightLoadError
+from areal.samples.table import Generation, TokenTable, joined
+
+SEQUENCES, TOKENS, LONGEST = 8, 64, 1024
+"""Sequences that are compared, and how many tokens of each; most tokens of one that is interrupted."""
+AFTER = 32
+"""Tokens that an interrupted sequence goes on for under the new weights."""
+WARM_UP_SECONDS, SPEED_SECONDS = 2.0, 8.0
+GOING_ON = 0.9
+"""Share of the sequences of a full engine that have to go on after a load: there may be KV cache for fewer then."""
+
+
+class GenerationChecks:
+    """The generator of a self-test. config: of the run, with a folder as its model."""
+
+    _engine: GenerationEngine  # set by `start`
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.for_device(cuda=bool(visible_devices()))
+        self._receiving: Receiving | None = None
+        self._asleep: list[asyncio.Task[Sampled]] = []
+
+    async def start(self) -> list[Finding]:
+        """Start the engine as the run does. Until `keep`, its KV cache is recomputed: log-probs are of one version."""
+        started = time.perf_counter()
+        generator = self._config.generator.model_copy(update={"interrupt": True})
+        self._engine = await GenerationEngine.start(
+            Path(self._config.model),
+            generator,
+            version=0,
+            lora=self._config.trainer.lora,
+            sleeps=self._config.colocate,
+            transfer=self._config.weights.backend,
+        )
+        self._engine.keeps_cache = False
+        seconds = time.perf_counter() - started
+        measured = f"{generator.devices} devices, {generator.dtype}, started in {seconds:.0f} s"
+        return [Finding("generator", "ok", measured, values={"seconds": seconds})]
+
+    async def sample(self, file: str) -> list[Finding]:
+        """Sample some whole sequences into a file."""
+        write(await sample(self._engine, self._config), Path(file))
+        return []
+
+    async def interrupt(self, published: str, file: str) -> list[Finding]:
+        """Interrupt sequences by loading the weights in the folder `published` as version 1."""
+        sequences, times = await interrupt(self._engine, self._config, Path(published), 1)
+        write(sequences, Path(file))
+        measured, values = load_cost(times, size_of(Path(published)))
+        return [Finding("load", "ok", f"{measured}, {times.sequences_interrupted} sequences", values=values)]
+
+    async def keep(self, file: str) -> list[Finding]:
+        """As `interrupt`, from version 1 back to the model's weights as version 2, but the KV cache is kept."""
+        self._engine.keeps_cache = True
+        sequences, _ = await interrupt(self._engine, self._config, Path(self._config.model), 2)
+        self._engine.keeps_cache = False
+        write(sequences, Path(file))
+        return []
+
+    async def sleep(self, sequences: bool) -> dict[str, Any]:
+        """Have the engine leave the devices, if wanted in the middle of some sequences."""
+        self._asleep = await begin(self._engine, self._config, 4 * TOKENS) if sequences else []
+        started = time.perf_counter()
+        await self._engine.sleep()
+        return {"seconds": time.perf_counter() - started, "sequences": sum(not task.done() for task in self._asleep)}
+
+    async def wake(self, file: str) -> dict[str, Any]:
+        """Undo `sleep`, and finish the sequences, into a file."""
+        started = time.perf_counter()
+        await self._engine.wake()
+        seconds = time.perf_counter() - started
+        write(await asyncio.gather(*self._asleep), Path(file))
+        return {"seconds": seconds}
+
+    async def receive(self, call: str, info: dict[str, Any]) -> list[Finding]:
+        """Do a call by which the trainer sends its weights as version 2. Returns what went wrong."""
+        self._receiving = self._receiving or Receiving(self._engine)
+        try:
+            await self._receiving.follow(call, info)
+        except (WeightLoadError, EngineError) as error:
+            return [Finding("transport", "FAILED", str(error), REPORT)]
+        return []
+
+    async def speed(self, of_token: float, peak_tflops: float | None) -> list[Finding]:
+        """Tokens/s of a full engine, and a load while it is full. of_token: operations. peak_tflops: of one device."""
+        rate, load = await speed(self._engine, self._config)
+        tflops = rate * of_token / 1e12 / self._config.generator.devices
+        mfu = tflops / peak_tflops if peak_tflops else None
+        return [
+            Finding(
+                "generation",
+                "ok",
+                f"{rate:,.0f} tokens/s, {self._config.generator.max_concurrent_rollouts} sequences, {tflops:.3g} "
+                f"TFLOP/s a device" + ("" if mfu is None else f", MFU {mfu:.1%}"),
+                values={"tokens_per_second": rate, "tflops": tflops, "mfu": mfu},
+            ),
+            check_busy_load(load, size_of(Path(self._config.model))),
+        ]
+
+    async def close(self) -> list[Finding]:
+        """End the engine's process."""
+        await self._engine.close()
+        return []
+
+    def compare(
+        self,
+        sampled: str,
+        interrupted: str,
+        published: str,
+        scratch: str,
+        kept_file: str | None = None,
+        slept: str | None = None,
+        turns: dict[str, Any] | None = None,
+    ) -> list[Finding]:
+        """Compare all log-probs with those of the reference under both versions. scratch: an empty folder. kept_file:
+        sequences of versions 1 and 2. slept: those that the engine slept in. turns: what `check_turns` takes."""
+        old, new = read(Path(sampled)), read(Path(interrupted))
+        between = read(Path(slept)) if slept else []
+        base, dtype = Path(self._config.model), self._config.generator.dtype
+        first = reference_logprobs(base, [*old, *between, *new], self._config)
+        if first is None:
+            why = "the model fits neither into one GPU nor into this machine in fp32"
+            names = ["engine", "interruption", *(["kept cache"] if kept_file else [])]
+            findings = [Finding(name, "skipped", why) for name in names]
+            return [*findings, *([check_turns(turns, None, dtype)] if turns else [])]
+        model = model_of(base, Path(published), Path(scratch))
+        second = reference_logprobs(model, new, self._config)
+        findings = [
+            check_engine(old, first[: len(old)], dtype),
+            check_versions(new, first[len(old) + len(between) :], second or [], dtype),
+        ]
+        if kept_file:
+            sequences = read(Path(kept_file))
+            exact = kept_logprobs(model, base, sequences, self._config) or []
+            recomputed = reference_logprobs(base, sequences, self._config) or []
+            findings.append(check_kept(sequences, exact, recomputed, dtype))
+        if turns:
+            gap = gap_of(between, first[len(old) : len(old) + len(between)]) if between else None
+            findings.append(check_turns(turns, gap, dtype))
+        return findings
+
+    async def compare_received(self, received: str, published: str, scratch: str) -> list[Finding]:
+        """Compare log-probs of sequences sampled by received weights with the reference's. scratch: an empty folder."""
+        assert self._receiving is not None
+        sequences = read(Path(received))
+        model = model_of(Path(self._config.model), Path(published), Path(scratch))
+        exact = reference_logprobs(model, sequences, self._config)
+        measured, values = load_cost(await self._receiving.times(), size_of(Path(published)))
+        measured = f"{self._config.weights.backend}: {measured}"
+        if exact is None:
+            return [Finding("transport", "ok", f"{measured}; the model is too large to compare", values=values)]
+        return [check_received(sequences, exact, self._config.generator.dtype, measured, values)]
+
+
+async def sample(engine: GenerationEngine, config: Config) -> list[Sampled]:
+    """Some whole sequences, by the weights that the engine has."""
+    return await asyncio.gather(*await begin(engine, config, TOKENS))
+
+
+async def interrupt(
+    engine: GenerationEngine, config: Config, folder: Path, version: int
+) -> tuple[list[Sampled], LoadTimes]:
+    """Sequences that went on from the version before to the weights in `folder`, `version`, and what the load took."""
+
+    def enough(parts: Sequence[Generation]) -> bool:
+        return sum(int((chunk.versions >= version).sum()) for chunk in parts) >= AFTER
+
+    tasks = await begin(engine, config, LONGEST, enough)
+    times = await engine.load(folder, version)
+    return await asyncio.gather(*tasks), times
+
+
+async def begin(
+    engine: GenerationEngine,
+    config: Config,
+    tokens: int,
+    enough: Callable[[Sequence[Generation]], bool] = lambda parts: False,
+) -> list[asyncio.Task[Sampled]]:
+    """Begin to sample some sequences, each of at most `tokens` tokens, until its chunks are `enough`. Returns once all
+    have tokens, or have ended."""
+    prompts, begun = _prompts(config), [asyncio.Event() for _ in range(SEQUENCES)]
+
+    async def sample_one(number: int) -> Sampled:
+        parts: list[Generation] = []
+        try:
+            async with _continued(engine, config, prompts[number], tokens) as chunks:
+                async for chunk in chunks:
+                    parts.append(chunk)
+                    begun[number].set()
+                    if enough(parts):
+                        break
+        finally:
+            begun[number].set()
+        return _joined(prompts[number], parts)
+
+    tasks = [asyncio.create_task(sample_one(number)) for number in range(SEQUENCES)]
+    for event in begun:
+        await event.wait()
+    return tasks
+
+
+async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLoad | None]:
+    """Tokens a second while as many sequences run as the engine takes, and a load then; None: it takes adapters."""
+    prompts = _prompts(config)
+    count = config.generator.max_concurrent_rollouts
+    arrived = [0] * count
+
+    async def keep_busy(number: int) -> None:
+        while True:
+            async with _continued(engine, config, prompts[number % SEQUENCES]) as chunks:
+                async for _ in chunks:
+                    arrived[number] += 1
+
+    tasks = [asyncio.create_task(keep_busy(n)) for n in range(count)]
+    load = None
+    try:
+        await asyncio.wait(tasks, timeout=WARM_UP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        started, tokens_at_start = time.perf_counter(), engine.stats().tokens_generated
+        failed_tasks: set[asyncio.Task[None]] = set()
+        # A busy machine may take longer for the first.
+        while not failed_tasks and engine.stats().tokens_generated == tokens_at_start:
+            failed_tasks, _ = await asyncio.wait(tasks, timeout=SPEED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        rate = (engine.stats().tokens_generated - tokens_at_start) / (time.perf_counter() - started)
+        if not failed_tasks and not config.trainer.lora:
+            running = engine.stats().running  # others may wait for KV cache
+            least = max(1, int(GOING_ON * running))
+            await _recovery(tasks, arrived, least)  # a busy machine may not have sampled for all
+            times = await engine.load(Path(config.model), engine.version)
+            seconds, failed_tasks = await _recovery(tasks, arrived, least)
+            load = BusyLoad(times, seconds)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in failed_tasks:  # it has failed: none ends by itself
+        task.result()
+    return rate, load
+
+
+async def _recovery(
+    tasks: list[asyncio.Task[None]], arrived: list[int], least: int
+) -> tuple[float, set[asyncio.Task[None]]]:
+    """Wait until so many sequences have more chunks than have `arrived` now. Returns the seconds, and ended tasks."""
+    started, chunks = time.perf_counter(), [*arrived]
+    while sum(now > then for now, then in zip(arrived, chunks, strict=True)) < least:
+        ended, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+        if ended or time.perf_counter() - started > RECOVERY_SECONDS:
+            return time.perf_counter() - started, ended
+    return time.perf_counter() - started, set()
+
+
+def _continued(
+    engine: GenerationEngine, config: Config, prompt: np.ndarray, tokens: float = math.inf
+) -> aclosing[AsyncGenerator[Generation, None]]:
+    """A continuation of the prompt, of at most `tokens` tokens."""
+    limit = int(min(tokens, engine.max_model_len - len(prompt)))
+    return aclosing(engine.generate("selftest", prompt.tolist(), config.sampling, max_new_tokens=limit))
+
+
+def _joined(prompt: np.ndarray, parts: Sequence[Generation]) -> Sampled:
+    table = TokenTable(joined(parts))
+    return Sampled(prompt, table.tokens, table.logprobs, table.versions)
+
+
+def _prompts(config: Config) -> list[np.ndarray]:
+    """Random tokens, of several lengths."""
+    from areal.extensions.selftest.synthetic import sizes_of
+
+    random, vocabulary = np.random.default_rng(0), sizes_of(config.model).vocab_size
+    return [random.integers(2, vocabulary, 5 + 7 * n) for n in range(SEQUENCES)]

@@ -1,0 +1,341 @@
+"""Trajectories and groups: the data that generation sends to training.
+
+A token that the policy did not sample (the prompt, a tool's answer) has version -1 and takes no part in the loss.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from areal.samples.table import COLUMNS, NOT_SAMPLED, SCORED, TOP, Finish, TokenTable, check, pack, unpack
+
+LARGEST_REWARD = 1e9
+"""The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
+
+ROUNDING = 1e-9
+"""As a share of the larger of two rewards: a smaller difference is what sums leave in float64."""
+
+LARGEST_FIELD = 16 << 10
+"""The largest size of a value of a row in what is kept of it, as JSON."""
+
+DIGEST_BYTES = 16
+"""Of the digest of a picture."""
+
+FINISHES: tuple[Finish, ...] = ("stop", "length")
+_OF_SAMPLE = {"reward": np.float64, "finish": np.uint8, "shared": np.int32, "own": np.int32}
+"""What a sample's frame has beside its columns: of the sample one reward and the number of its finish in FINISHES, of
+its branches, if it has any, the tokens that they share and their own."""
+
+
+class TokenScores(NamedTuple):
+    """What a model gives all T tokens of a row but the first, each after those before it, at temperature 1.
+
+    logprobs: float32 [T - 1]. top_tokens, top_logprobs: int32 and float32 [T - 1, k], the k likeliest tokens there and
+    their log-probs. version: of the weights.
+    """
+
+    logprobs: np.ndarray
+    top_tokens: np.ndarray = np.zeros((0, 0), np.int32)
+    top_logprobs: np.ndarray = np.zeros((0, 0), np.float32)
+    version: int = 0
+
+
+class Branch(NamedTuple):
+    """A branch of a trajectory: the first `shared` tokens of the branch before it, then `new` tokens of its own."""
+
+    shared: int
+    new: int
+
+
+class Piece(NamedTuple):
+    """Tokens from `start` to `end` - 1 of a row that were all sampled, or all not."""
+
+    sampled: bool
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sample of a group. All arrays have one length T and the types of `table.COLUMNS`; a list becomes one.
+
+    tokens: int32, prompt and completion as the engine saw them (never re-tokenised).
+    logprobs: float32, log pi_behav of each sampled token after temperature; 0 where not sampled.
+    versions: int32, the policy version that sampled each token; -1 where not sampled.
+    reward: the score of the whole trajectory.
+    finish: "stop" (the policy ended it) or "length" (cut at `max_new_tokens`).
+    branches: empty for one conversation that only grew. Otherwise the sample is a prefix tree, or several, written
+    branch by branch: the arrays hold the own tokens of one branch after another, so each sampled token once.
+    returns: float64, what each sampled token is credited with; None: all of them with `reward`.
+    teacher_logprobs, reference_logprobs: float32, the log-prob of each sampled token, given those before it in its
+    branch, under the model of a scorer (`trainer.teacher`, `trainer.reference`); 0 where not sampled.
+    teacher_top_tokens, teacher_top_logprobs: int32 and float32 [T, k], the tokens that are likeliest there for the
+    teacher, and their log-probs (`trainer.teacher_top_k`); 0 where not sampled.
+    routes: uint8 [T, width], the experts that the pass which sampled a token took, as `areal.models.Routing` says
+    (`trainer.routing`); 0 where not sampled.
+    pictures: uint8 [T, 16], the digest of the picture that a token is a placeholder of; 0 if of none.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    reward: float
+    finish: Finish
+    branches: tuple[Branch, ...] = ()
+    returns: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    teacher_top_tokens: np.ndarray | None = None
+    teacher_top_logprobs: np.ndarray | None = None
+    routes: np.ndarray | None = None
+    pictures: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {}
+        for name, array in self.columns.items():
+            column = np.asarray(array, COLUMNS[name].dtype)
+            object.__setattr__(self, name, column)
+            lengths[name] = len(column)
+            if column.ndim != 1 + COLUMNS[name].wide:
+                raise ValueError(f"the column {name} of a sample has {column.ndim} dimensions")
+        if len({*lengths.values()}) > 1:
+            raise ValueError(f"the columns of a sample differ in length: {lengths}")
+        if self.branches:
+            _check_branches(self.branches, len(self.tokens))
+        object.__setattr__(self, "reward", float(self.reward))
+        if not abs(self.reward) <= LARGEST_REWARD:
+            raise ValueError(f"a reward of {self.reward} is no score")
+        if self.finish not in FINISHES:
+            raise ValueError(f"a finish of {self.finish!r} is neither 'stop' nor 'length'")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def validate(self) -> None:
+        """Raises ValueError for a trajectory that no policy can have sampled, or from which nothing can be learned: a
+        training step would fail on it, again after each restart."""
+        if not self.sampled.any():
+            raise ValueError("nothing was sampled")
+        if not np.isfinite(self.logprobs).all() or self.versions.min() < NOT_SAMPLED:
+            raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
+        for name in {*SCORED, *TOP} & self.columns.keys():
+            check_scores(name, self.columns[name])
+        if any(self.sampled[path[0]] for path in paths(self.branches or [Branch(0, len(self))])):
+            raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
+        if self.returns is not None and not (np.abs(self.returns) <= LARGEST_REWARD).all():
+            raise ValueError("the return of a token is no score")
+        if self.pictures is not None and self.pictures.shape[1] != DIGEST_BYTES:
+            raise ValueError("the pictures of a sample have other digests")
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Its arrays by name, without those that it does not have."""
+        return {name: array for name in COLUMNS if (array := getattr(self, name)) is not None}
+
+    def frame(self) -> bytes:
+        """The sample as it travels and as the spool has it. `of_frame` is the inverse."""
+        branches = zip(*self.branches, strict=True) if self.branches else ((), ())
+        values = ([self.reward], [FINISHES.index(self.finish)], *branches)
+        of_sample = {name: np.array(value, _OF_SAMPLE[name]) for name, value in zip(_OF_SAMPLE, values, strict=True)}
+        return pack(self.columns | of_sample)
+
+    @classmethod
+    def of_frame(cls, frame: bytes | memoryview) -> "Trajectory":
+        """A sample that came from outside; its arrays are not copied. Raises ValueError if it is none."""
+        arrays = unpack(frame)
+        if missing := _OF_SAMPLE.keys() - arrays.keys():
+            raise ValueError(f"a sample lacks {', '.join(sorted(missing))}")
+        of_sample = {name: arrays.pop(name) for name in _OF_SAMPLE}
+        for name, array in of_sample.items():
+            if array.dtype != _OF_SAMPLE[name] or array.ndim != 1:
+                raise ValueError(f"{name} of a sample is {array.dtype} {array.shape}")
+        (reward,), (finish,), *lengths = (array.tolist() for array in of_sample.values())
+        check(arrays, len(arrays.get("tokens", ())))
+        if finish >= len(FINISHES):
+            raise ValueError("a sample has an unknown finish")
+        branches = tuple(Branch(*pair) for pair in zip(*lengths, strict=True))
+        return cls(**arrays, reward=reward, finish=FINISHES[finish], branches=branches)
+
+    @property
+    def unrolled(self) -> int:
+        """The number of tokens of all `sequences`, which count shared ones again."""
+        return sum(map(sum, self.branches)) or len(self)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool [T]: the tokens that the policy sampled."""
+        return self.versions != NOT_SAMPLED
+
+    def filled(self, name: str, width: tuple[int, ...] = ()) -> np.ndarray:
+        """An array of it; of missing ones the reward at each token for the returns, else 0. width: of a wide column."""
+        array: np.ndarray | None = getattr(self, name)
+        return np.full((len(self), *width), self.reward if name == "returns" else 0) if array is None else array
+
+    def sequences(self) -> "Iterator[Trajectory]":
+        """Each branch as a trajectory, from its first token on. Only the owner of a sampled token has it as sampled."""
+        if not self.branches:
+            yield self
+            return
+        for branch, path in zip(self.branches, paths(self.branches), strict=True):
+            arrays = {name: array[path] for name, array in self.columns.items()}
+            for name, array in arrays.items():
+                if (unsampled := COLUMNS[name].unsampled) is not None:
+                    array[: branch.shared] = unsampled
+            yield replace(self, branches=(), **arrays)
+
+    def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> "Trajectory":
+        """The same trajectory with the column `name`, of SCORED or TOP. branches: [T - 1] or [T - 1, k] for each of
+        `sequences`, what all its tokens but the first get. Raises ValueError for what no model gives."""
+        lengths = self.branches or (Branch(0, len(self)),)
+        parts = [np.insert(row, 0, 0, axis=0)[shared:] for (shared, _), row in zip(lengths, branches, strict=True)]
+        column = np.concatenate(parts)
+        column[~self.sampled] = 0
+        check_scores(name, column)
+        arrays: dict[str, Any] = {name: column}
+        return replace(self, **arrays)
+
+    def lowered(self, penalty: float) -> "Trajectory":
+        """The same trajectory with a lower reward."""
+        returns = None if self.returns is None else self.returns - penalty
+        return replace(self, reward=self.reward - penalty, returns=returns)
+
+    @property
+    def start_version(self) -> int:
+        """The oldest version among the sampled tokens. This is the version of the first one, unless a generator that
+        continued the sequence had older weights. Raises ValueError if nothing was sampled."""
+        return int(self.versions[self.sampled].min())
+
+
+def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """The places of all tokens of each branch, int64 [shared + new], in arrays of the branches' own tokens in turn."""
+    path, end = np.zeros(0, np.int64), 0
+    for shared, new in branches:
+        path = np.concatenate([path[:shared], np.arange(end, end + new)])
+        end += new
+        yield path
+
+
+def pieces(versions: Sequence[int]) -> list[Piece]:
+    """The tokens of a row with these versions [T], as turns: what the policy sampled, and what it was given."""
+    sampled = np.asarray(versions) != NOT_SAMPLED
+    ends = np.flatnonzero(np.diff(sampled)) + 1
+    return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
+
+
+def common(first: TokenTable | Trajectory, second: TokenTable | Trajectory) -> int:
+    """The number of first tokens that two sequences have in common, of the same pictures."""
+    length = min(len(first), len(second))
+    differ = first.tokens[:length] != second.tokens[:length]
+    if first.pictures is not None or second.pictures is not None:
+        none = np.zeros((length, DIGEST_BYTES), np.uint8)
+        columns = [none if s.pictures is None else s.pictures[:length] for s in (first, second)]
+        differ |= (columns[0] != columns[1]).any(1)
+    return int(np.append(differ, True).argmax())
+
+
+def check_scores(name: str, column: np.ndarray) -> None:
+    """Raises ValueError for a column of SCORED or TOP that no model gives."""
+    if not np.isfinite(column).all():
+        raise ValueError(f"one of the {name} is not finite")
+    if name == "teacher_top_tokens" and (column < 0).any():
+        raise ValueError("one of the teacher_top_tokens is below 0")
+
+
+def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
+    length = 0
+    for shared, new in branches:
+        if not 0 <= shared <= length or new < 1:
+            raise ValueError(f"a branch cannot share {shared} of {length} tokens and have {new} of its own")
+        length = shared + new
+    if sum(branch.new for branch in branches) != tokens:
+        raise ValueError(f"the branches do not have {tokens} tokens together")
+
+
+class Note(NamedTuple):
+    """What is known of a sample beside its tokens: the parts of its reward, the number of tokens that were sampled for
+    it and are not in it, and for the rollouts that the run keeps the generators that sampled it, when it began (seconds
+    since 1970) and how long it took. marks: the ids that a user gave the rewards of a session."""
+
+    parts: Mapping[str, float] = {}
+    discarded: int = 0
+    generators: Sequence[str] = ()
+    began: float | None = None
+    seconds: float | None = None
+    marks: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt and its G samples: the unit of admission, readiness and training. `row`: the row's fields, as
+    `row_text` has them, or empty. `notes`: one for each sample, or none at all."""
+
+    id: str
+    prompt_index: int
+    trajectories: tuple[Trajectory, ...]
+    row: str = ""
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def start_version(self) -> int:
+        """The oldest version among all sampled tokens of the group."""
+        return min(t.start_version for t in self.trajectories)
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the rewards differ, or the returns of tokens: else nothing distinguishes good samples from bad."""
+        credits = np.concatenate([[t.reward] if t.returns is None else t.returns[t.sampled] for t in self.trajectories])
+        return bool(differ(credits.max(), credits.min()))
+
+
+def samples_of(prompt_index: int, group_size: int) -> int:
+    """The number of samples of a group: G for the prompt of a row, one for a session, whose index is negative."""
+    return 1 if prompt_index < 0 else group_size
+
+
+def differ(first: Any, second: Any) -> Any:
+    """Whether two rewards, or each two of arrays, differ by more than rounding."""
+    return np.abs(first - second) > ROUNDING * np.maximum(np.abs(first), np.abs(second))
+
+
+def of_parts(parts: Sequence[Group]) -> Group:
+    """The group with the samples of these parts of it, in order."""
+    samples = tuple(sample for part in parts for sample in part.trajectories)
+    return replace(parts[0], trajectories=samples, notes=tuple(note for part in parts for note in part.notes))
+
+
+def row_text(fields: Mapping[str, Any]) -> str:
+    """The fields of a row as JSON, without long ones."""
+    texts = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
+    return "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in texts.items()) + "}"
+
+
+class TokenValues(NamedTuple):
+    """What a training step found for each token: float32 [T], over all branches of all samples of all groups in order,
+    each branch from its first token on. 0 for tokens that are not in the loss."""
+
+    proximal_logprobs: np.ndarray
+    advantages: np.ndarray
+
+
+def random_groups(
+    vocabulary: int, lengths: Sequence[Sequence[int]], *, shared: int = 0, version: int = 0
+) -> list[Group]:
+    """A group for each item of `lengths`, which has the lengths of its samples in tokens. All tokens but a sample's
+    first are sampled, by `version`. shared: number of first tokens that the samples of a group have in common."""
+    random = np.random.default_rng(0)
+    groups = []
+    for number, of_group in enumerate(lengths):
+        prefix = random.integers(0, vocabulary, shared)
+        samples = []
+        for index, length in enumerate(of_group):
+            tokens = random.integers(0, vocabulary, length)
+            tokens[: min(shared, length)] = prefix[:length]
+            versions = np.repeat([NOT_SAMPLED, version], [1, length - 1]).astype(np.int32)
+            logprobs = np.where(versions == NOT_SAMPLED, 0, -np.log(vocabulary)).astype(np.float32)
+            samples.append(Trajectory(tokens.astype(np.int32), logprobs, versions, float(index % 2), "stop"))
+        groups.append(Group(f"{number}", number, tuple(samples)))
+    return groups

@@ -1,0 +1,267 @@
+"""How a model sees: how many tokens a picture takes, where they stand, and at which positions.
+
+A model that sees has a *placeholder*, a token that stands for a part of a picture. The model's tower makes a vector of
+each part, which takes the place of the placeholder's embedding. This module knows Qwen2.5-VL, Qwen3-VL and SmolVLM.
+"""
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from areal.base.errors import UserError, explain
+from areal.config import Config
+from areal.samples.pictures import decode, digest_of
+from areal.samples.trajectory import DIGEST_BYTES
+
+# The names of a processor's sizes, and their defaults; those of the tower of SmolVLM.
+SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
+SQUARE = {"image_size": 224, "patch_size": 32}
+PLACEHOLDER = "<|image_pad|>"
+# Of the patches that `Views` keeps. Those of the largest picture of Qwen2.5-VL are 24 MiB.
+VIEWED_BYTES = 1 << 28
+
+
+class Picture(NamedTuple):
+    """What the tower gets of a picture. name: its digest. patches: float32 [P, D]. grid: how many patches there are in
+    time, in height and in width. parts: the same of the vectors that the tower gives, of which there are `tokens`."""
+
+    name: str
+    patches: np.ndarray
+    grid: tuple[int, int, int]
+    parts: tuple[int, int, int]
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.parts)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How the model in `folder` sees. token: the placeholder's id. sizes: of its processor, by the names in SIZES."""
+
+    folder: str
+    token: int
+    sizes: dict[str, int]
+    placeholder: ClassVar[str] = PLACEHOLDER
+
+    def tokens(self, width: int, height: int) -> int:
+        """How many placeholders a picture of this size takes. Raises ValueError."""
+        unit = self.sizes["patch_size"] * self.sizes["merge_size"]
+        if max(width, height) > 200 * min(width, height):
+            raise ValueError(f"a picture of {width} x {height} pixels is too narrow for the model")
+        rows, columns = (round(side / unit) * unit for side in (height, width))
+        lower, upper = self.sizes["min_pixels"], self.sizes["max_pixels"]
+        if rows * columns > upper:
+            shrunk = math.sqrt(height * width / upper)
+            rows, columns = (max(unit, math.floor(side / shrunk / unit) * unit) for side in (height, width))
+        elif rows * columns < lower:
+            grown = math.sqrt(lower / (height * width))
+            rows, columns = (math.ceil(side * grown / unit) * unit for side in (height, width))
+        return rows // unit * (columns // unit)
+
+    def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
+        """The text of a chat with as many placeholders for each picture as it takes. Raises ValueError if the chat
+        template does not write one for each."""
+        parts = text.split(self.placeholder)
+        if len(parts) - 1 != len(sizes):
+            raise ValueError(f"the text of the chat has {len(parts) - 1} placeholders for {len(sizes)} pictures")
+        return parts[0] + "".join(self._text(*size) + part for size, part in zip(sizes, parts[1:], strict=True))
+
+    def _text(self, width: int, height: int) -> str:
+        """What stands for a picture of this size."""
+        return self.placeholder * self.tokens(width, height)
+
+    def look(self, content: bytes) -> Picture:
+        """What the model's own processor makes of a picture. Raises ValueError."""
+        features = self._processor(images=[decode(content)], return_tensors="np")
+        time, height, width = (int(count) for count in features["image_grid_thw"][0])
+        merge = self.sizes["merge_size"]
+        patches: np.ndarray = features["pixel_values"]
+        return Picture(digest_of(content), patches, (time, height, width), (time, height // merge, width // merge))
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil.from_pretrained(self.folder)
+
+    def features(self, picture: Picture) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """What vLLM's model takes of a picture: by its patches, and of the whole."""
+        return {"pixel_values": picture.patches}, {"image_grid_thw": np.array(picture.grid)}
+
+    def column(self, tokens: np.ndarray, parts: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
+        """The column `pictures` of the tokens of a prompt, whose first placeholders stand for the pictures that these
+        parts of messages show; None if it has no placeholder. Raises ValueError if they do not."""
+        runs = self._runs(tokens, [self.tokens(part["width"], part["height"]) for part in parts])
+        column = np.zeros((len(tokens), DIGEST_BYTES), np.uint8)
+        for run, part in zip(runs, parts, strict=False):
+            column[run] = np.frombuffer(bytes.fromhex(part["digest"]), np.uint8)
+        return column if runs else None
+
+    def starts(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> list[int]:
+        """Where the placeholders of each picture begin among the tokens of a sequence, int [n]; none if it has no
+        placeholder. Those after the last picture's are tokens like any other. Raises ValueError if the first
+        placeholders do not stand for these pictures."""
+        return [int(run[0]) for run in self._runs(np.asarray(tokens), [picture.tokens for picture in pictures])]
+
+    def _runs(self, tokens: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+        """The places of the placeholders of each picture, int [count]; none if there is no placeholder. counts: in how
+        many parts each picture is seen. Raises ValueError if the first placeholders do not stand for these pictures."""
+        places, end, runs = np.flatnonzero(tokens == self.token), 0, list[np.ndarray]()
+        for count in counts if len(places) else ():
+            run, end = places[end : end + count], end + count
+            if len(run) < count or run[-1] - run[0] != count - 1:
+                raise ValueError(f"the placeholders of a prompt are not those of its {len(counts)} pictures")
+            runs.append(run)
+        return runs
+
+
+class SquareSight(Sight):
+    """How SmolVLM sees: a picture as one square, whose side is "image_size" in `sizes`, of "tokens" parts."""
+
+    placeholder = "<image>"
+
+    def tokens(self, width: int, height: int) -> int:
+        return self.sizes["tokens"]
+
+    def _text(self, width: int, height: int) -> str:
+        around = "<fake_token_around_image>"
+        return f"{around}<global-img>{super()._text(width, height)}{around}"
+
+    def look(self, content: bytes) -> Picture:
+        (square,) = self._processor(images=[decode(content)], return_tensors="np")["pixel_values"][0]
+        return Picture(digest_of(content), square.reshape(1, -1), (1, 1, 1), (1, self.sizes["tokens"], 1))
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        return SmolVLMImageProcessorPil.from_pretrained(self.folder)
+
+    def features(self, picture: Picture) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        side = self.sizes["image_size"]
+        square = picture.patches.reshape(1, 3, side, side)
+        every = np.ones((1, side, side), np.int64)
+        return {"pixel_values": square, "pixel_attention_mask": every}, {"num_patches": np.array(1)}
+
+
+# By the types of models that see.
+SEEING = {"qwen2_5_vl": Sight, "qwen3_vl": Sight, "smolvlm": SquareSight}
+
+
+def pictures_in(column: np.ndarray | None, views: Mapping[str, Picture]) -> tuple[list[int], list[Picture]]:
+    """Where the pictures of a sequence with this column `pictures` begin, and these. views: by their names. Raises
+    ValueError if the model sees one in more or fewer parts."""
+    places, starts, pictures = np.flatnonzero(() if column is None else column.any(1)), list[int](), list[Picture]()
+    while column is not None and len(places):
+        picture = views[column[places[0]].tobytes().hex()]
+        run, places = places[: picture.tokens], places[picture.tokens :]
+        if run[-1] - run[0] != picture.tokens - 1 or (column[run] != column[run[0]]).any():
+            raise ValueError(f"the placeholders of the picture {picture.name} are not as many as it has parts")
+        starts.append(int(run[0]))
+        pictures.append(picture)
+    return starts, pictures
+
+
+def positions_of(length: int, starts: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:
+    """The positions of a sequence in time, height and width, int64 [3, length]: those of a picture's parts count from
+    the position after the token before it, and the next token has the position after the largest of these
+    (arXiv 2409.12191, section 2.1)."""
+    columns, begin, position = [], 0, 0
+    for start, picture in zip(starts, pictures, strict=False):
+        columns.append(np.broadcast_to(np.arange(start - begin) + position, (3, start - begin)))
+        position += start - begin
+        columns.append(np.indices(picture.parts).reshape(3, -1) + position)
+        begin, position = start + picture.tokens, position + max(picture.parts)
+    columns.append(np.broadcast_to(np.arange(length - begin) + position, (3, length - begin)))
+    return np.concatenate(columns, axis=1)
+
+
+def sees(folder: str) -> bool:
+    """Whether prompts of the model in `folder` may have pictures."""
+    return _read(Path(folder) / "config.json").get("model_type") in SEEING
+
+
+def packages_of_vision(folder: str) -> Sequence[str]:
+    """The packages that vLLM needs besides for the model in `folder`."""
+    kind = _read(Path(folder) / "config.json").get("model_type")
+    return [*["torchvision"] * (kind in SEEING), *["num2words"] * (kind == "smolvlm")]
+
+
+def check_pictures(config: Config) -> None:
+    """Raises UserError if prompts of the run may not have pictures."""
+    sight_of(config.model)
+    trainer = config.trainer
+    blind = {
+        "trainer.kl_coef": trainer.kl_coef and not trainer.lora,
+        "trainer.reference": trainer.reference,
+        "trainer.teacher": trainer.teacher,
+        "trainer.sequence_parallel": trainer.sequence_parallel > 1,
+        "generator.engine_options.language_model_only": config.generator.engine_options.get("language_model_only"),
+    }
+    if setting := next((name for name, is_set in blind.items() if is_set), None):
+        raise UserError(f"Prompts have pictures, which {setting} does not take: leave the pictures or the setting out.")
+
+
+class Views:
+    """The latest pictures that a model's processor has looked at, up to `limit` bytes, at least one. Threadsafe."""
+
+    def __init__(self, limit: int = VIEWED_BYTES) -> None:
+        self._limit, self._size = limit, 0
+        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, name: str) -> Picture | None:
+        with self._lock:
+            if name in self._pictures:
+                self._pictures.move_to_end(name)
+            return self._pictures.get(name)
+
+    def add(self, picture: Picture) -> Picture:
+        with self._lock:
+            if picture.name not in self._pictures:
+                self._size += picture.patches.nbytes
+            self._pictures[picture.name] = picture
+            while len(self._pictures) > 1 and self._size > self._limit:
+                self._size -= self._pictures.popitem(last=False)[1].patches.nbytes
+        return picture
+
+
+@lru_cache(maxsize=8)
+def sight_of(folder: str) -> Sight:
+    """Raises UserError if the model in `folder` does not see, or not as this project knows it."""
+    config = _read(Path(folder) / "config.json")
+    if not sees(folder):
+        raise UserError(f"the model {folder} sees no pictures here, which {', '.join(SEEING)} alone do: leave them out")
+    settings = _read(Path(folder) / "preprocessor_config.json")
+    settings |= _read(Path(folder) / "processor_config.json").get("image_processor") or {}
+    if SEEING[config["model_type"]] is SquareSight:
+        if settings.get("do_image_splitting", True):
+            raise UserError(
+                f"the model {folder} sees a picture in tiles, which is not trained here: set do_image_splitting to "
+                f"false in its preprocessor_config.json"
+            )
+        tower = SQUARE | (config.get("vision_config") or {})
+        sizes = {"image_size": tower["image_size"]}
+        sizes["tokens"] = (tower["image_size"] // tower["patch_size"] // config.get("scale_factor", 2)) ** 2
+        return SquareSight(folder, int(config["image_token_id"]), sizes)
+    of_size = settings.get("size") or {}
+    settings = {"min_pixels": of_size.get("shortest_edge"), "max_pixels": of_size.get("longest_edge")} | settings
+    sizes = {name: int(settings.get(name) or default) for name, default in SIZES.items()}
+    return Sight(folder, int(config["image_token_id"]), sizes)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    with explain((OSError, ValueError), f"The model's {file} cannot be read ({{why}}): copy it again."):
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return values

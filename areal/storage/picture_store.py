@@ -1,0 +1,46 @@
+"""The pictures of a run, each once: a file named by its digest, which is its checksum."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import Lock
+
+from areal.base.errors import UserError, explain
+from areal.samples.pictures import MAX_BYTES, digest_of, digests_in
+from areal.samples.trajectory import Group
+from areal.storage.disk import replace
+
+
+class PictureStore:
+    """The files in `folder`, which need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = Lock()
+
+    def lacking(self, digests: Iterable[str]) -> list[str]:
+        """Those of which there is no file."""
+        return [digest for digest in digests if not (self.folder / digest).exists()]
+
+    def put_all(self, contents: Iterable[bytes]) -> None:
+        """Write the files of pictures that are not there yet. They are on disk when this returns. Several threads may
+        put the same ones. Raises OSError."""
+        with self._lock:
+            for content in contents:
+                file = self.folder / digest_of(content)
+                if not file.exists():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    replace(file, content)
+
+    def get(self, digest: str) -> bytes:
+        """Raises UserError if the file is missing or damaged."""
+        file = self.folder / digest
+        with explain(OSError, f"A picture of the run, {file}, cannot be read ({{why}}): copy it back."):
+            content = file.read_bytes() if 0 < file.stat().st_size <= MAX_BYTES else b""  # a pipe has no size
+        if digest_of(content) != digest:
+            raise UserError(f"A picture of the run, {file}, is damaged: copy it back.")
+        return content
+
+
+def pictures_of(group: Group) -> Sequence[str]:
+    """The digests of the pictures of a group's samples."""
+    return list(dict.fromkeys(name for sample in group.trajectories for name in digests_in(sample.pictures)))

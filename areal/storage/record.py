@@ -1,0 +1,318 @@
+"""The record of a run, read-only: what its folder says. Tools and pages that show runs open them by `Record` alone."""
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from areal.base.errors import UserError
+from areal.config import Config
+from areal.config.reading import read_values
+from areal.data.files import read_object
+from areal.models import QUICKSTART_FOLDER
+from areal.samples.tokenizer import tokenizer_in
+from areal.samples.trajectory import Group
+from areal.storage import rollouts
+from areal.storage.disk import leaves, within
+from areal.storage.journal import Journal, journal_copy
+from areal.storage.picture_store import PictureStore
+from areal.storage.records import NewRecords, read_records
+from areal.storage.run_files import (
+    CHANGES,
+    CONFIG,
+    EVALUATIONS,
+    EVENTS,
+    JOURNAL,
+    METRICS,
+    OLDER,
+    PICTURES,
+    ROLLOUTS,
+    SUMMARY,
+)
+from areal.storage.run_folder import (
+    STEADY,
+    Origin,
+    changed_back,
+    checkpoint_of,
+    checkpoints_in,
+    compare_record,
+    config_of_run,
+    config_with,
+    facts_of,
+    first_version,
+    origins_of,
+    read_summary,
+    version_of,
+)
+from areal.storage.selection import read_rows
+
+ROLLOUT_COLUMNS = tuple(rollouts.SCHEMA.names)
+
+
+class Record:
+    """The record of the run in `folder`. What a run did not write, because it ended early, is empty.
+
+    without: keys of the steps that are not kept in memory. Raises UserError if the folder is not that of a run.
+    """
+
+    def __init__(self, folder: Path, without: Sequence[str] = ()) -> None:
+        if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY, ROLLOUTS)):
+            raise UserError(f"{folder} is not the folder of a run: it has no {CONFIG}, {METRICS} or {SUMMARY}.")
+        self.folder = folder
+        self.name = folder.resolve().name
+        self.pictures = PictureStore(folder / PICTURES)
+        self.new_events = NewRecords(folder / EVENTS).read
+        """The events since the last call, in the order in which they were written."""
+        self._new_steps, self._new_evaluations = NewRecords(folder / METRICS), NewRecords(folder / EVALUATIONS)
+        self._without = frozenset(without)
+        self._checked: set[Path] = set()
+        self._read: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+
+    # --- how it was configured
+
+    @property
+    def config_text(self) -> str:
+        file = self.folder / CONFIG
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values of its configuration, unchecked; empty if there is none. The quickstart's model, which is another
+        one for each seed, has its name in place of its folder."""
+        settings = self._settings
+        named = {"model": "quickstart"} if QUICKSTART_FOLDER.fullmatch(Path(self.model).name) else {}
+        return settings | named
+
+    @property
+    def model(self) -> str:
+        """The folder or the name of its model; empty if there is no configuration."""
+        return str(self._settings.get("model", ""))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        file = self.folder / CONFIG
+        return copy.deepcopy(_values(file, file.stat().st_mtime_ns)) if file.is_file() else {}
+
+    @property
+    def config(self) -> Config:
+        """Its configuration. Raises UserError if there is none."""
+        return self.config_with()
+
+    def config_with(self, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> Config:
+        """Its configuration with changes, as `key=value` or by key. Raises UserError."""
+        return config_of_run(self.folder, overrides) if settings is None else config_with(self.folder, settings)
+
+    def changed_after(self, step: int) -> dict[str, Any]:
+        """The settings by which it has trained `step`, as far as they were changed since, by key."""
+        return changed_back(self.folder, step)
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """What was changed when it was resumed: step, key, before, now."""
+        return list(read_records(self.folder / CHANGES))
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The runs that a fork goes on from, the first one first."""
+        return origins_of(self.folder)
+
+    @property
+    def first_version(self) -> int:
+        """The version that it has begun with: that of a fork's checkpoint, else 0, its model."""
+        return first_version(self.folder)
+
+    # --- what it has trained
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The metrics of each step."""
+        return self._all[0]
+
+    def sample_pairs(self) -> list[dict[str, Any]]:
+        """Samples of the same held-out prompt side by side: prompt, answer, before, after (None if there is none).
+        Those whose score has changed most come first."""
+        pairs: dict[str, dict[str, Any]] = {}
+        for when in ("before", "after"):
+            for sample in self.summary.get(f"samples_{when}") or ():
+                row = {"prompt": sample["prompt"], "answer": sample.get("answer"), "before": None, "after": None}
+                pairs.setdefault(sample["prompt"], row)[when] = sample
+        changes = [[pair[when]["score"] for when in ("before", "after") if pair[when]] for pair in pairs.values()]
+        ordered = sorted(zip(changes, pairs.values(), strict=True), key=lambda item: min(item[0]) - max(item[0]))
+        return [pair for _, pair in ordered]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The results of each evaluated version."""
+        return self._all[1]
+
+    @property
+    def _all(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return self._read or self.update()
+
+    def update(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Take in the steps and evaluations since the last call, and return all of them."""
+        new = self._in_short(self._new_steps.read())
+        if self._read is None:  # what a crash has left in both files is there once
+            first = new[0]["step"] if new else math.inf
+            older = self._in_short(read_records(self.folder / OLDER[METRICS]))
+            new = [*(record for record in older if record["step"] < first), *new]
+        steps, evaluations = self._read = self._read or ([], [])
+        steps += new
+        evaluations += self._new_evaluations.read()
+        return self._read
+
+    def _in_short(self, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The records of steps, without the values that are left out."""
+        return [{key: value for key, value in record.items() if key not in self._without} for record in records]
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records]
+
+    @property
+    def trained(self) -> int:
+        """The number of steps that it has trained."""
+        return max(self.steps, default=0)
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """The records from step STEADY on."""
+        return [record for record in self.records if record["step"] >= STEADY]
+
+    @property
+    def filters(self) -> bool:
+        """Whether groups were filtered, so that the trained groups are not all groups."""
+        return any(record.get("groups_filtered") for record in self.records)
+
+    @property
+    def times(self) -> list[float]:
+        """When each step was committed: in seconds since 1970 or, if that is not recorded, in seconds of training."""
+        times: list[float] = []
+        for record in self.records:
+            previous = times[-1] if times else 0.0
+            times.append(record.get("time", previous + record.get("step_seconds", 0.0)))
+        return times
+
+    def series(self, key: str) -> list[float]:
+        """A metric at every step; nan where it is missing or null."""
+        return [number_or_nan(record.get(key)) for record in self.records]
+
+    @property
+    def ending(self) -> dict[str, Any] | None:
+        """How it has ended; None of one that goes on, or if the file is damaged."""
+        return read_summary(self.folder)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How it has ended; empty of one that goes on. Raises UserError if the file is damaged, or a link."""
+        file = within(self.folder / SUMMARY, self.folder)
+        text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+        return read_object(text, f"{file}", "remove it to get a report without it.")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The events, in the order of their time."""
+        records = chain.from_iterable(read_records(self.folder / file) for file in (OLDER[EVENTS], EVENTS))
+        return sorted(records, key=lambda event: event["time"])
+
+    @property
+    def last_written(self) -> float | None:
+        """When its newest event was written, in seconds since 1970; None without any."""
+        file = self.folder / EVENTS
+        return file.stat().st_mtime if file.is_file() else None
+
+    # --- what it has kept
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Model folders, oldest first."""
+        return checkpoints_in(self.folder)
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions whose weights it keeps: the one that it has begun with, and its checkpoints."""
+        return sorted({self.first_version, *map(version_of, self.checkpoints)})
+
+    @property
+    def number_files(self) -> list[Path]:
+        """The files of its steps and evaluations that are there, none of them through a link out of its folder."""
+        files = [self.folder / name for name in (OLDER[METRICS], METRICS, EVALUATIONS)]
+        return [file for file in files if file.is_file() and not leaves(file, self.folder)]
+
+    def checkpoint(self, version: int) -> Path:
+        """The folder for the checkpoint of a version, which need not be there."""
+        return checkpoint_of(self.folder, version)
+
+    def facts(self, checkpoint: Path) -> dict[str, Any] | None:
+        """What a checkpoint says of its training; None if that is missing or damaged."""
+        return facts_of(checkpoint)
+
+    def journal(self) -> AbstractContextManager[Journal]:
+        """A copy of its journal. Raises UserError if it is missing or damaged."""
+        if not (file := self.folder / JOURNAL).is_file():
+            raise UserError(f"{file} is missing: put it back.")
+        return journal_copy(file)
+
+    def compare(self, run: str, version: int) -> None:
+        """Compare its parts with its journal, of the run `run` at `version`. Raises UserError."""
+        compare_record(self.folder, run, version)
+
+    @property
+    def rollout_folder(self) -> Path:
+        return self.folder / ROLLOUTS
+
+    def rollout_files(self) -> list[Path]:
+        """Oldest first. Raises UserError if one is no file of rollouts."""
+        files = rollouts.files(self.rollout_folder)
+        for file in files:
+            if file not in self._checked:
+                rollouts.check(file)
+                self._checked.add(file)
+        return files
+
+    def tokenizer(self) -> Any | None:
+        """The tokenizer of its model; None if the folder of the model is not here, or has none."""
+        return tokenizer_in(str(self.model))
+
+    def groups_by_step(self) -> Counter[int]:
+        """The number of trained groups in the rollouts, by step. Raises UserError if a file cannot be read."""
+        return rollouts.groups_by_step(self.rollout_folder)
+
+    def batches(self, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
+        """The trained groups in the rollouts, by step, from `first` on. Raises UserError if a file cannot be read."""
+        return rollouts.batches(self.rollout_folder, first)
+
+    def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The rows of the rollouts in the order of the files. Raises UserError if a file cannot be read."""
+        return read_rows(self.rollout_folder, columns)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run in a folder, which need not be there, can be resumed."""
+    return (folder / JOURNAL).is_file()
+
+
+def has_finished(folder: Path) -> bool:
+    """Whether a run in a folder, which need not be there, has reached its end."""
+    summary = read_summary(folder)
+    return bool(summary and summary["ok"])
+
+
+def new_steps(folder: Path) -> Callable[[], list[dict[str, Any]]]:
+    """Returns the metrics of the steps since its last call, of a run that may not have begun in `folder` yet."""
+    return NewRecords(folder / METRICS).read
+
+
+def number_or_nan(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+@lru_cache(maxsize=64)
+def _values(file: Path, changed: int) -> dict[str, Any]:
+    """The values of a configuration, kept until its file changes: each viewer of a page asks once a second."""
+    return read_values(file)

@@ -1,0 +1,971 @@
+"""The gateway: real HTTP, the real ledger and the master's real answers, a policy that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import sqlite3
+import ssl
+import time
+from contextlib import AsyncExitStack
+from hashlib import sha256
+from types import SimpleNamespace
+
+import aiohttp
+import numpy as np
+import pytest
+from scripted_policy import END, byte_tokenizer
+
+from actors.gateway.gateway import Gateway
+from actors.master.changes import Rewarded, Stepped
+from actors.master.run_state import RunState
+from actors.master.session_requests import SessionRequests
+from actors.runtime.directory import Directory
+from actors.sampling.calls import Call
+from actors.sampling.router import Router
+from actors.trainer.sample_store import SampleStore
+from actors.watching.prometheus import Numbers
+from areal.base.errors import UserError
+from areal.config import Config
+from areal.extensions.agents.parsers import Parsed, Parsers
+from areal.rewards.result import Result
+from areal.samples.table import Generation
+from areal.samples.trajectory import Group, Note, Trajectory
+from areal.staleness.ledger import EXPIRED, Batch
+from areal.storage.journal import Journal
+from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
+from areal.storage.spool import Spool
+from protocols.bus_errors import BusyError, RefusedError
+from protocols.messages import (
+    AskCalls,
+    AskSession,
+    DiscardSession,
+    Done,
+    GroupAccepted,
+    GroupStarted,
+    LostLeases,
+    Member,
+    Policy,
+    RenewLeases,
+    ScoredSample,
+    SessionAnswer,
+    StoreCalls,
+    StoredCalls,
+    StoredSamples,
+    StoreSamples,
+)
+
+STEPPED = "step_seconds", "starved_seconds", "groups_left_over"
+
+COUNTS = "opened", "rewarded", "expired", "deleted", "refused", "untrained", "adopted"
+USER, JUDGE = "user's key", "judge's key"
+TOKENIZER = byte_tokenizer()
+
+
+def make_config(**gateway) -> Config:
+    keys = {
+        "anna": {"sha256": sha256(USER.encode()).hexdigest()},
+        "judge": {"sha256": sha256(JUDGE.encode()).hexdigest(), "rights": ["reward_all"]},
+    }
+    gateway = {"keys": keys, "share": 1} | gateway
+    return Config(
+        model="m",
+        steps=4,
+        batch_size=2,
+        group_size=4,
+        max_staleness=1,
+        data={"source": "addition", "eval_size": 0},
+        sampling={"max_new_tokens": 64},
+        trainer={"minibatches": 1, "advantage_mean": "batch"},
+        gateway=gateway,
+        reward={"functions": ["addition"]},
+    )
+
+
+class City:
+    """The master and the trainer around gateways."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.state = RunState(config, Journal(sqlite3.connect(":memory:")))
+        self.ledger = self.state.ledger
+        self.spool = Spool(sqlite3.connect(":memory:"))
+        self.trained: dict[str, Trajectory] = {}
+        self.now = 0.0
+        self.says: list[str | None] = []
+        self.prompts: list[str] = []
+        self.salts: list[str] = []
+        self.samples: dict[str, StoreSamples] = {}
+        self.reports = True  # whether the master hears of samples
+        self.served: int | None = None  # the version that users get, if it is not the newest
+        self.directory = Directory(Policy(lineage=0, version=0, folder=""))
+        run = SimpleNamespace(
+            evaluations=self,
+            ledger=self.ledger,
+            state=self.state,
+            config=config,
+            now=lambda: self.now,
+            changed=SimpleNamespace(notify=lambda: None),
+            member=lambda request, *roles: SimpleNamespace(identity=request.sender),
+            free_sessions=lambda: self.ledger.session_capacity,
+            meter=SimpleNamespace(begin=lambda: None),
+        )
+        self._requests = SessionRequests(run)
+
+    async def ask_master(self, sender: str, message, answer, park=0.0):
+        if isinstance(message, GroupStarted):
+            return self.ledger.started(message.group, sender, message.start_version)
+        if isinstance(message, RenewLeases):
+            return LostLeases(groups=tuple(self.ledger.renew(sender, message.groups, self.now, 60.0)))
+        return await self._requests.dispatch(SimpleNamespace(sender=sender, message=message))
+
+    async def ask_trainer(self, message, answer):
+        if isinstance(message, StoreCalls):
+            return self.spool.put_calls(message.group, 0, message.prompt_index, message.frame.data, message.number)
+        if answer is StoredCalls:
+            return StoredCalls(frame=np.frombuffer(self.spool.calls(message.group, 0), np.uint8))
+        if answer is StoredSamples:
+            stored = self.samples.get(message.group)
+            if stored:
+                self._report(stored)
+            return StoredSamples(places=(0,) if stored else (), start_version=0 if stored else None)
+        stored = self.samples.setdefault(message.group, message)
+        self.spool.forget([message.group])
+        if not self.reports:
+            await asyncio.Event().wait()
+        return GroupAccepted(accepted=self._report(stored))
+
+    def _report(self, stored: StoreSamples) -> bool:
+        (sample,) = stored.samples
+        trajectory = Trajectory.of_frame(sample.frame.data)
+        trajectory.validate()
+        report = self.ledger.ready(stored.group, trajectory.start_version, signal=False)
+        if report == "accepted":
+            self.trained[stored.group] = trajectory
+            numbers = {"row": -1, "version": 0, "mean": trajectory.reward, "spread": 0.0, "tokens": 1, "discarded": 0}
+            self.state.emit(Rewarded(group=stored.group, signal=False, parts={}, marks=sample.marks, **numbers))
+        return report in ("accepted", "unchanged")
+
+    def train(self) -> None:
+        version = self.ledger.version
+        batch = self.ledger.next_batch(version)
+        assert isinstance(batch, Batch)
+        self.ledger.commit(version)
+        self.state.emit(Stepped(metrics=dict.fromkeys(STEPPED, 0.0), groups=batch.group_ids))
+
+    async def sample(self, call) -> Generation:
+        self.prompts.append(TOKENIZER.decode(call.tokens))
+        self.salts.append(Call.request(0, [call]).sequences[0].cache_salt)
+        text = self.says.pop(0)
+        if text is None:
+            await asyncio.Event().wait()
+        tokens = TOKENIZER.encode(text + END, add_special_tokens=False)
+        n, version = len(tokens), self.ledger.version if self.served is None else self.served
+        columns = np.array(tokens, np.int32), np.full(n, -0.5, np.float32), np.full(n, version, np.int32)
+        return call.add(Generation(*columns, None), "stop")
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, index: int = 0):
+        """A gateway, until the end of the block; then it is lost, and the master has noticed."""
+        name, tasks = f"gateway/{index}#{index}", set()
+
+        def spawn(work, what):
+            tasks.add(task := asyncio.get_running_loop().create_task(work))
+            return task
+
+        async with AsyncExitStack() as used:
+            member = SimpleNamespace(
+                config=self.config,
+                directory=self.directory,
+                index=index,
+                bus=None,
+                state="healthy",
+                spawn=spawn,
+                used=used,
+                become_healthy=lambda: asyncio.sleep(0),
+                ask_master=lambda *parts: self.ask_master(name, *parts),
+            )
+            gateway = Gateway(member, None, None, TOKENIZER, Parsers(TOKENIZER))
+            gateway.services.generators = self
+            gateway.ask_trainer = self.ask_trainer
+            await gateway.main()
+            port = await gateway._endpoint.listen()
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+                yield Client(http, gateway)
+            for task in tasks:
+                task.cancel()
+        self.ledger.release(name)
+
+
+class Client:
+    def __init__(self, http: aiohttp.ClientSession, gateway: Gateway) -> None:
+        self.http, self.gateway = http, gateway
+
+    async def ask(self, path: str, body=None, key: str = USER, method: str = "POST", **headers: str):
+        """The status, the body and the headers of an answer."""
+        headers = {name.replace("_", "-"): value for name, value in headers.items()} | {
+            "Authorization": f"Bearer {key}"
+        }
+        async with self.http.request(method, f"/v1/{path}", json=body, headers=headers) as answer:
+            data = await (answer.json() if answer.content_type == "application/json" else answer.text())
+            return answer.status, data, answer.headers
+
+    async def say(self, *texts: str, session: str = "s", stream: bool = False, **headers: str):
+        """The texts are user, assistant, user, ... of one conversation."""
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        body = {"model": "m", "messages": messages, "stream": stream}
+        return await self.ask("chat/completions", body, X_Session_Id=session, **headers)
+
+    async def reward(self, value, session: str = "s", key: str = JUDGE, **more):
+        name = f"anna:{session}" if key == JUDGE else session
+        return (await self.ask(f"sessions/{name}/reward", {"reward": value, **more}, key))[:2]
+
+
+def text_of(answer) -> str:
+    return answer[1]["choices"][0]["message"]["content"]
+
+
+@pytest.fixture
+def city() -> City:
+    return City(make_config())
+
+
+async def test_a_conversation_is_one_sample_with_the_reward_that_came_and_is_trained(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        status, _, headers = first = await user.say("hi")
+        assert (status, text_of(first), headers["X-Areal-Version"], headers["X-Areal-Trained"]) == (
+            200,
+            "hello",
+            "0",
+            "yes",
+        )
+        assert headers["X-Session-Id"] == "anna:s"
+        status, events, _ = await user.say("hi", "hello", "how are you?", stream=True)
+        assert status == 200 and events.rstrip().endswith("data: [DONE]") and '"fine"' in events
+        assert (await user.reward({"useful": 0.75, "kind": 0.25}))[1] == {
+            "id": "anna:s",
+            "state": "ready",
+            "changed": True,
+        }
+        assert (await user.reward(-1))[1] == {"id": "anna:s", "state": "ready", "changed": False}, "a repeat"
+    (sample,) = city.trained.values()
+    sampled = TOKENIZER.decode(sample.tokens[sample.sampled])
+    assert (sample.reward, sampled, sample.branches) == (1.0, f"hello{END}fine{END}", ())
+    assert city.ledger.ready_count == 1
+
+
+async def test_a_session_of_the_same_name_after_the_reward_is_another_sample_with_a_reward_of_its_own(city):
+    city.says = ["hello", "fine", "bye"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        await user.reward(1)
+        await user.say("hi", "hello", "how are you?")
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        await user.say("hi", "hello", "how are you?", "fine", "bye")
+        await user.reward(-1)
+    first, second = city.trained.values()
+    assert (first.reward, second.reward) == (1, -1)
+    assert TOKENIZER.decode(second.tokens[second.sampled]) == f"fine{END}bye{END}", "no token is trained twice"
+
+
+async def test_who_may_do_what(city):
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        assert (await user.say("hi"))[0] == 200
+        assert (await user.ask("chat/completions", {}, key="guess"))[0] == 401
+        assert (await user.ask("chat/completions", {}, key=JUDGE))[0] == 403
+        status, body = await user.reward(1, key=USER)
+        assert status == 403 and "gateway.keys.anna.rights" in body["error"]["message"]
+        assert (await user.reward(2))[0] == 400, "out of the range"
+        assert (await user.ask("sessions/judge:s", method="GET"))[0] == 404
+        status, access, _ = await user.ask("sessions", {"id": "mine"})
+        assert (status, access["id"]) == (200, "anna:mine")
+        assert (await user.ask("sessions/s", key=access["api_key"], method="GET"))[0] == 404, (
+            "the key is for one session"
+        )
+        city.says = ["again"]
+        status, _, headers = await user.ask(
+            "chat/completions", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, access["api_key"]
+        )
+        assert (status, headers["X-Session-Id"]) == (200, "anna:mine")
+
+
+async def test_a_call_with_the_same_id_is_answered_once_and_again_by_another_gateway(city):
+    city.says = ["hello", "fine", "never"]
+    async with city.gateway(0) as user:
+        first = await user.say("hi", Idempotency_Key="1")
+        again = await user.say("hi", Idempotency_Key="1")
+        assert text_of(first) == text_of(again) == "hello" and len(city.prompts) == 1
+        assert notes_of(city.spool.calls("s0.0", 0)), "it is stored before it is answered"
+    async with city.gateway(1) as user:
+        assert text_of(await user.say("hi", Idempotency_Key="1")) == "hello" and len(city.prompts) == 1
+        assert text_of(await user.say("hi", "hello", "how?", Idempotency_Key="2")) == "fine"
+        assert (await user.reward(1, call=first[1]["id"]))[1]["changed"]
+    async with city.gateway(2) as user:
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready", (
+            "the reward of a call has outlived its gateway"
+        )
+    (sample,) = city.trained.values()
+    assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}" and sample.reward == 1
+    assert city.ledger.counters.admitted == 1
+
+
+async def test_a_retry_of_an_official_client_gets_the_same_answer_and_a_question_asked_twice_another(city):
+    city.says = ["hello", "hi there"]
+    async with city.gateway() as user:
+        answers = [await user.say("hi", X_Stainless_Retry_Count=count) for count in ("0", "1", "0", "2")]
+    assert [text_of(answer) for answer in answers] == ["hello", "hello", "hi there", "hi there"]
+
+
+async def test_a_call_whose_client_is_gone_goes_on_for_its_retry(city):
+    city.says = [None, "hello"]
+    async with city.gateway() as user:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await user.say("hi", Idempotency_Key="1")
+        retry = asyncio.create_task(user.say("hi", Idempotency_Key="1"))
+        done, _ = await asyncio.wait([retry], timeout=0.2)
+        assert not done and city.says == ["hello"], "it waits for the first one"
+        retry.cancel()
+
+
+async def test_a_session_that_expires_in_the_ledger_is_served_on_and_not_trained(city):
+    city.says = ["hello", "bye"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        for _ in range(2):  # others fill the steps until its deadline
+            for _ in range(2):
+                group = city.ledger.open_session("other", "gateway/9#9", 0.0, 60.0)
+                city.ledger.ready(group.group_id, city.ledger.version)
+            assert isinstance(city.ledger.next_batch(city.ledger.version), Batch)
+            city.ledger.commit(city.ledger.version)
+        assert city.ledger.counters.discarded == {EXPIRED: 1}
+        status, body = await user.reward(1)
+        assert (status, body["state"], body["changed"]) == (200, "gone", False)
+    assert city.trained == {}
+
+
+@pytest.mark.parametrize("choice", ["serve", "wait"])
+async def test_without_a_permit_a_session_is_served_and_not_trained_or_has_to_wait(choice):
+    city = City(make_config(without_permit=choice))
+    city.says = [f"answer {i}" for i in range(9)]
+    async with city.gateway() as user:
+        answers = [await user.say("hi", session=f"s{i}") for i in range(5)]
+        status, body, headers = answers[-1]
+        assert [answer[0] for answer in answers[:4]] == [200] * 4
+        if choice == "serve":
+            assert (status, headers["X-Areal-Trained"]) == (200, "no")
+            assert (await user.reward(1, session="s4"))[1] == {
+                "id": "anna:s4",
+                "state": "untrained",
+                "version": 0,
+                "tokens": 9,
+                "changed": False,
+            }
+        else:
+            assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "no_permit", "5")
+
+
+async def test_deleted_and_opted_out_sessions_are_not_trained(city):
+    city.says = ["hello"] * 4
+    async with city.gateway() as user:
+        await user.say("hi", session="a")
+        await user.reward(1, session="a")
+        assert (await user.ask("sessions/a", method="DELETE"))[0] == 200
+        await user.say("hi", session="b")
+        answer = await user.say("hi", session="b", X_Areal_Train="no")
+        assert answer[2]["X-Areal-Trained"] == "no"
+    assert city.ledger.counters.discarded == {"deleted": 1, "opted out": 1} and city.ledger.alive == 0
+
+
+async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
+    city.says = ["hello"] * 2
+    async with city.gateway() as user:
+        for name in "ab":
+            await user.say("hi", session=name)
+            await user.reward(1, session=name)
+        city.ledger.next_batch(0)
+        status, body, _ = await user.ask("sessions/a", method="DELETE")
+        assert status == 409 and "in the batch that is trained now" in body["error"]["message"]
+
+
+async def test_the_sessions_of_a_key_share_their_prefixes_with_no_other_key():
+    keys = {name: {"sha256": sha256(key.encode()).hexdigest()} for name, key in (("anna", USER), ("bert", JUDGE))}
+    city = City(make_config(keys=keys))
+    city.says = ["hello"] * 3
+    async with city.gateway() as user:
+        for key in (USER, USER, JUDGE):
+            own = (await user.ask("sessions", {}, key))[1]["api_key"]
+            await user.ask("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, own)
+    assert city.salts == ["anna", "anna", "bert"]
+
+
+async def test_users_get_the_evaluated_version_which_bounds_how_old_their_sessions_are_and_else_none():
+    config = make_config()
+    gateway = config.gateway.model_copy(update={"serve": "evaluated"})
+    city = City(config.model_copy(update={"max_staleness": 3, "gateway": gateway}))
+    city.says = ["hello"] * 6
+    async with city.gateway() as user:
+        status, body, _ = await user.say("hi")
+        assert (status, body["error"]["code"]) == (503, "no_version") and not city.ledger.next_session
+        city.directory.update({"generator/0#1": generator(0, serving=True)}, ())
+        for i in range(4):
+            city.served = 0
+            _, _, headers = await user.say("hi", session=f"s{i}")
+            assert headers["X-Areal-Version"] == "0" and headers["X-Areal-Trained"] == "yes"
+            await user.reward(1, session=f"s{i}")
+            if i % 2:
+                city.train()
+        assert city.ledger.version == 2
+        _, _, headers = await user.say("hi", session="last")
+        assert (headers["X-Areal-Version"], headers["X-Areal-Trained"]) == ("0", "yes")
+        (group,) = city.ledger.session_groups("anna:last")
+        assert (group.start_version, city.ledger.deadline(group)) == (0, 3)
+        city.served = 2
+        _, _, headers = await user.say("hi", session="new")
+        assert city.ledger.session_groups("anna:new")[0].admission_version == 2
+
+
+@pytest.mark.parametrize("sentence", ["set evaluator.every", "lower gateway.share", "set generator.count"])
+def test_what_evaluated_versions_need_is_said_before_a_run(sentence):
+    values = make_config().model_dump() | {"generator": {"count": 2}, "evaluator": {"every": 2}}
+    values["data"]["eval_size"], values["data"]["source"] = 4, "addition"
+    values["gateway"] |= {"serve": "evaluated", "share": 0}
+    Config(**values)
+    section, key = sentence.split()[1].split(".")
+    values[section] |= {key: 1 if key == "share" else 0 if key == "every" else 1}
+    with pytest.raises(UserError, match=sentence):
+        Config(**values)
+
+
+def generator(index: int, **more) -> Member:
+    held = Policy(lineage=0, version=0, folder="") if more.get("serving") else None
+    more |= {"role": "generator", "address": "tcp://a:1", "state": "healthy", "held": held}
+    return Member(identity=f"generator/{index}#1", index=index, **more)
+
+
+async def test_a_generator_that_serves_users_gets_their_calls_alone_and_they_follow_it():
+    server, other = generator(0, serving=True), generator(1)
+    directory = Directory(Policy(lineage=0, version=3, folder=""), [server, other])
+    rows, users = (Router(directory, "gateway", 0, 8, lambda member: None) for _ in "12")
+    users.users = True
+    assert await users.choose("generator") == server and await rows.choose("generator", min_version=1) == other
+    directory.update({}, [other.identity])
+    waiting = asyncio.create_task(rows.choose("generator", min_version=1))
+    opened_later = asyncio.create_task(users.choose("generator", min_version=3))
+    done, _ = await asyncio.wait([waiting, opened_later], timeout=0.05)
+    assert not done, "they would wait there for weights that do not come"
+    newer = other.model_copy(update={"serving": True, "held": Policy(lineage=0, version=3, folder="")})
+    directory.update({other.identity: newer, server.identity: generator(0)}, ())
+    directory.changed.notify()
+    assert users.avoids(server) and not rows.avoids(server)
+    assert (await waiting).identity == server.identity and await opened_later == await users.choose(
+        "generator"
+    ) == newer
+
+
+async def test_quotas_of_a_key(city):
+    keys = {"anna": {"sha256": sha256(USER.encode()).hexdigest(), "calls_per_minute": 3, "sessions": 2}}
+    city = City(make_config(keys=keys))
+    city.says = ["hello"] * 9
+    async with city.gateway() as user:
+        answers = [await user.say("hi", session=name) for name in "abcd"]
+        assert [answer[0] for answer in answers] == [200, 200, 429, 429]
+        assert [answer[1]["error"]["code"] for answer in answers[2:]] == ["too_many_sessions", "rate_limit_exceeded"]
+
+
+async def test_a_call_that_the_trainer_does_not_store_is_an_error_and_not_an_answer(city):
+    city.says = ["hello"]
+
+    async def refuse(message, answer):
+        raise RefusedError("its disk is full")
+
+    async with city.gateway() as user:
+        user.gateway.ask_trainer = refuse
+        status, body, _ = await user.say("hi")
+        assert status == 507 and "its disk is full" in body["error"]["message"]
+
+
+async def test_the_other_protocols_and_a_session_that_user_names(city):
+    city.says = ["one", "two", "three"]
+    async with city.gateway() as user:
+        hi = {"role": "user", "content": "hi"}
+        message = {"model": "m", "max_tokens": 9, "messages": [hi], "metadata": {"session_id": "one"}}
+        status, body, headers = await user.ask("messages", message)
+        assert (status, body["content"][0]["text"], headers["X-Session-Id"]) == (200, "one", "anna:one")
+        status, body, headers = await user.ask("responses", {"model": "m", "input": "hi", "user": "zwei ü"})
+        assert (status, body["output"][0]["content"][0]["text"]) == (200, "two") and len(headers["X-Session-Id"]) == 37
+        status, _, headers = await user.ask("chat/completions", {"model": "m", "messages": [hi]})
+        assert (status, headers["X-Session-Id"]) == (200, user.gateway._unnamed["anna"])
+
+
+async def test_tokens_are_counted_without_a_session(city):
+    async with city.gateway() as client:
+        question = {"model": "m", "messages": [{"role": "user", "content": "two words"}]}
+        status, counted, _ = await client.ask("messages/count_tokens", question)
+        assert status == 200 and counted["input_tokens"] > 5
+        assert (await client.ask("messages/count_tokens", question, key="another"))[0] == 401
+        assert not city.ledger.alive and not client.gateway._sessions
+
+
+async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_gateway_that_has_taken_it(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        await user.say("hi", Idempotency_Key="1")
+        for holder in (user, other):  # the master gives it to whoever asks first
+            city.now += 61
+            city.ledger.expire(city.now)
+            await holder.gateway._renew()
+            assert text_of(await holder.say("hi", Idempotency_Key="1")) == "hello"
+        await user.gateway._renew()
+        assert (await user.say("hi", "hello", "how are you?"))[0] == (await user.reward(1))[0] == 409
+        assert text_of(await other.say("hi", "hello", "how are you?")) == "fine"
+        assert (await other.reward(1))[1]["state"] == "ready"
+    (sample,) = city.trained.values()
+    assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}"
+
+
+class CallsOfTools(Parsers):
+    """Reads each turn with tools as a call, with an id of its own as vLLM's parsers give it."""
+
+    def check(self, tools):
+        pass
+
+    def parse(self, sampled, tools, stops=(), taken=()):
+        call = {"id": secrets.token_hex(4), "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        return Parsed("", None, [call], False) if tools else super().parse(sampled, tools, stops)
+
+
+async def test_the_call_of_a_tool_has_the_same_id_at_the_next_gateway_and_its_conversation_goes_on_from_its_tokens(
+    city,
+):
+    city.says = ["add 2 3", "add 4 5"]
+    question = {"role": "user", "content": "add"}
+    body = {"model": "m", "tools": [{"type": "function", "function": {"name": "add"}}], "messages": [question]}
+
+    async def ask(user):
+        user.gateway.services.parsers = CallsOfTools(TOKENIZER)
+        headers = {"X_Session_Id": "s", "Idempotency_Key": f"{len(body['messages'])}"}
+        choice = (await user.ask("chat/completions", body, **headers))[1]["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        return choice["message"]
+
+    async with city.gateway(0) as user:
+        called = await ask(user)
+    async with city.gateway(1) as user:
+        assert await ask(user) == called
+        (call,) = called["tool_calls"]
+        body["messages"] += [called, {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
+        await ask(user)
+        assert (await user.reward(1))[1]["state"] == "ready"
+    (sample,) = city.trained.values()
+    assert sample.branches == () and TOKENIZER.decode(sample.tokens[sample.sampled]) == f"add 2 3{END}add 4 5{END}"
+
+
+async def test_each_message_of_a_session_is_stored_once_though_each_call_repeats_those_before(city):
+    city.says = [f"answer {n}" for n in range(6)]
+    texts = ["question 0"]
+    async with city.gateway(0) as user:
+        for n in range(5):
+            texts += [text_of(await user.say(*texts, Idempotency_Key=f"{n}")), f"question {n + 1}"]
+    notes = notes_of(city.spool.calls("s0.0", 0))
+    assert [notes.count(text) for text in texts[:-2:2]] == [1] * 5
+    async with city.gateway(1) as user:
+        assert text_of(await user.say(*texts[:-2], Idempotency_Key="4")) == "answer 4"
+        assert text_of(await user.say(*texts)) == "answer 5"
+        assert (await user.reward(1))[1]["state"] == "ready"
+    assert [len(sample.branches) for sample in city.trained.values()] == [0]
+
+
+async def test_a_gateway_that_leaves_takes_rewards_and_no_calls(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        user.gateway.member.state = "draining"
+        status, body, _ = await user.say("hi", "hello", "how are you?")
+        assert (status, body["error"]["code"]) == (503, "leaving")
+        assert (await user.reward(1))[1]["state"] == "ready"
+
+
+async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has_taken(city):
+    city.says = ["hello", "late", "fine"]
+    ask_trainer, hold = city.ask_trainer, []
+
+    async def fenced(message, answer):
+        if message.kind == "store_calls" and hold:
+            raise RefusedError("gateway/1#1 goes on with s0.0")
+        return await ask_trainer(message, answer)
+
+    async with city.gateway(0) as user, city.gateway(1) as other:
+        user.gateway.ask_trainer = fenced
+        await user.say("hi")
+        city.now += 61
+        city.ledger.expire(city.now)
+        await other.gateway._renew()
+        hold.append("gateway/1")
+        assert [(await user.say("hi", "hello", "how?"))[0] for _ in range(2)] == [507, 409]
+        assert text_of(await other.say("hi", "hello", "how?")) == "fine"
+
+
+async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_and_else_waits_until_it_expires():
+    city = City(make_config(idle_seconds=0.5, session_seconds=1.5))
+    city.says = ["hello", "hello"]
+    async with city.gateway() as user:
+        answer = await user.say("hi", session="a")
+        await user.reward(0.5, session="a", call=answer[1]["id"])
+        await user.say("hi", session="b")
+        while city.ledger.open_sessions:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+    assert [sample.reward for sample in city.trained.values()] == [0.5]
+    assert city.ledger.counters.discarded == {EXPIRED: 1}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+async def test_with_a_certificate_the_gateway_speaks_tls_alone(tmp_path):
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+    process = await asyncio.create_subprocess_exec(*command.split(), cwd=tmp_path, stderr=asyncio.subprocess.DEVNULL)
+    assert await process.wait() == 0
+    city = City(make_config(certificate=str(tmp_path / "cert.pem"), private_key=str(tmp_path / "key.pem")))
+    trust = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    trust.check_hostname = False
+    async with city.gateway() as user:
+        url = f"://127.0.0.1:{await user.gateway._endpoint.listen()}/v1/models"
+        headers = {"Authorization": f"Bearer {USER}"}
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"https{url}", headers=headers, ssl=trust) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(f"http{url}", headers=headers)
+
+
+async def test_the_key_of_one_session_rewards_no_other_also_if_it_is_of_a_key_that_rewards_all():
+    keys = {
+        "anna": {"sha256": sha256(USER.encode()).hexdigest()},
+        "boss": {"sha256": sha256(JUDGE.encode()).hexdigest(), "rights": ["serve", "reward_all"]},
+    }
+    city = City(make_config(keys=keys))
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        access = (await user.ask("sessions", {"id": "mine"}, JUDGE))[1]
+        status, _, _ = await user.ask("sessions/anna:s/reward", {"reward": 1}, access["api_key"])
+        assert status == 404 and city.trained == {}
+        assert (await user.reward(1))[1]["state"] == "ready", "the key itself may"
+
+
+@pytest.mark.parametrize(
+    "name", ["anna:x:s", "judge:s", "anna:", ":", "%00", "anna:%0a", "a" * 300, "anna:%F0%9F%98%80"]
+)
+async def test_strange_names_of_sessions_are_refused_in_words(name):
+    city = City(make_config())
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        for path, method in (
+            (f"sessions/{name}", "GET"),
+            (f"sessions/{name}", "DELETE"),
+            (f"sessions/{name}/end", "POST"),
+        ):
+            status, body, _ = await user.ask(path, {}, method=method)
+            assert 400 <= status < 500 and body["error"]["message"], (path, method)
+    assert city.ledger.open_sessions == 1
+
+
+async def test_a_reward_whose_client_goes_away_is_taken():
+    city = City(make_config())
+    city.says = ["hello"]
+    ask_trainer, waiting, go_on = city.ask_trainer, asyncio.Event(), asyncio.Event()
+
+    async def slow(message, answer):
+        if message.kind == "store_samples":
+            waiting.set()
+            await go_on.wait()
+        return await ask_trainer(message, answer)
+
+    async with city.gateway() as user:
+        user.gateway.ask_trainer = slow
+        await user.say("hi")
+        reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None, ""))  # as its handler does
+        await waiting.wait()
+        reward.cancel()
+        await asyncio.gather(reward, return_exceptions=True)
+        later = asyncio.create_task(user.reward(-1))
+        go_on.set()
+        assert (await later)[1] == {"id": "anna:s", "state": "ready", "changed": False}
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_a_call_that_is_answered_after_the_sample_was_made_is_an_error_and_a_later_one_begins_another_session():
+    city = City(make_config())
+    city.says = ["hello", "late", "new"]
+    ask_trainer, sample, stores, answers, go_on = city.ask_trainer, city.sample, *(asyncio.Event() for _ in "123")
+
+    async def slow_store(message, answer):
+        if message.kind == "store_samples":
+            stores.set()
+            await go_on.wait()
+        return await ask_trainer(message, answer)
+
+    async def slow_sample(call):
+        if city.says[0] == "late":
+            answers.set()
+            await stores.wait()
+        return await sample(call)
+
+    async with city.gateway() as user:
+        user.gateway.ask_trainer, city.sample = slow_store, slow_sample
+        await user.say("hi")
+        late = asyncio.create_task(user.say("hi", "hello", "how?"))
+        await answers.wait()
+        reward = asyncio.create_task(user.reward(1))
+        status, body, _ = await late
+        assert (status, body["error"]["code"]) == (409, "over")
+        new = asyncio.create_task(user.say("again"))
+        go_on.set()
+        assert (await reward)[1]["state"] == "ready" and text_of(await new) == "new"
+    (trained,) = city.trained.values()
+    assert "late" not in TOKENIZER.decode(trained.tokens) and len(city.ledger.left_sessions()) == 1
+
+
+async def test_a_session_that_expires_while_the_master_is_asked_about_its_reward_is_gone(city):
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        session, ask = user.gateway._sessions["anna:s"], user.gateway._ask_session
+
+        async def expire(*question):
+            session.group = None
+            return await ask(*question)
+
+        user.gateway._ask_session = expire
+        status, body = await user.reward(1, id="a")
+        assert (status, body["changed"]) == (200, False)
+    assert city.trained == {}
+
+
+async def test_a_reward_with_an_id_is_answered_alike_however_often_it_comes_and_whoever_is_asked(city):
+    city.says = ["hello", "fine", "other"]
+    taken, call = ({"id": "anna:s", "state": state, "changed": True} for state in ("ready", "open"))
+    async with city.gateway(0) as user:
+        answer = (await user.say("hi"))[1]["id"]
+        assert await user.reward(0.5, call=answer, id="a") == (200, call)
+        assert await user.reward(-1, call=answer, id="b") == (200, call)
+        assert await user.reward(0.5, call=answer, id="a") == (200, call), "b is not undone"
+        await user.say("hi", "hello", "how?")
+    async with city.gateway(1) as user:
+        assert await user.reward(0.5, call=answer, id="a") == (200, call)
+        assert user.gateway._sessions["anna:s"].chat.rewards == {answer: -1}
+        assert await asyncio.gather(*(user.reward(1, id="c") for _ in "12")) == [(200, taken)] * 2
+    (sample,) = city.trained.values()
+    assert sample.reward == 0, "1 for the session, and -1 for its answer"
+    async with city.gateway(2) as user:
+        for _ in range(2):
+            assert await user.reward(1, id="c") == (200, taken)
+            assert await user.reward(-1, call=answer, id="b") == (200, call)
+            status, body = await user.reward(1, id="d")
+            assert (status, body["error"]["code"]) == (409, "rewarded") and "another id" in body["error"]["message"]
+            if not city.ledger.version:
+                await user.say("hi", session="t")
+                await user.reward(1, session="t")
+                city.train()
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "trained"
+
+
+async def test_a_reward_whose_id_came_before_does_not_reward_a_later_session_of_the_same_name(city):
+    city.says = ["hello", "fine"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        asked = []
+        ask, user.gateway._ask_session = user.gateway._ask_session, lambda *about: asked.append(about) or ask(*about)
+        first = await user.reward(1, id="a")
+        assert asked == [("anna:s", False, "a")], "one question to the master for a reward with an id"
+        user.gateway._ask_session = ask
+        await user.say("hi", "hello", "how?")
+        assert await user.reward(1, id="a") == first
+        assert (await user.ask("sessions/s", method="GET"))[1]["state"] == "open"
+        assert (await user.reward(-1, id="b"))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1, -1]
+
+
+async def test_a_reward_that_is_stored_when_its_gateway_is_lost_counts_and_its_repeat_hears_so(city):
+    city.says = ["hello"]
+    city.reports = False
+    async with city.gateway(0) as user:
+        await user.say("hi")
+        reward = asyncio.create_task(user.reward(1, id="a"))
+        while not city.samples:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        reward.cancel()
+    assert city.ledger.left_sessions() == ["s0.0"] and not city.ledger.ready_count
+    async with city.gateway(1) as user:
+        assert await user.reward(1, id="a") == (200, {"id": "anna:s", "state": "ready", "changed": True})
+        assert (await user.reward(-1, id="b"))[0] == 409
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_a_reward_that_was_taken_and_is_undone_is_not_said_to_count(city):
+    city.says = ["hello"]
+    async with city.gateway() as user:
+        await user.say("hi")
+        await user.reward(1, id="a")
+        await user.ask("sessions/s", method="DELETE")
+        assert (await user.reward(1, id="a"))[1] == {"id": "anna:s", "state": "gone", "changed": False}
+    assert not city.state.receipts
+
+
+@pytest.mark.parametrize("host", ["the same", "another, whose clock is an hour ahead"])
+async def test_a_session_grows_no_younger_at_another_gateway_and_no_hour_older_at_another_host(city, monkeypatch, host):
+    city.says = ["hello", "again"]
+    at, there = time.monotonic(), "a boot"
+    monkeypatch.setattr("actors.gateway.user_sessions._since_boot", lambda: (there, at))
+    async with city.gateway(0) as user:
+        await user.say("hi")
+        user.gateway._sessions["anna:s"].begun -= 200
+        await user.say("and?")
+    at += 1000 if host == "the same" else 3600
+    there = "a boot" if host == "the same" else "another one"
+    async with city.gateway(1) as user:
+
+        async def waits(message, answer):
+            user.gateway._sessions["anna:s"].begun -= 500  # as if the trainer had been away so long
+            return await city.ask_trainer(message, answer)
+
+        user.gateway.ask_trainer = waits
+        await user.ask("sessions/s", method="GET")
+        session = user.gateway._sessions["anna:s"]
+        age = asyncio.get_running_loop().time() - session.begun
+        assert 0 <= age - (1200 if host == "the same" else 200) < 100
+
+
+async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
+    city = City(make_config(score=True))
+    city.says = ["2"]
+    asked = []
+
+    async def score(name, prompt, completions, row, tokens):
+        asked.append((prompt, completions))
+        return [Result(0.5, {})]
+
+    async with city.gateway() as user:
+        user.gateway.services.rewards = SimpleNamespace(score=score)
+        parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
+        body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+        await user.ask("chat/completions", body, X_Session_Id="s")
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready"
+    assert asked == [("1 + 1", ["2"])] and [sample.reward for sample in city.trained.values()] == [0.5]
+
+
+async def test_rewards_of_rows_score_no_session_that_ends_without_one():
+    city = City(make_config(share=0.5))
+    city.says = ["2"]
+    async with city.gateway() as user:
+        await user.say("1 + 1")
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ended", "it waits for its reward"
+        assert (await user.reward(1))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_of_a_session_that_is_not_here_the_master_is_asked_once(city):
+    asked, ask_master = [], city.ask_master
+
+    async def counted(sender, message, *rest):
+        asked.append(message.kind)
+        return await ask_master(sender, message, *rest)
+
+    city.ask_master = counted
+    async with city.gateway() as user:
+        assert (await user.reward(1))[1] == {"id": "anna:s", "state": "gone", "changed": False}
+        assert (await user.ask("sessions/s", method="GET"))[1] == {"id": "anna:s", "state": "gone"}
+    assert asked.count("ask_session") == 2
+
+
+async def test_a_gateway_that_asks_again_for_its_session_hears_that_it_has_begun():
+    city = City(make_config())
+    first, again = [
+        await city.ask_master("gateway/0#1", AskSession(session="a:s", opens=True), SessionAnswer) for _ in "12"
+    ]
+    assert (first.session.resumed, again.session.resumed) == (False, True)
+    assert first.session.group == again.session.group
+
+
+async def test_the_trainer_takes_a_session_from_the_gateway_alone_that_goes_on_with_it_also_after_its_restart():
+    async def on_disk(what, use, *arguments):
+        return use(*arguments)
+
+    spool = Spool(sqlite3.connect(":memory:"))
+    sample = ScoredSample(place=0, frame=np.frombuffer(trained().frame(), np.uint8), parts={}, discarded=0)
+    rewarded = StoreSamples(group="s0.0", prompt_index=-1, row="", samples=(sample,))
+    saves = [
+        StoreCalls(group="s0.0", prompt_index=-1, place=0, frame=np.frombuffer(saved(text), np.uint8), number=number)
+        for number, text in enumerate(("hello", "hello", "hello, fine"))
+    ]
+    for restart in range(2):
+        store = SampleStore(make_config(), 300, spool, None, on_disk, None)
+
+        async def ask(sender, message, store=store):
+            return await store.dispatch(SimpleNamespace(sender=sender, message=message, remaining=9.0))
+
+        if not restart:
+            await ask("gateway/0#1", saves[0])
+            await ask("gateway/0#2", AskCalls(group="s0.0", place=0))
+        for late in (saves[1], rewarded):
+            with pytest.raises(RefusedError, match="gateway/0#2 goes on with s0.0"):
+                await ask("gateway/0#1", late)
+        await ask("gateway/0#2", saves[2])
+        assert spool.calls("s0.0", 0) == saved("hello, fine"), "a late sample has not ended it"
+    spool.forget(["s0.0"])
+    assert spool.ids() == [] and spool.holder("s0.0") == ""
+
+
+def trained() -> Trajectory:
+    tokens, logprobs = np.array([1, 2], np.int32), np.zeros(2, np.float32)
+    return Trajectory(tokens=tokens, logprobs=logprobs, versions=np.array([-1, 0], np.int32), reward=1.0, finish="stop")
+
+
+def saved(text: str) -> bytes:
+    tokens = np.array(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
+    sampled = Generation(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+    return packed([SavedCall(b"p" * 16, NO_LIMIT, sampled)])
+
+
+async def test_what_is_saved_last_counts_though_it_is_shorter(city):
+    city.says = ["hello"]
+    async with city.gateway(0) as user:
+        answer = await user.say("hi")
+        await user.reward(-0.25, call=answer[1]["id"])
+        assert (await user.reward(1, call=answer[1]["id"]))[1]["changed"]
+    async with city.gateway(1) as user:
+        assert (await user.ask("sessions/s/end", {}))[1]["state"] == "ready"
+    assert [sample.reward for sample in city.trained.values()] == [1]
+
+
+async def test_each_count_of_sessions_is_a_counter_for_prometheus(city):
+    async with city.gateway() as user:
+        numbers = user.gateway.stats()
+    families = {family.name: family.type for family in Numbers("gateway", 0, lambda: numbers).collect()}
+    assert {name: kind for name, kind in families.items() if "sessions" in name} == {
+        "areal_sessions_open": "gauge",
+        **{f"areal_sessions_{name}": "counter" for name in COUNTS},
+    }
+
+
+async def test_a_reward_is_not_acknowledged_while_the_master_has_not_heard_of_an_earlier_attempt():
+    store = SampleStore(make_config(), 100, None, None, None, lambda *_: asyncio.Event().wait())
+    group = Group("s0.0", -1, (trained(),), "", (Note(),))
+    first = asyncio.create_task(store._report_ready(group))
+    await asyncio.sleep(0)
+    with pytest.raises(BusyError):
+        await store._report_ready(group)
+    first.cancel()
+
+
+async def test_a_session_that_is_ready_does_not_expire_for_a_gateway_that_has_not_heard_of_it(city):
+    group = city.ledger.open_session("anna:s", "gateway/0#0", 0.0, 60.0)
+    city.ledger.ready(group.group_id, 0)
+    await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", group=group.group_id, reason="expired"), Done)
+    assert city.ledger.ready_count == 1
+    await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", reason="deleted"), Done)
+    assert city.ledger.ready_count == 0

@@ -1,0 +1,72 @@
+"""The trainer's door: which samples it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.trainer.sample_store import SampleStore
+from areal.config import Config
+from areal.config.trainer_section import TrainerConfig
+from areal.samples.pictures import digest_of
+from areal.samples.trajectory import Trajectory
+from protocols.messages import OfferPictures, ScoredSample, StorePictures, StoreSamples
+from protocols.transport import Request
+
+ROUTES = np.uint8([[0, 0, 0, 0], [1, 0, 7, 2], [3, 5, 0, 6]])
+SAMPLE = Trajectory(np.array([4, 5, 6]), np.array([0, -1, -2]), np.array([-1, 0, 0]), 1.0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("routes", "sentence"),
+    [
+        (ROUTES, None),
+        (None, "its tokens have no routes, which trainer.routing=replay needs"),
+        (ROUTES[:, :2], "have 2 bytes of routes, but the model has 4: 2 experts in each of 2 layers"),
+        (ROUTES * np.uint8([[1], [1], [0]]), "one of its sampled tokens has no routes"),
+    ],
+)
+def test_a_sample_without_the_routes_of_the_model_is_refused_where_they_are_replayed(tmp_path, routes, sentence):
+    sizes = {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    values: dict[str, Any] = {"model": str(tmp_path), "steps": 1, "batch_size": 4, "group_size": 2}
+    values |= {"data": {"source": "addition"}, "sampling": {"max_new_tokens": 8}, "reward": {"functions": "addition"}}
+    frame = np.frombuffer(replace(SAMPLE, routes=routes).frame(), np.uint8)
+    sample = ScoredSample(place=0, frame=frame)
+    stored = StoreSamples(group="g", prompt_index=0, row="", samples=(sample,))
+
+    def part(routing: str) -> Any:
+        config = Config.model_validate(values | {"trainer": {"routing": routing}})
+        nothing: Any = None  # what comes after the door
+        return SampleStore(config, 100, nothing, nothing, nothing, nothing)._part(stored, sample)
+
+    assert part("own").frame.tobytes() == frame.tobytes()
+    if sentence is None:
+        (taken,) = part("replay").group.trajectories
+        assert taken.routes.tolist() == ROUTES.tolist()
+    else:
+        with pytest.raises(ValueError, match=sentence):
+            part("replay")
+
+
+async def test_pictures_that_are_stored_are_not_asked_for_again(tmp_path):
+    async def on_disk(what: str, use: Any, *arguments: Any) -> Any:
+        return use(*arguments)
+
+    nothing: Any = None
+    config: Any = SimpleNamespace(trainer=TrainerConfig(), pictures_folder=tmp_path / "pictures")
+    store = SampleStore(config, 100, nothing, nothing, on_disk, nothing)
+
+    def asked(message: Any) -> Any:
+        return store.dispatch(Request(message, "rollout_manager/0#a", asyncio.get_running_loop().time() + 60, b""))
+
+    names = digest_of(b"one"), digest_of(b"two")
+    assert (await asked(OfferPictures(names=names))).names == names
+    await asked(StorePictures(files=(np.frombuffer(b"two", np.uint8),)))
+    assert (await asked(OfferPictures(names=names))).names == names[:1]

@@ -1,0 +1,250 @@
+"""Turns are read by vLLM's own parsers, with tokenizers that have the tokens these parsers look for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from scripted_policy import END, byte_tokenizer
+
+from areal.base.errors import UserError
+from areal.config import load_config
+from areal.config.role_sections import RolloutManagerConfig
+from areal.extensions.agents import parsers
+from areal.extensions.agents.parsers import Parsed, Parsers
+from areal.samples.table import Generation
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+ARGUMENTS = {"city": "Köln", "days": 3}
+AS_JSON = json.dumps({"name": "weather", "arguments": ARGUMENTS})
+# Tokens of models: those of the first line are text, those of the second are special.
+WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+SPECIAL = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    fast_tokenizer = byte_tokenizer()
+    fast_tokenizer.add_tokens(WORDS)
+    fast_tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    return fast_tokenizer
+
+
+@pytest.fixture
+def read(tokenizer):
+    """Reads a turn of this text by the parsers of these names."""
+
+    def read(text: str, tools="hermes", reasoning=None, offered=(WEATHER,), template=None, **keywords) -> Parsed:
+        return Parsers(tokenizer, tools, reasoning, template).parse(turn(tokenizer, text), list(offered), **keywords)
+
+    return read
+
+
+def turn(tokenizer, text: str, end: str = END) -> Generation:
+    tokens = np.array(tokenizer.encode(text + end, add_special_tokens=False), np.int32)
+    n = len(tokens)
+    return Generation(tokens, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop" if end else "length")
+
+
+def called(parsed: Parsed) -> list[tuple[str, dict]]:
+    assert all(call["type"] == "function" for call in parsed.calls)
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in parsed.calls]
+
+
+QWEN3 = """<tool_call>
+<function=weather>
+<parameter=city>
+Köln
+</parameter>
+<parameter=days>
+3
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"<tool_call>{AS_JSON}</tool_call>"),
+        ("qwen3_xml", QWEN3),
+        ("qwen3_coder", QWEN3),
+        ("llama3_json", f"<|python_tag|>{AS_JSON}"),
+        ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(ARGUMENTS)}"),
+    ],
+)
+def test_calls_are_read_as_the_model_s_parser_in_vllm_reads_them(read, name, text):
+    parsed = read(text, name)
+    assert called(parsed) == [("weather", ARGUMENTS)]
+    assert (parsed.content, parsed.reasoning, parsed.stopped) == ("", None, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"Let me see. <tool_call>{AS_JSON}</tool_call>\n<tool_call>{AS_JSON}</tool_call>"),
+        ("qwen3_xml", f"Let me see. {QWEN3}\n{QWEN3}"),
+        ("mistral", f"Let me see. {f'[TOOL_CALLS]weather[ARGS]{json.dumps(ARGUMENTS)}' * 2}"),
+    ],
+)
+def test_every_call_of_a_turn_has_an_id_of_its_own_and_the_text_before_them_remains(read, name, text):
+    parsed = read(text, name)
+    assert called(parsed) == [("weather", ARGUMENTS)] * 2
+    assert len({call["id"] for call in parsed.calls}) == 2
+    assert parsed.content == "Let me see."
+
+
+def test_an_id_that_the_policy_writes_is_kept_unless_the_sample_has_it_already(tokenizer):
+    words = ["calls_section_begin", "calls_section_end", "call_begin", "call_argument_begin", "call_end"]
+    marks = [f"<|tool_{word}|>" for word in words]
+    kimi = byte_tokenizer()
+    kimi.add_tokens(marks, special_tokens=True)
+    first, last, begin, arguments, end = marks
+    call = f"{begin}functions.weather:0{arguments}{json.dumps(ARGUMENTS)}{end}"
+    kimi_k2 = Parsers(kimi, "kimi_k2")
+    once, twice = (kimi_k2.parse(turn(kimi, first + call * n + last), [WEATHER]) for n in (1, 2))
+    assert [item["id"] for item in once.calls] == ["functions.weather:0"]
+    assert len({item["id"] for item in twice.calls}) == 2
+    again = kimi_k2.parse(turn(kimi, first + call + last), [WEATHER], taken=["functions.weather:0"])
+    assert called(again) == called(once) and again.calls[0]["id"] != "functions.weather:0"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "plain"),
+    [
+        ("hermes", '<tool_call>{"name": "weather",</tool_call>', None),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', None),
+        ("hermes", f"<tool_call>{AS_JSON}</tool_call><tool_call>[]</tool_call>", None),
+        ("hermes", "<tool_call>" + '{"a":' * 10_000, None),
+        ("qwen3_xml", "see <tool_call>\n<funct", None),
+        ("qwen3_xml", "<tool_call>weather</tool_call>", None),
+        ("llama3_json", '{"city": "Köln"}', None),
+        ("llama3_json", '<|python_tag|>{"name":', '{"name":'),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city":', 'weather{"city":'),
+        ("mistral", "[TOOL_CALLS][ARGS]{}", "{}"),
+    ],
+)
+def test_a_turn_with_a_malformed_call_is_text_without_special_tokens(read, name, text, plain):
+    assert read(text, name) == Parsed(plain or text, None, [], False)
+
+
+@pytest.mark.slow  # imports vLLM once more
+def test_vllm_is_imported_for_the_first_turn_with_tools_and_starts_nothing_and_leaves_no_variables():
+    code = (
+        "import os, sys; from test_parsers import Parsers, byte_tokenizer, turn;"
+        "made = byte_tokenizer(); parsers = Parsers(made); text = '<tool_call>{}</tool_call>';"
+        "assert parsers.parse(turn(made, text), None).content == text; assert 'vllm' not in sys.modules;"
+        "before = dict(os.environ); parsers.load(); import torch;"
+        "assert dict(os.environ) == before; assert not torch.cuda.is_initialized();"
+        "import multiprocessing; assert not multiprocessing.active_children()"
+    )
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    process = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("begin", ["<think>", ""], ids=["the policy begins", "the prompt has begun"])
+def test_thinking_is_told_apart_with_and_without_tools(read, name, begin):
+    text = f"{begin}hm</think>Let me see."
+    assert read(text, None, name, offered=()) == Parsed("Let me see.", "hm", [], False)
+    assert read(text, "hermes", name) == Parsed("Let me see.", "hm", [], False)
+    parsed = read(f"{text} <tool_call>{AS_JSON}</tool_call>", "hermes", name)
+    assert (called(parsed), parsed.content, parsed.reasoning) == ([("weather", ARGUMENTS)], "Let me see.", "hm")
+    malformed = read(f"{text}<tool_call>{{</tool_call>", "hermes", name)
+    assert (malformed.content, malformed.reasoning) == ("Let me see.<tool_call>{</tool_call>", "hm")
+
+
+@pytest.mark.parametrize(("reasoning", "thinking"), [("openai_gptoss", "hm"), (None, None)])
+def test_turns_of_gpt_oss_are_read_from_their_tokens(tokenizer, reasoning, thinking):
+    from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+
+    harmony = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    gpt_oss = Parsers(tokenizer, "openai", reasoning)
+
+    def parse(text: str, tools) -> Parsed:
+        text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>{text}"
+        tokens = np.array(harmony.encode(text, allowed_special="all"), np.int32)
+        return gpt_oss.parse(Generation(tokens, *np.zeros((2, len(tokens))), "stop"), tools)
+
+    for tools in ([WEATHER], None):
+        assert parse("final<|message|>four<|return|>", tools) == Parsed("four", thinking, [], False)
+    call = f"commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(ARGUMENTS)}<|call|>"
+    assert called(parse(call, [WEATHER])) == [("weather", ARGUMENTS)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+def test_a_turn_that_is_cut_while_it_thinks_has_no_content(tokenizer, name):
+    parsed = Parsers(tokenizer, reasoning_parser=name).parse(turn(tokenizer, "<think>hm", end=""), None)
+    assert parsed == Parsed("", "hm", [], False)
+
+
+def test_a_policy_that_the_template_keeps_from_thinking_does_not_think(read):
+    assert read("four", None, "qwen3").reasoning == "four"
+    assert read("four", None, "qwen3", template={"enable_thinking": False}) == Parsed("four", None, [], False)
+
+
+def test_a_turn_is_read_up_to_a_stop_text(read):
+    stops = ["Observation:", "never"]
+    assert read("run()\nObservation: 7", stops=stops) == Parsed("run()\n", None, [], True)
+    assert read("hm Observation: 7</think>", None, "qwen3", stops=stops) == Parsed("", "hm ", [], True)
+    parsed = read(f"<tool_call>{AS_JSON}</tool_call>Observation: <tool_call>{{", stops=stops)
+    assert (called(parsed), parsed.stopped) == ([("weather", ARGUMENTS)], True)
+
+
+def test_a_parser_that_raises_finds_no_calls_and_is_told_of_once(tokenizer, capsys):
+    internlm = Parsers(tokenizer, "internlm")
+    text = "<|action_start|><|plugin|>weather<|action_end|>"
+    for _ in range(2):
+        assert internlm.parse(turn(tokenizer, text), [WEATHER]) == Parsed(text, None, [], False)
+    assert capsys.readouterr().out.count("a parser fails on what the policy writes") == 1
+
+
+def test_a_parser_that_takes_too_long_is_given_up(tokenizer, monkeypatch):
+    monkeypatch.setattr(parsers, "PARSE_SECONDS", 0.2)
+    result = Parsers(tokenizer, "qwen3_xml")
+    text = "<tool_call><function=f><parameter=x>" * 20_000
+    assert result.parse(turn(tokenizer, text), [WEATHER]) == Parsed(text, None, [], False)
+    assert called(result.parse(turn(tokenizer, QWEN3), [WEATHER])) == [("weather", ARGUMENTS)]
+    assert sys.getprofile() is None and threading.getprofile() is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "lacks"),
+    [("llama3_json", None, "bot token"), ("mistral", None, "tool call token"), ("hermes", "deepseek_r1", "think")],
+)
+def test_a_tokenizer_without_the_tokens_of_a_parser_is_refused(tools, reasoning, lacks):
+    with pytest.raises(UserError, match=f"tool_call_parser={tools} .*with this model: .*{lacks}") as raised:
+        Parsers(byte_tokenizer(), tools, reasoning).load()
+    assert "\n" not in str(raised.value)
+
+
+def test_the_names_that_are_known_are_those_that_vllm_registers():
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    for key, names in (
+        ("tool_call_parser", ToolParserManager.list_registered()),
+        ("reasoning_parser", ReasoningParserManager.list_registered()),
+    ):
+        with pytest.raises(UserError, match=f"known are {', '.join(names)} "):
+            load_config(None, [f"{key}=none-such"], RolloutManagerConfig)
+        assert all(load_config(None, [f"{key}={name}"], RolloutManagerConfig) for name in names)
+
+
+@pytest.mark.parametrize("tool", [{"name": "weather"}, {"type": "function", "function": {"description": "x"}}])
+def test_tools_in_another_form_are_refused(tokenizer, tool):
+    with pytest.raises(ValueError, match=r"tools\.0\.function") as raised:
+        Parsers(tokenizer).check([tool])
+    assert "\n" not in str(raised.value)
