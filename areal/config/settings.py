@@ -27,7 +27,7 @@ SPEED_ONLY = (
     "reward.count", "reward.workers", "reward.concurrent_calls", "reward.cache_size", "weights",
     "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
     "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
-    "trainer.prefix_tree", "trainer.fused_head", "trainer.offload", "trainer.sequence_parallel",
+    "trainer.prefix_tree", "trainer.offload", "trainer.sequence_parallel",
 )  # fmt: skip
 
 

@@ -128,9 +128,6 @@ class TrainerConfig(Section):
     deepspeed_options: dict[str, Any] = Field(default_factory=dict)
     """further keys of DeepSpeed, such as {zero_optimization: {overlap_comm: false}} (docs/running.md)"""
     prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
-    fused_head: bool = False
-    """on GPUs: take the log-probs of logits, and their gradients, in one pass each, by Triton kernels (not tried on a
-    GPU; the self-test with it compares both with float64)"""
     objective: str = Field("decoupled_ppo", description="the policy loss (docs/objectives.md)")
     eps_clip: float = Field(0.2, gt=0, description="pi_theta / pi_prox is clipped at 1 - eps_clip and 1 + eps_clip")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip at 1 + eps_clip_higher; null: eps_clip")
@@ -196,7 +193,7 @@ class TrainerConfig(Section):
         """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
         values = {"dtype": half_on_gpus(cuda), "gradient_checkpointing": cuda}
         values = {key: value for key, value in values.items() if getattr(self, key) == "auto"}
-        return self.model_copy(update={**values, "fused_head": self.fused_head and cuda})
+        return self.model_copy(update=values)
 
     def lr_share(self, step: int, steps: int) -> float:
         """The share of `lr` with which the optimizer step number `step`, from 0, is made. steps: the optimizer steps of

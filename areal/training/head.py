@@ -58,19 +58,12 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         curve: LogitCurve,
-        fused: bool,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         top, normaliser, entropy = hidden.new_full((3, len(hidden)), math.nan, dtype=torch.float32)
         logps = hidden.new_empty(len(targets), dtype=torch.float32)
         for part, tokens in _parts(distribution, len(hidden), AT_ONCE // len(weight)):
             scores, places = linear(hidden[part], weight, bias), (distribution[tokens] - part.start, targets[tokens])
-            if fused:
-                from areal.training.fused import reduce
-
-                top[part], normaliser[part], entropy[part] = reduce(scores, curve.scale / temperature)
-                logps[tokens] = curve.scores(scores[places], temperature) - top[distribution[tokens]]
-                continue
             scores = curve.scores(scores, temperature)
             top[part] = scores.amax(-1)
             scores -= top[part, None]
@@ -83,7 +76,7 @@ class _LinearLogprobs(torch.autograd.Function):
             del scores, powers  # before the next ones are made
         # `top` and `normaliser` stay apart: in their sum, the small normaliser of a likely token would be lost.
         context.save_for_backward(hidden, weight, bias, distribution, targets, top, normaliser, entropy)
-        context.temperature, context.curve, context.fused = temperature, curve, fused
+        context.temperature, context.curve = temperature, curve
         context.set_materialize_grads(False)  # most losses do not depend on the entropies
         return logps - normaliser[distribution], entropy[distribution]
 
@@ -104,18 +97,13 @@ class _LinearLogprobs(torch.autograd.Function):
         for words, tokens in _parts(targets, len(weight), AT_ONCE // max(1, len(hidden))):
             d = linear(hidden, weight[words], None if bias is None else bias[words])
             places = distribution[tokens], targets[tokens] - words.start
-            if context.fused:
-                from areal.training.fused import differentiate
-
-                d = differentiate(d, factor, rows, places, gradient[tokens])
-            else:
-                scores = context.curve.scores(d, context.temperature)
-                slope = context.curve.slope(scores, context.temperature)
-                d = _differentiate(scores, rows, of_entropy is not None)
-                d.index_put_(places, gradient[tokens], accumulate=True)
-                if slope is not None:
-                    d *= slope
-                del scores, slope
+            scores = context.curve.scores(d, context.temperature)
+            slope = context.curve.slope(scores, context.temperature)
+            d = _differentiate(scores, rows, of_entropy is not None)
+            d.index_put_(places, gradient[tokens], accumulate=True)
+            if slope is not None:
+                d *= slope
+            del scores, slope
             if d_bias is not None:
                 d_bias[words] = d.sum(0, dtype=torch.float32)
             d = d.to(hidden.dtype)
@@ -123,7 +111,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 d_weight[words] = d.T @ hidden
             d_hidden += d @ weight[words]
             del d
-        return d_hidden.to(hidden.dtype), d_weight, d_bias, *(None,) * 6
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, *(None,) * 5
 
 
 def _differentiate(scores: Tensor, rows: tuple[Tensor, ...], of_entropy: bool) -> Tensor:
@@ -156,16 +144,14 @@ def linear_logprobs(
     targets: Tensor,
     temperature: float,
     curve: LogitCurve = LogitCurve(),
-    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies, in fp32.
 
     hidden: [U, H]; weight: [V, H]; bias: [V]; distribution: [S], which of the U rows each token is drawn from; targets:
-    [S]. fused: by the kernels of `fused`, unless the curve has a cap. Returns [S] and [S], in nats. Where gradients are
-    off, entropies may be NaN: no pass without gradients reads them, and they take a third of the time beside the
-    product (measured on a CPU with 152k words).
+    [S]. Returns [S] and [S], in nats. Where gradients are off, entropies are NaN: no pass without gradients reads them,
+    and they take a third of the time beside the product (measured on a CPU with 152k words).
     """
-    inputs = (hidden, weight, bias, distribution, targets, temperature, curve, fused and curve.cap == math.inf)
+    inputs = hidden, weight, bias, distribution, targets, temperature, curve
     return _LinearLogprobs.apply(*inputs, torch.is_grad_enabled())
 
 
@@ -174,12 +160,10 @@ class Head:
 
     The model's own forward pass runs with a module in the head's place that keeps the hidden states. Then the head is
     called with these, from within the model's forward method and as a module, because ZeRO 3 gathers the weights of
-    modules when they are called. fused: see `linear_logprobs`. Raises UserError if the model's head is not a linear
-    layer.
+    modules when they are called. Raises UserError if the model's head is not a linear layer.
     """
 
-    def __init__(self, model: Any, *, fused: bool = False) -> None:
-        self.fused = fused
+    def __init__(self, model: Any) -> None:
         self.curve = LogitCurve()
         self.critic: ValueHead | None = None
         self._model = model
@@ -268,8 +252,7 @@ class Head:
     ) -> tuple[Tensor, Tensor]:
         """The head's new forward method."""
         head = self._linear
-        inputs = hidden, head.weight, head.bias, distribution, targets
-        return linear_logprobs(*inputs, temperature, self.curve, self.fused)
+        return linear_logprobs(hidden, head.weight, head.bias, distribution, targets, temperature, self.curve)
 
 
 class ValueHead(torch.nn.Linear):

@@ -225,7 +225,7 @@ class TrainingEngine:
         """Read the model, with its adapters and its critic. Returns its head, and the parameters as groups for Adam."""
         config = self.config
         self._module = self._reader.read(self.source)
-        head = Head(self._module, fused=config.fused_head)
+        head = Head(self._module)
         self._replay = RouteReplay(self._module, routing_of(self.source)) if config.routing == "replay" else None
         self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
@@ -283,7 +283,7 @@ class TrainingEngine:
         if not self.config.kl_coef or self.config.reference_scorer or adapted:
             return None
         module = self._reader.read(folder).requires_grad_(False).eval()
-        head, reference = Head(module, fused=self.config.fused_head), module
+        head, reference = Head(module), module
         if self._stage < 3:
             module.to(self.device)
         else:

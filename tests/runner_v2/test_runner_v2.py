@@ -32,44 +32,6 @@ print(target.tolist())
 """
 
 
-FUSED = """
-import torch
-from areal.training import head
-
-torch.manual_seed(0)
-U, V, H, S = 5, 18_000, 8, 12  # more words than twice what a program takes at a time
-distribution, targets = torch.randint(U, (S,)), torch.randint(V, (S,))
-distribution[:3], targets[:3] = 2, 9000  # three tokens of one place
-of_logps, of_entropies = torch.randn(S), torch.randn(S)
-hidden, weight, bias = torch.randn(U, H), torch.randn(V, H), torch.randn(V)
-weight[9000] = 40 * hidden[2] / hidden[2].square().sum()  # its p is near 1
-for dtype, most, curve, head.AT_ONCE in [
-    (torch.float32, 1e-6, head.LogitCurve(), 1 << 25),
-    (torch.float32, 1e-6, head.LogitCurve(scale=0.5), 3 * V),
-    (torch.bfloat16, 0.01, head.LogitCurve(), 3 * V),
-]:
-    found = []
-    for fused in (False, True):
-        parts = [part.to(dtype).requires_grad_() for part in (hidden, weight, bias)]
-        logps, entropies = head.linear_logprobs(*parts, distribution, targets, 0.7, curve, fused)
-        alone, both = logps @ of_logps, logps @ of_logps + entropies @ of_entropies
-        of_alone = torch.autograd.grad(alone, parts, retain_graph=True)
-        found.append([logps, entropies, *of_alone, *torch.autograd.grad(both, parts)])
-    for expected, computed in zip(*found, strict=True):
-        error = (computed - expected).double().norm() / expected.double().norm()
-        assert error <= most, (dtype, curve, computed.shape, error)
-print("the same")
-"""
-
-
-@pytest.mark.slow
-@needs_triton
-def test_the_fused_head_has_the_log_probs_the_entropies_and_the_gradients_of_the_other() -> None:
-    variables = {"PYTHONPATH": PATH, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run([sys.executable, "-c", FUSED], env=os.environ | variables, capture_output=True, text=True)
-    assert process.stdout == "the same\n", process.stderr[-2000:]
-
-
 @pytest.mark.slow
 @needs_triton
 def test_the_interpreter_takes_a_mask_of_a_block_and_a_number(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def check_attention(sizes: Any, dtype: str, device: torch.device) -> Finding:
     )
 
 
-def check_head(sizes: Any, dtype: str, device: torch.device, *, fused: bool = False) -> Finding:
+def check_head(sizes: Any, dtype: str, device: torch.device) -> Finding:
     """The head in parts, on more logits than exist at once: log-probs and gradients of hidden states and weight."""
     vocabulary, width = sizes.vocab_size, sizes.hidden_size
     count = int(BEYOND * head.AT_ONCE / vocabulary) + 1
@@ -84,7 +84,7 @@ def check_head(sizes: Any, dtype: str, device: torch.device, *, fused: bool = Fa
     weight = (2 * torch.randn(vocabulary, width, **options) / width**0.5).requires_grad_()
     distribution = torch.arange(count, device=device)
     targets = torch.randint(0, vocabulary, (count,), device=device)
-    logprobs, _ = linear_logprobs(hidden, weight, None, distribution, targets, TEMPERATURE, fused=fused)
+    logprobs, _ = linear_logprobs(hidden, weight, None, distribution, targets, TEMPERATURE)
     weights = torch.randn(count, device=device)
     gradients = torch.autograd.grad(logprobs @ weights, (hidden, weight))
 
@@ -121,7 +121,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
     if trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    own_head = Head(model, fused=trainer.fused_head)
+    own_head = Head(model)
 
     def forward(row: PackedRow) -> tuple[Tensor, Tensor]:
         outputs = {"predicts": row.predicts, "distribution": row.distribution, "targets": row.targets}

@@ -106,7 +106,7 @@ class TrainingChecks:
         dtype, device = self._config.trainer.dtype, self._device
         checks = {
             "attention": lambda: kernels.check_attention(self._sizes, dtype, device),
-            "head": lambda: kernels.check_head(self._sizes, dtype, device, fused=self._config.trainer.fused_head),
+            "head": lambda: kernels.check_head(self._sizes, dtype, device),
             "gradient": lambda: kernels.check_gradient(self._sizes, self._config.trainer, device),
         }
         findings = [guarded(name, check) for name, check in checks.items() if name in names]
