@@ -1,6 +1,6 @@
 from typing import Any
 
-from tests.actors.mastering.test_evaluations import Run
+from tests.test_actors.master.test_evaluations import Run
 
 from actors.master.hangs import Hangs
 from protocols.messages import Heartbeat, Work

@@ -1,4 +1,4 @@
-from tests.actors.mastering.test_evaluations import Run
+from tests.test_actors.master.test_evaluations import Run
 
 from actors.master.memory import Memory
 from protocols.messages import Heartbeat
