@@ -36,8 +36,8 @@ from areal.samples.trajectory import Group, TokenValues
 from areal.samples.vision import Picture, Views, sight_of
 from areal.storage.disk import DiskRetry
 from areal.storage.picture_store import PictureStore, pictures_of
-from areal.training.advantages import advantages, gae
 from areal.training.agreement import SILENCE, RankMessages, Writer
+from areal.training.algorithms.advantages import advantages, gae
 from areal.training.checkpoint import TrainingState
 from areal.training.flops import Operations, experts_of, peak_tflops
 from areal.training.frozen_tower import FrozenTower

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.config.trainer_section import TrainerConfig
-from areal.training.advantages import advantages
+from areal.training.algorithms.advantages import advantages
 
 MEANS = ["batch", "group", "leave_one_out", "none"]
 STDS = ["batch", "group", "none"]

@@ -19,7 +19,7 @@ from tiny_training import (
 )
 
 from areal.base.errors import UserError
-from areal.training.advantages import gae
+from areal.training.algorithms.advantages import gae
 from areal.training.objectives import value_loss
 from areal.training.training_engine import TrainingEngine
 

@@ -1,0 +1,1 @@
+"""What a training step learns from a batch: the advantages of its tokens, and the loss of each."""
