@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from areal.base.errors import explain
-from areal.config.section import Section, UserPath, template_conflicts
+from areal.config.section import Section, UserPath, temperature_conflicts, template_conflicts
 
 
 def reward_weights(value: Any) -> dict[str, float]:
@@ -105,6 +105,9 @@ class BenchmarkConfig(SourceConfig):
                 f"the benchmark of source {self.source!r} has the eval_source {self.eval_source!r} too: set source to "
                 f"the one with its rows, and eval_source to null"
             )
+        yield from temperature_conflicts(
+            f"the temperature of the benchmark of source {self.source!r}", self.temperature
+        )
         if not self.temperature and self.samples > 1:
             yield (
                 f"the benchmark of source {self.source!r} has {self.samples} samples, but at temperature 0 they are "

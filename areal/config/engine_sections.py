@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from areal.config.engine_options import devices_of, vllm_conflicts
-from areal.config.section import Section, UserPath
+from areal.config.section import Section, UserPath, temperature_conflicts
 
 
 class SamplingConfig(Section):
@@ -23,6 +23,7 @@ class SamplingConfig(Section):
     """texts that end a turn, besides the model's stop tokens; they remain in the turn"""
 
     def conflicts(self) -> Iterator[str]:
+        yield from temperature_conflicts("sampling.temperature", self.temperature)
         if "" in self.stop:
             yield "sampling.stop has an empty text, which would end every turn at once: remove it"
         if self.min_new_tokens > self.max_new_tokens:

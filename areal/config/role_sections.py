@@ -11,7 +11,7 @@ from areal.base.errors import UserError, explain
 from areal.config.data_section import BenchmarkConfig
 from areal.config.engine_options import parser_conflicts
 from areal.config.reading import BENCHMARKS, merged, read_values
-from areal.config.section import NAME, Section, UserPath
+from areal.config.section import NAME, Section, UserPath, temperature_conflicts
 
 # Fits any tokenizer.
 TOOL_CALL_PARSER = "hermes"
@@ -87,6 +87,7 @@ class EvaluatorConfig(Section):
             return benchmarks_in(value)
 
     def conflicts(self) -> Iterator[str]:
+        yield from temperature_conflicts("evaluator.temperature", self.temperature)
         if not self.temperature and self.samples > 1:
             yield (
                 f"evaluator.samples is {self.samples}, but at evaluator.temperature 0 they are all the same: "

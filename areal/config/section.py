@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 # A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`, and no option of a command.
 NAME = r"(?!\.+$|-)[\w.-]{1,100}"
+# vLLM's least temperature above 0.
+LEAST_TEMPERATURE = 0.01
 
 
 class Section(BaseModel):
@@ -38,6 +40,15 @@ def template_conflicts(key: str, template: str) -> Iterator[str]:
         jinja2.Environment().parse(template)
     except jinja2.TemplateSyntaxError as error:
         yield f"{key} is not a Jinja template ({error}): correct it"
+
+
+def temperature_conflicts(key: str, value: float) -> Iterator[str]:
+    """Whether vLLM would sample at another temperature than at the value of a key."""
+    if 0 < value < LEAST_TEMPERATURE:
+        yield (
+            f"{key} is {value:g}, but vLLM takes temperatures below {LEAST_TEMPERATURE:g} for that, and the trainer "
+            f"would not: raise it to {LEAST_TEMPERATURE:g}, or set 0 in an evaluation to be greedy"
+        )
 
 
 def _expanded(path: Path) -> Path:

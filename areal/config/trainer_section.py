@@ -219,6 +219,13 @@ class TrainerConfig(Section):
                 f"the warm-up takes {alone + self.warmup_steps} optimizer steps, but there are only {steps}, so that "
                 f"trainer.lr is never reached: lower {keys}"
             )
+        decay = (self.lr_schedule_steps or 0) * self.minibatches
+        if self.lr_schedule != "constant" and 0 < decay < steps and alone + self.warmup_steps >= decay:
+            yield (
+                f"the warm-up takes {alone + self.warmup_steps} optimizer steps, but the schedule ends after {decay} "
+                f"(trainer.lr_schedule_steps), so that the rate would fall from trainer.lr to its end in one step: "
+                f"raise trainer.lr_schedule_steps or lower the warm-up"
+            )
 
     @property
     def reference_scorer(self) -> str | None:

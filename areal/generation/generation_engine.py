@@ -719,7 +719,12 @@ def _sampling_params(stop_tokens: tuple[int, ...] = (), **settings: float) -> Sa
     from vllm import SamplingParams
 
     # No per-request seed: it crashes the CPU engine.
-    return SamplingParams(**settings, stop_token_ids=list(stop_tokens), logprobs=0, detokenize=False)
+    params = SamplingParams(**settings, stop_token_ids=list(stop_tokens), logprobs=0, detokenize=False)
+    of_draws = () if settings.get("temperature", 1) else ("top_p", "top_k", "min_p")  # without an effect if greedy
+    for name, value in settings.items():
+        if name not in of_draws and (used := getattr(params, name)) != value:
+            raise ValueError(f"vLLM samples with {name}={used}, not with {value} as asked")
+    return params
 
 
 def prepare(config: GeneratorConfig) -> None:

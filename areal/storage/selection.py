@@ -6,6 +6,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from areal.samples.trajectory import differ
 from areal.storage.rollouts import files, opened, rows_of
 from areal.storage.run_files import ROLLOUTS
 
@@ -54,9 +55,9 @@ def chosen(group: Sequence[RolloutSample], *, best: bool = True, least: float | 
 
 def pair(group: Sequence[RolloutSample], *, least: float | None = None) -> tuple[RolloutSample, RolloutSample] | None:
     """The best sample that the policy ended itself, if its reward is at least `least`, and the worst sample; of equals
-    the first. None if they have the same reward."""
+    the first. None if their rewards differ by no more than rounding."""
     good = [s for s in group if s.finish == "stop" and (least is None or s.reward >= least)]
     if not good:
         return None
     best, worst = max(good, key=lambda s: s.reward), min(group, key=lambda s: s.reward)
-    return (best, worst) if best.reward > worst.reward else None
+    return (best, worst) if best.reward > worst.reward and differ(best.reward, worst.reward) else None

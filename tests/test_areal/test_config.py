@@ -79,6 +79,15 @@ def test_of_several_bases_the_later_one_wins(tmp_path):
         ({"trainer": {"betas": [0.9, -0.1]}}, r"trainer.betas.1 is -0.1 in .*, but should be greater than or equal"),
         ({"trainer": {"eps_clip": 2}}, r"trainer.eps_clip is 2, but no ratio is below 0.*: set trainer.eps_clip to"),
         ({"trainer": {"warmup_steps": 13}}, r"takes 13 optimizer steps, but there are only 12.*: lower trainer.warmup"),
+        (
+            {"trainer": {"warmup_steps": 9, "lr_schedule": "linear", "lr_schedule_steps": 2}},
+            r"takes 9 optimizer steps, but the schedule ends after 8 .*: raise trainer.lr_schedule_steps or lower",
+        ),
+        (
+            {"sampling": {"max_new_tokens": 8, "temperature": 0.002}},
+            r"sampling.temperature is 0.002, but vLLM takes .*: raise it to 0.01",
+        ),
+        ({"evaluator": {"temperature": 0.009}}, r"evaluator.temperature is 0.009, but vLLM takes"),
         ({"trainer": {"critic": {"warmup_steps": 12}}}, r"takes 12 .* only 12, .*: lower trainer.critic.warmup_steps"),
         (
             {"generator": {"max_model_len": 8}},
@@ -97,6 +106,7 @@ def test_settings_at_the_limit_of_what_can_be_are_taken(tmp_path):
     for trainer in (
         {"warmup_steps": 12, "betas": [0.0, 0.999], "eps_clip": 1.0},
         {"warmup_steps": 20, "lr_schedule_steps": 5},
+        {"warmup_steps": 11, "lr_schedule": "cosine", "lr_schedule_steps": 3},
         {"objective": "gmpo", "eps_clip": 1.5},
     ):
         load_config(written(tmp_path, mine=values | {"trainer": trainer}))

@@ -557,6 +557,12 @@ async def test_at_temperature_zero_every_token_is_the_likeliest_one(engine: Gene
     assert first.tokens.tolist() == logits.argmax(-1).tolist()
 
 
+async def test_what_vllm_would_sample_otherwise_than_asked_is_refused(engine: GenerationEngine) -> None:
+    low = SamplingConfig.model_construct(**SamplingConfig(max_new_tokens=2).model_dump() | {"temperature": 0.002})
+    with pytest.raises(ValueError, match=r"vLLM samples with temperature=0\.01, not with 0\.002 as asked"):
+        await anext(engine.generate("low", [5, 6], low))
+
+
 async def test_the_engine_sends_tokens_together(engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of earlier steps and that of the last one, for each chunk."""
     sent_count = 0

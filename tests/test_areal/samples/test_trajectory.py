@@ -68,7 +68,14 @@ def test_branches_that_do_not_fit_are_refused(branches, sentence):
 
 @pytest.mark.parametrize(
     ("rewards", "signal"),
-    [([0.1 + 0.2, 0.3], False), ([3e8 * (0.1 + 0.2), 9e7], False), ([1e-12, 0.0], True), ([1.0, 1.0 + 1e-6], True)],
+    [
+        ([0.1 + 0.2, 0.3], False),
+        ([3e8 * (0.1 + 0.2), 9e7], False),
+        ([np.float32(0.7), np.float32(0.6) + np.float32(0.1)], False),
+        ([0.73105860, 0.73105863], False),  # a reward model on one text in two batches
+        ([1e-12, 0.0], True),
+        ([1.0, 1.0 + 1e-4], True),
+    ],
 )
 def test_rewards_that_differ_by_rounding_are_no_signal(rewards, signal):
     assert len(set(rewards)) == 2

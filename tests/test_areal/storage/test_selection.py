@@ -24,6 +24,7 @@ def test_a_pair_is_the_best_and_the_worst_sample_if_their_rewards_differ():
     assert results is not None
     assert [id(item) for item in results] == [id(GROUP[1]), id(GROUP[0])]
     assert pair([sample(1), sample(1), sample(2, "length")]) is None
+    assert pair([sample(0.73105860), sample(0.73105863)]) is None
     assert pair(GROUP, least=0.6) is None
 
 

@@ -81,8 +81,11 @@ def test_rewards_that_differ_by_rounding_teach_nothing(mean, std):
     assert len(set(rewards)) == 3
     assert not of(rewards, [0] * 3, mean=mean, std=std).any()
     assert not of(3e8 * np.array(rewards), [0] * 3, mean=mean, std=std).any()
-    expected = np.array([1.0, -1.0]) * (1 if std != "none" else 5e-7) * (2 if mean == "leave_one_out" else 1)
-    np.testing.assert_allclose(of([1 + 1e-6, 1.0], [0, 0], mean=mean, std=std), expected, rtol=1e-6)
+    single = [float(np.float32(0.7)), float(np.float32(0.6) + np.float32(0.1)), float(np.float32(0.7))]
+    assert len(set(single)) == 2
+    assert not of(single, [0] * 3, mean=mean, std=std).any()
+    expected = np.array([1.0, -1.0]) * (1 if std != "none" else 5e-5) * (2 if mean == "leave_one_out" else 1)
+    np.testing.assert_allclose(of([1 + 1e-4, 1.0], [0, 0], mean=mean, std=std), expected, rtol=1e-6)
 
 
 def test_copies_with_a_penalty_within_them_are_divided_by_what_the_penalty_spreads():

@@ -12,9 +12,11 @@ from areal.base.errors import UserError
 from areal.config import dump_config, load_config
 from areal.config.trainer_section import OBJECTIVE_SETTINGS, TrainerConfig
 from areal.training.objectives import (
+    LOG_RATIO_BOUND,
     LOSSES,
     TokenLoss,
     Tokens,
+    behaviour_weight,
     interpolated_proximal,
     kl,
     kl_penalty,
@@ -169,6 +171,17 @@ def test_the_behaviour_weight_of_a_token_or_its_sequence_is_as_it_is_cut_masked_
     changes = {"behaviour_weight": kind, "behaviour_weight_level": level, "behaviour_weight_bounds": bounds}
     computed = evaluate("decoupled_ppo", tokens, settings("decoupled_ppo", **changes))
     assert_equal(computed, reference_surrogate(tokens, 0.2, 0.2, kind, bounds, level=level))
+
+
+def test_the_region_of_kpop_bounds_a_divergence_and_not_w():
+    """docs/objectives.md gives these figures."""
+    prox, behaviour = np.log(1e-3), np.log(1e-12)
+    tokens = dict(zip(("logp_prox", "logp_behav"), (torch.tensor([x]) for x in (prox, behaviour)), strict=True))
+    alike = Tokens(logp=torch.tensor([prox]), A=torch.ones(1), sequence=torch.zeros(1).long(), **tokens)
+    assert bernoulli_kl(1e-3, 1e-12) == pytest.approx(0.02, abs=1e-3)
+    assert behaviour_weight(alike, settings("kpop")).item() == pytest.approx(np.exp(LOG_RATIO_BOUND))
+    assert behaviour_weight(alike, settings("icepop")).item() == 0
+    assert behaviour_weight(alike, settings("tis")).item() == 2
 
 
 def test_a_dual_clip_bounds_what_a_bad_token_counts():
