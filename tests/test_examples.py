@@ -40,7 +40,7 @@ from areal.training.objectives import Tokens
 from areal.workflows.builtin import resolve_workflow
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
-ON_CPUS = ("own_reward", "own_loss", "feedback", "openai_agent", "distillation", "repositories", "dots")
+ON_CPUS = ("own_reward", "own_loss", "difficulty", "feedback", "openai_agent", "distillation", "repositories", "dots")
 PACKAGES = {"agents_sdk": "agents", "dots": "torchvision", "gymnasium_game": "gymnasium", "mcp_tools": "mcp"}
 MOST_LINES_OF_TEXT, MOST_LINES_OF_CODE = 20, 70
 GSM8K = {"question": "Sum 70 and 2.", "answer": "70+2 = <<70+2=72>>72\n#### 72"}
@@ -120,8 +120,8 @@ def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Call
     return configure
 
 
-def test_there_are_fifteen_examples():
-    assert len(EXAMPLES) == 15 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
+def test_there_are_sixteen_examples():
+    assert len(EXAMPLES) == 16 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

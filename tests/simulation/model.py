@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
+from areal.base.plugins import load
 from areal.config import Config
 from areal.data.history import History
 from areal.staleness.standstills import UNKNOWN
@@ -16,9 +18,12 @@ from simulation.engines import JUDGED, LIKED, LIKED_MOST, LIKED_WEIGHT, REFERENC
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
 BRANCHING = "simulation.engines:branching"
+DIFFICULTY = "simulation.model:Difficulty"
 SKIPS_FLAT = "simulation.model:skip_flat"
 # Samplers and their options. Runs are short.
-SAMPLERS: dict[str, dict[str, Any]] = {"shuffle": {}, "difficulty": {"half_life": 2.0}, SKIPS_FLAT: {}}
+SAMPLERS: dict[str, dict[str, Any]] = {"shuffle": {}, DIFFICULTY: {"half_life": 2.0}, SKIPS_FLAT: {}}
+
+Difficulty = load(str(Path(__file__).parents[2] / "configs/examples/difficulty/difficulty.py:Difficulty"), "sampler")
 
 
 def skip_flat(history: History, prompt: int) -> int:

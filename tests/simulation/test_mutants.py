@@ -26,7 +26,7 @@ from simulation.faults import (
     SlowDisk,
     Storm,
 )
-from simulation.model import with_hangs
+from simulation.model import DIFFICULTY, with_hangs
 from simulation.mutants import MUTANTS
 from simulation.network import Weather
 from simulation.world import Model, World, simulate
@@ -172,7 +172,7 @@ BRANCHES_SAVED = replace(SAVED, branching=True, save_every=2)
 PROVOKED = {
     "only the last checkpoint": Provoked("no progress", lambda n: plan(Damage(2.0 + n)), Model(steps=12)),
     "choices not journaled": Provoked(
-        ", of row ", lambda n: plan(Kill(2.0, "master-0", 0.1)), Model(steps=8, sampler="difficulty"), 1
+        ", of row ", lambda n: plan(Kill(2.0, "master-0", 0.1)), Model(steps=8, sampler=DIFFICULTY), 1
     ),
     # The spool is lost, and with it groups that were ready.
     "lost groups stay ready": Provoked(

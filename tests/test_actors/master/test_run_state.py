@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 
+from conftest import ROOT
 from helpers import ten_steps
 
 from actors.master import changes
@@ -39,7 +40,8 @@ def rewarded(state: RunState, group: str, signal: bool = True) -> None:
 
 
 def test_a_master_after_a_master_goes_on_with_the_same_history_from_events_and_from_a_snapshot():
-    config, connection = config_of(sampler="difficulty"), sqlite3.connect(":memory:", check_same_thread=False)
+    sampler = f"{ROOT}/configs/examples/difficulty/difficulty.py:Difficulty"
+    config, connection = config_of(sampler=sampler), sqlite3.connect(":memory:", check_same_thread=False)
     state = state_of(config, connection)
     permits = state.ledger.admit("manager/0#1", 4, 0.0, 30.0)
     for number, permit in enumerate(permits[:3]):

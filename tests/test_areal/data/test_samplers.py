@@ -5,14 +5,17 @@ from collections import Counter
 from itertools import islice
 
 import pytest
+from conftest import ROOT
 
 from areal.base.errors import UserError
+from areal.base.plugins import load
 from areal.config.data_section import DataConfig, RowsConfig
-from areal.data import samplers
 from areal.data.history import History
 from areal.data.samplers import open_sampler
 from areal.data.sources import open_source
 
+DIFFICULTY = f"{ROOT}/configs/examples/difficulty/difficulty.py:Difficulty"
+Difficulty = load(DIFFICULTY, "data.sampler")
 SIZE = 40
 SIZES = ((30, 2), (10, 9))  # and digits
 
@@ -72,7 +75,7 @@ def test_difficulty_prefers_rows_of_its_band_explores_and_finds_rows_again_that_
         return 0.5 if (key + (prompt > 1000)) % 5 == 0 else float(key % 5 > 2)
 
     sees = []
-    choose = samplers.Difficulty(explore=0.25, half_life=20)
+    choose = Difficulty(explore=0.25, half_life=20)
     chosen = [source.key(i) for i in run(choose, source, 2000, rate_of, sees=sees)]
     assert 50 < len(set(chosen[:200])) < 110
     assert sees[-1] == 1.0
@@ -82,7 +85,7 @@ def test_difficulty_prefers_rows_of_its_band_explores_and_finds_rows_again_that_
 
 def test_difficulty_takes_new_rows_of_endless_data_beside_those_of_its_band():
     source = open_source(DataConfig(source="addition", eval_size=0), seed=0)
-    chosen = run(samplers.Difficulty(), source, 400, lambda key, prompt: 0.5 if key % 4 == 0 else 0.0)
+    chosen = run(Difficulty(), source, 400, lambda key, prompt: 0.5 if key % 4 == 0 else 0.0)
     again = Counter(chosen[100:])
     assert 120 < len(set(chosen[100:])) < 250
     assert sum(n for key, n in again.items() if key % 4 and n > 2) < 20
@@ -90,13 +93,13 @@ def test_difficulty_takes_new_rows_of_endless_data_beside_those_of_its_band():
 
 def test_rewards_of_another_range_are_rates_too():
     source = addition()
-    choose = samplers.Difficulty(explore=0.0, reward_range=(-1.0, 1.0))
+    choose = Difficulty(explore=0.0, reward_range=(-1.0, 1.0))
     chosen = run(choose, source, 400, lambda key, prompt: 0.0 if key < 20 else 1.0)
     assert sum(source.key(i) < 20 for i in chosen[100:]) > 250
 
 
 def test_the_same_history_gives_the_same_choice_also_from_its_dump():
-    for choose in (samplers.Difficulty(), EveryOther()):
+    for choose in (Difficulty(), EveryOther()):
         source = two_sources()
         history = History(source, 5, 4, 200)
         run(choose, source, 150, lambda key, prompt: key % 3 / 2, history=history)
@@ -112,7 +115,7 @@ def test_the_same_history_gives_the_same_choice_also_from_its_dump():
 def test_a_choice_looks_at_few_rows_however_many_there_are(monkeypatch):
     source = addition(size=20_000)
     looked = []
-    for choose in (samplers.Difficulty(), samplers.Difficulty(explore=0.0)):
+    for choose in (Difficulty(), Difficulty(explore=0.0)):
         history = History(source, 0, 8, 30_000)
         with monkeypatch.context() as patched:
             patched.setattr(source, "key", lambda index, key=source.key: looked.append(index) or key(index))
@@ -122,9 +125,9 @@ def test_a_choice_looks_at_few_rows_however_many_there_are(monkeypatch):
 
 def test_mistakes_are_told():
     source = addition()
-    refused("unknown: choose from shuffle, difficulty", source, sampler="dificulty")
-    refused("unexpected keyword argument 'lo'", source, sampler="difficulty", sampler_options={"lo": 1})
-    refused("low below high", source, sampler="difficulty", sampler_options={"low": 0.9})
+    refused("unknown: choose from shuffle, or write", source, sampler="shufle")
+    refused("unexpected keyword argument 'lo'", source, sampler=DIFFICULTY, sampler_options={"lo": 1})
+    refused("low below high", source, sampler=DIFFICULTY, sampler_options={"low": 0.9})
     refused("is a function, which has no data.sampler_options", source, sampler="shuffle", sampler_options={"low": 0.9})
     refused("has no nothing", source, sampler=f"{__file__}:nothing")
     refused("failed at prompt 0 with ZeroDivisionError", source, sampler=f"{__file__}:raises")
