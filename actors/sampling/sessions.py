@@ -234,7 +234,7 @@ class SampleSession(SampleState):
             seconds = self._services.sample_seconds
             raise TimeoutError(
                 f"it has waited for {seconds:.0f} s for something that is no actor of the run "
-                f"(rollout_manager.sample_seconds){place_of(error.__cause__)}"
+                f"(rollout_manager.sample_seconds){place_of(error.__cause__ or error.__context__)}"
             ) from error
         finally:
             self._timer = None

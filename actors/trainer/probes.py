@@ -77,11 +77,13 @@ class Probes:
         trainer's for each token of the batch, in the order of TokenValues; 0 where a token is not in the loss."""
         current, self._current = self._current, None
         if current is not None and logprobs is not None:
-            current.ours = logprobs[current.probe.start + current.probe.sampled]
+            current.trainer_logprobs = logprobs[current.probe.start + current.probe.sampled]
         gaps = []
-        for engine, check, theirs in self._answers:
-            if check.ours is not None and check.ours.any() and len(theirs) == len(check.probe.tokens) - 1:
-                gaps.append(float(np.abs(theirs[check.probe.sampled - 1] - check.ours)[check.ours != 0].mean()))
+        for engine, check, sampled_logprobs in self._answers:
+            trained = check.trainer_logprobs
+            if trained is not None and trained.any() and len(sampled_logprobs) == len(check.probe.tokens) - 1:
+                differences = np.abs(sampled_logprobs[check.probe.sampled - 1] - trained)
+                gaps.append(float(differences[trained != 0].mean()))
                 if sentence := self._gaps.add(engine, check.version, gaps[-1]):
                     log.error(sentence)
         self._answers.clear()
@@ -90,9 +92,9 @@ class Probes:
 
 @dataclass(slots=True)
 class _Check:
-    """A probe of a step. ours: the trainer's log-probs of its sampled tokens, once the step has computed them."""
+    """A probe of a step. trainer_logprobs: those of its sampled tokens, once the step has computed them."""
 
     lineage: int
     version: int
     probe: Probe
-    ours: np.ndarray | None = None
+    trainer_logprobs: np.ndarray | None = None

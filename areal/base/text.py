@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 
 FENCE = "```"
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_WHITE_SPACE = re.compile(r"\s*+")
+_WHITE_SPACE = re.compile(r"\s*")
 # Control characters other than tab and newline: C0, DEL, C1 (a terminal takes 0x9b for ESC [). Line and paragraph
 # separators, and characters that change the direction of the text around them, are shown by their codes too.
 _CONTROLS = {

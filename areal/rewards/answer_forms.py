@@ -66,7 +66,8 @@ _LITERAL = re.compile(
 _NAME = re.compile(r"-?[A-Za-z][\w' ]*|[_']*")
 # What of a left side says which value it is: a command, a subscript, an argument.
 _NAMING = re.compile(r"\\[A-Za-z]+|_(?:\{[^{}]*\}|\w)|\^\{-1\}(?=\()|(?<=[A-Za-z}'])\([^()]*\)")
-_ARITHMETIC = re.compile(r"(?:\\(?!circ)[A-Za-z]+_?|[-+*/^()\[\]{}|!.,\d\s×·])*+")
+# No possessive quantifier here, nor anywhere: of groups, Python matches them wrongly before 3.11.5.
+_ARITHMETIC = re.compile(r"(?:\\(?!circ)[A-Za-z]+_?|[-+*/^()\[\]{}|!.,\d\s×·])*")
 # A number times a variable, which in the row's answer is no unit.
 _MULTIPLE = re.compile(r"[\d}]\s*[A-Za-z](?![A-Za-z])")
 # Work that is left to the reader, unless the row's answer is written so too.

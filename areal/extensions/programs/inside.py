@@ -75,8 +75,10 @@ MOST_FILES, MOST_FILES_OF_MANY = 1 << 12, 1 << 16
 RESERVED_BYTES = 4 << 30
 # The stack that a thread may reserve beyond it, for deep recursion; what it uses of that counts.
 STACK_BYTES = (1 << 30) + (1 << 26)
+# Where `python` and `python3` are this very Python: not every system has a `python`.
+PYTHONS = "/packages/bin"
 ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "PATH": f"{PYTHONS}:/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
@@ -319,6 +321,9 @@ def enter_root(folders, packages):
     for number, folder in enumerate(packages):
         bind(folder, f"/packages/{number}")
         sys.path.append(f"/packages/{number}")
+    os.makedirs(PYTHONS)
+    for name in "python", "python3":
+        os.symlink(sys.executable, f"{PYTHONS}/{name}")
     write("/etc/passwd", "nobody:x:65534:65534::/tmp:/bin/sh\n")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")

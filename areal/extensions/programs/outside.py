@@ -231,8 +231,9 @@ class LocalSandbox:
         """A sandbox for many commands, until it is closed. slot: what each of them runs in. limits: keys of a
         job, in place of the configuration's. Raises SandboxError."""
         folders = os.pathsep.join(f"/packages/{number}" for number in range(len(_packages())))
-        path = f"{Path(PYTHON).parent}:{sandbox_init.ENVIRONMENT['PATH']}"
-        environment = {"PATH": path, "PYTHONPATH": folders}
+        path = sandbox_init.ENVIRONMENT["PATH"]
+        # Without namespaces there are no links to this Python.
+        environment = {"PATH": f"{path}:{Path(PYTHON).parent}", "PYTHONPATH": folders}
         job = self._job(["true"], {}) | limits | {"stays": True, "environment": environment}
         run, stdout, stderr = self._ask(job, "")
         stdout.close()

@@ -24,6 +24,8 @@ from areal.extensions.sandboxes.sandboxes import Limits, Sandbox, copy_folder
 _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 # What is read of a file with a reward.
 REWARD_BYTES = 1000
+# The exit status of a shell that does not find a program.
+NOT_FOUND = 127
 
 
 class SandboxEnvironment:
@@ -93,20 +95,30 @@ class SandboxEnvironment:
             reward = await self._graded(self.sandbox)
         else:
             async with self._opened() as new:
-                if self.task.ready:
-                    await written(new, self.task.tests, self._timeout)
-                    await run_own(new, self.task, self.task.ready, self._timeout)
+                await self._make_ready(new)
                 if not await copy_folder(self.sandbox, new, self.task.folder, self._timeout):
                     return 0.0
                 reward = await self._graded(new)
         if reward is None:  # by the policy's doing, or whatever it does
             async with self._opened() as new:
+                await self._make_ready(new)
                 if await self._graded(new) is None:
-                    raise RowError(f"the tests write no number into {self.task.reward_file}, not even without a policy")
+                    raise RowError(f"{self._no_reward()}, not even without a policy")
         return reward or 0.0
 
+    def _no_reward(self) -> str:
+        if self.task.reward_file:
+            return f"the tests write no number into {self.task.reward_file}"
+        return f"the row's command calls a program that is not found (exit status {NOT_FOUND})"
+
+    async def _make_ready(self, sandbox: Sandbox) -> None:
+        """Prepare a new sandbox for the tests. Raises SandboxError."""
+        if self.task.folder is not None and self.task.ready:
+            await written(sandbox, self.task.tests, self._timeout)
+            await run_own(sandbox, self.task, self.task.ready, self._timeout)
+
     async def _graded(self, sandbox: Sandbox) -> float | None:
-        """The reward by the tests; None if they have written none."""
+        """The reward by the tests; None if they have written none, or if a program was not found."""
         task = self.task
         if not await written(sandbox, task.tests, self._timeout):
             return 0.0
@@ -114,7 +126,7 @@ class SandboxEnvironment:
             return 0.0
         ran = await sandbox.exec(*task.shell(str(task.command)), seconds=task.seconds or self._timeout)
         if task.reward_file is None:
-            return float(ran.status == 0)
+            return None if ran.status == NOT_FOUND else float(ran.status == 0)
         for path in task.reward_file, str(PurePosixPath(task.reward_file).with_suffix(".json")):
             text = await sandbox.read(path, self._timeout, most_bytes=REWARD_BYTES)
             with contextlib.suppress(ValueError, LookupError, TypeError):

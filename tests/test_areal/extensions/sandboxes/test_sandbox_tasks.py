@@ -164,6 +164,8 @@ async def test_tests_that_never_give_a_reward_are_an_error_of_the_row(sandboxes)
     fields = {"command": "true", "reward_file": "/tmp/reward.txt"}
     with pytest.raises(RowError, match="no number into /tmp/reward.txt, not even without a policy"):
         await play(Session("Done.", sandboxes=sandboxes), fields)
+    with pytest.raises(RowError, match="not found .exit status 127., not even without a policy"):
+        await play(Session("Done.", sandboxes=sandboxes), {"command": "no-such-program"})
     with pytest.raises(RowError, match="no command that judges"):
         await play(Session("Done.", sandboxes=sandboxes), {})
     with pytest.raises(SandboxError, match="ends with status 3: no"):

@@ -270,6 +270,14 @@ async def test_a_row_sets_limits_but_not_the_network(owner):
             pass
 
 
+async def test_python_in_a_bubble_is_the_python_of_the_run(owner):
+    code = "import sys, numpy; print(sys.version)"
+    async with owner.opened("bubble", Task(), Limits(), SECONDS) as sandbox:
+        for name in "python", "python3":
+            ran = await sandbox.exec(name, "-c", code, seconds=SECONDS)
+            assert ran.output.decode().strip() == sys.version
+
+
 async def test_a_policy_cannot_end_its_own_bubble_nor_take_its_time_for_later_commands(owner):
     async with owner.opened("bubble", Task(), Limits(), SECONDS) as sandbox:
         await sandbox.exec("sh", "-c", "kill -9 -1; kill -9 1", seconds=SECONDS)
