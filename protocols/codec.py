@@ -15,8 +15,10 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from protocols import messages
 from protocols.bus_errors import MalformedError, ProtocolVersionError
-from protocols.messages import KINDS, PROTOCOL_VERSION, Message
+from protocols.messages import KINDS, Message, Part
+from protocols.version import difference, program, version_of
 
 MAX_HEADER_BYTES = 4096
 MAX_TOKEN_BYTES = 64
@@ -54,7 +56,10 @@ class Header(NamedTuple):
     remaining_ms: int = 0
     attempt: int = 0
     token: bytes = b""
-    v: int = PROTOCOL_VERSION
+
+
+MODELS = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Part)]
+PROTOCOL_VERSION = version_of(MODELS, Header._fields)  # every header has it, as `v`
 
 
 def encode(header: Header, message: Message) -> list[Frame]:
@@ -62,17 +67,23 @@ def encode(header: Header, message: Message) -> list[Frame]:
     return [encode_header(header), *encode_body(message)]
 
 
-def encode_header(header: Header) -> bytes:
-    """The first frame. Raises MalformedError."""
+def encode_header(header: Header, **more: str) -> bytes:
+    """The first frame. more: fields that only a peer of another protocol reads. Raises MalformedError."""
     _check(header)
     # Empty fields are left out: the receiver's defaults are the same.
-    fields = {name: value for name, value in zip(Header._fields, header, strict=True) if value}
+    fields = {name: value for name, value in zip(Header._fields, header, strict=True) if value} | more
+    fields["v"] = PROTOCOL_VERSION
     try:
         frame = _pack(fields)
     except (ValueError, OverflowError) as error:  # text that is not Unicode, or a number beyond 64 bits
         raise MalformedError(f"the header of a {header.kind!r} cannot be sent: {error!s:.200}") from None
     _limit(header.kind, "bytes of header", len(frame), MAX_HEADER_BYTES)
     return frame
+
+
+def encode_refusal(sender: str, failure: Message) -> list[Frame]:
+    """The frames of an answer to a peer of another protocol. Its header says which version of the package this is."""
+    return [encode_header(Header(failure.kind, sender), program=program()), *encode_body(failure)]
 
 
 def encode_body(message: Message) -> list[Frame]:
@@ -137,14 +148,11 @@ def decode_header(frames: Sequence[Frame]) -> Header:
     values = _unpack(frames[0], MAX_HEADER_BYTES)
     if not isinstance(values, dict):
         raise MalformedError("the header is not a map")
-    version = values.get("v")
+    version = values.pop("v", None)
     if type(version) is not int:
         raise MalformedError("the header has no valid protocol version")
     if version != PROTOCOL_VERSION:
-        raise ProtocolVersionError(
-            f"the peer speaks protocol version {version}, this actor speaks {PROTOCOL_VERSION}: "
-            f"install the same version of the project on every node"
-        )
+        raise ProtocolVersionError(difference(values.get("program"), program()))
     try:
         header = Header(**values)
     except TypeError:
@@ -154,7 +162,7 @@ def decode_header(frames: Sequence[Frame]) -> Header:
 
 
 def _check(header: Header) -> None:
-    kind, sender, id, reply_to, part, remaining_ms, attempt, token, _ = header
+    kind, sender, id, reply_to, part, remaining_ms, attempt, token = header
     texts = type(kind) is type(sender) is type(id) is type(reply_to) is str
     numbers = type(part) is type(remaining_ms) is type(attempt) is int
     if not (texts and numbers and type(token) is bytes):

@@ -16,10 +16,10 @@
 | gateway | master | DiscardSession | Done |
 | rollout_manager, evaluator, gateway | generator | OpenFlow | stream of TokenColumns |
 | rollout_manager, evaluator, gateway | reward | OpenFlow | stream of CompletionsScored |
-| rollout_manager | scorer | OpenFlow | stream of TokensScored |
+| rollout_manager, evaluator, gateway | scorer | OpenFlow | stream of TokensScored, CompletionsScored |
 | rollout_manager, evaluator, gateway | generator | Generate | Done |
 | rollout_manager, evaluator, gateway | generator | GeneratePictured | Done, LackingPictures |
-| rollout_manager, evaluator, gateway | reward | Score | Done |
+| rollout_manager, evaluator, gateway | reward, scorer | Score | Done |
 | rollout_manager | scorer | ScoreTokens | Done |
 | rollout_manager, evaluator, gateway | generator, reward, scorer | EndJobs | Done |
 | rollout_manager, gateway | trainer | AskSamples | StoredSamples |
@@ -56,14 +56,12 @@ Arrays are numpy arrays and are sent as raw frames. Times are in seconds unless 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, Json, model_validator
 
 from protocols.bus_errors import BusError, text_of
-
-PROTOCOL_VERSION = 37
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -85,23 +83,22 @@ KINDS: "dict[str, type[Message]]" = {}
 Vector = np.ndarray[Any, Any]
 
 
-def _vector(dtype: str) -> AfterValidator:
-    """A validator that accepts arrays [n] of this dtype only: others would fail far inside an actor."""
-    expected = np.dtype(dtype)
+class OfType(NamedTuple):
+    """Accepts arrays [n] of this dtype only: others would fail far inside an actor."""
 
-    def check(array: Vector) -> Vector:
-        if array.dtype != expected or array.ndim != 1:
-            raise ValueError(f"an array of {array.dtype} with {array.ndim} dimensions, not of {dtype} with one")
+    dtype: str
+
+    def __call__(self, array: Vector) -> Vector:
+        if array.dtype != self.dtype or array.ndim != 1:
+            raise ValueError(f"an array of {array.dtype} with {array.ndim} dimensions, not of {self.dtype} with one")
         return array
 
-    return AfterValidator(check)
 
-
-Int32s = Annotated[InstanceOf[Vector], _vector("int32")]
-Int64s = Annotated[InstanceOf[Vector], _vector("int64")]
-Float32s = Annotated[InstanceOf[Vector], _vector("float32")]
-Float64s = Annotated[InstanceOf[Vector], _vector("float64")]
-Bytes = Annotated[InstanceOf[Vector], _vector("uint8")]
+Int32s = Annotated[InstanceOf[Vector], AfterValidator(OfType("int32"))]
+Int64s = Annotated[InstanceOf[Vector], AfterValidator(OfType("int64"))]
+Float32s = Annotated[InstanceOf[Vector], AfterValidator(OfType("float32"))]
+Float64s = Annotated[InstanceOf[Vector], AfterValidator(OfType("float64"))]
+Bytes = Annotated[InstanceOf[Vector], AfterValidator(OfType("uint8"))]
 Columns = Annotated[dict[Name, InstanceOf[Vector]], Field(max_length=64)]
 # The number of a sample in its group.
 SampleIndex = Annotated[int, Field(ge=0, le=1 << 20)]

@@ -36,7 +36,16 @@ from protocols.bus_errors import (
     from_code,
     text_of,
 )
-from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
+from protocols.codec import (
+    Frame,
+    Header,
+    decode_body,
+    decode_header,
+    encode,
+    encode_body,
+    encode_header,
+    encode_refusal,
+)
 from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, StreamEnd
 from protocols.network import Full, Link, Network, OnCrash, Unreachable
 
@@ -130,7 +139,7 @@ class RequestServer:
             header = decode_header(frames)
         except ProtocolVersionError as error:
             # A header of another version cannot be read, so the answer names no request.
-            self._send(route, _failure(error))
+            self._send_frames(route, encode_refusal(self.identity.name, _failure(error)))
             return
         except MalformedError:
             return

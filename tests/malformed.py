@@ -14,8 +14,8 @@ import numpy as np
 from pydantic import BaseModel
 
 from areal.extensions.agents.openai_api import Access
-from protocols.codec import DTYPES
-from protocols.messages import KINDS, PROTOCOL_VERSION
+from protocols.codec import DTYPES, PROTOCOL_VERSION
+from protocols.messages import KINDS
 
 # What actors compare with, look up, or use as a name.
 TEXTS = [

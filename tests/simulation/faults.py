@@ -48,6 +48,21 @@ HANDLERS: dict[str, tuple[str, ...]] = {
     "scorer": ("open_flow", "score_tokens", "score", "end_jobs"),
 }
 
+# What no actor of the simulation asks of another: the monitor's and the other ranks' questions, files, which all see,
+# pictures, which no row has, and what a trainer compares that keeps the log-probs of its steps.
+NOT_ASKED = {
+    "add_reward",
+    "ask_config",
+    "ask_logprobs",
+    "ask_status",
+    "fetch_weights",
+    "generate_pictured",
+    "offer_pictures",
+    "send_weights",
+    "store_pictures",
+    "transfer_done",
+}
+
 # What gateways alone ask of the master.
 SESSION_HANDLERS = ("ask_session", "adopt_sessions", "discard_session")
 

@@ -31,6 +31,7 @@ from areal.generation.generation_engine import LoadTimes
 from areal.samples.table import Generation
 from areal.storage.run_folder import version_of
 from areal.storage.spool import Spool
+from protocols import messages
 from protocols.bus_errors import BusyError
 from protocols.codec import MAX_BODY_BYTES
 from protocols.messages import AskRecovery, Message, Policy, StoreSamples
@@ -39,7 +40,19 @@ from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
 from simulation.cluster.loop import EndlessCallbacks
 from simulation.engines import LIKED, REFERENCE, TEACHER, Mishaps, Pace, SimEngine, SimLearner, stem
-from simulation.faults import HANDLERS, HANGS, SESSION_HANDLERS, Damage, FailPoint, Hang, Kill, Leave, Pause, Plan
+from simulation.faults import (
+    HANDLERS,
+    HANGS,
+    NOT_ASKED,
+    SESSION_HANDLERS,
+    Damage,
+    FailPoint,
+    Hang,
+    Kill,
+    Leave,
+    Pause,
+    Plan,
+)
 from simulation.loop import FaultyLoop, WorldScheduler
 from simulation.model import OPERATIONS, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
@@ -386,31 +399,32 @@ def subclasses_of(kind: type) -> Iterator[type]:
         yield from subclasses_of(below)
 
 
-def test_every_handler_of_every_actor_has_fail_points() -> None:
-    # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, pictures,
-    # which no row has, and what a trainer compares that keeps the log-probs of its steps.
-    outsiders = {
-        "add_reward",
-        "ask_status",
-        "ask_config",
-        "ask_logprobs",
-        "fetch_weights",
-        "generate_pictured",
-        "offer_pictures",
-        "send_weights",
-        "store_pictures",
-        "transfer_done",
-    }
+def handled_in(module: str) -> set[type[Message]]:
+    parts = [part for part in subclasses_of(HandlesRequests) if f"{part.__module__}.".startswith(f"{module}.")]
+    return {message for part in parts for message in part._handlers}
+
+
+def handled_by(role: str) -> set[type[Message]]:
+    return handled_in(role_module(role).__name__) | handled_in(f"actors.{role}")
+
+
+def test_the_table_of_messages_says_who_answers_what() -> None:
+    lines = [line for line in (messages.__doc__ or "").splitlines() if line.startswith("| ")]
+    rows = [
+        (to.split(", "), set(request.split(", "))) for _, to, request, _ in (line[2:-2].split(" | ") for line in lines)
+    ]
+    elsewhere = {message.__name__ for message in handled_in("actors.weights")}
+    assert elsewhere <= set().union(*(requests for _, requests in rows))
     for role in ("master", *ROLES):
-        module = role_module(role).__name__
-        kinds = {
-            kind.kind
-            for part in subclasses_of(HandlesRequests)
-            if part.__module__ == module or part.__module__.startswith(f"actors.{role}.")
-            for kind in part._handlers
-        }
+        asked = set().union(*(requests for to, requests in rows if role in to))
+        assert asked - elsewhere == {message.__name__ for message in handled_by(role)}, role
+
+
+def test_every_handler_of_every_actor_has_fail_points() -> None:
+    for role in ("master", *ROLES):
+        kinds = {message.kind for message in handled_by(role)}
         of_gateways = SESSION_HANDLERS if role == "master" else ()
-        assert kinds - outsiders == {*HANDLERS.get(role, ()), *of_gateways}, role
+        assert kinds - NOT_ASKED == {*HANDLERS.get(role, ()), *of_gateways}, role
 
 
 def test_every_kind_of_fault_is_drawn() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import threading
+from importlib.metadata import version
 
 import msgpack
 import numpy as np
@@ -24,9 +25,8 @@ from protocols.bus_errors import (
     RefusedError,
     StreamBrokenError,
 )
-from protocols.codec import Header, decode_body, decode_header, encode
+from protocols.codec import PROTOCOL_VERSION, Header, decode_body, decode_header, encode
 from protocols.messages import (
-    PROTOCOL_VERSION,
     AskPermits,
     AskStatus,
     Cancel,
@@ -143,6 +143,10 @@ async def received(socket):
 def frames(message, **fields):
     header = {"kind": message.kind, "sender": "reward/0#b", "token": b"t"} | fields
     return encode(Header(**header), message)
+
+
+def of_another_version(program=""):
+    return [msgpack.packb({"v": PROTOCOL_VERSION ^ 1, "of": "another kind", "program": program}), b""]
 
 
 async def echo(request):
@@ -468,11 +472,13 @@ async def test_a_flood_of_garbage_reaches_no_handler_and_a_proper_request_still_
 async def test_an_asker_of_another_version_is_told_in_one_sentence(net):
     _, address = net.serve(echo)
     socket = net.raw(zmq.DEALER, address)
-    socket.send_multipart(frames(score(), id="1", v=PROTOCOL_VERSION + 1))
-    failure = decode_body("failure", await received(socket))
+    socket.send_multipart(of_another_version())
+    answer = await received(socket)
+    failure = decode_body("failure", answer)
     assert failure.code == ProtocolVersionError.code
-    spoken = f"version {PROTOCOL_VERSION + 1}, this actor speaks {PROTOCOL_VERSION}: install the same"
-    assert spoken in failure.text and "\n" not in failure.text
+    assert "install the same version" in failure.text and "\n" not in failure.text
+    # The asker cannot read that header, but it reads from it which version of the package has sent it.
+    assert msgpack.unpackb(answer[0])["program"] == version("areal-as-actors")
 
 
 async def test_an_asker_whose_version_is_not_understood_learns_it_at_once(net):
@@ -492,9 +498,9 @@ async def test_a_server_of_another_version_is_noticed_by_the_asker(net):
     asking = asyncio.create_task(peer.ask(AskStatus(), PATIENCE))
     streaming = asyncio.create_task(anext(peer.stream(fetch(), PATIENCE)))
     route, *_ = await received(socket)
-    socket.send_multipart([route, msgpack.packb({"v": PROTOCOL_VERSION + 1, "of": "another kind"}), b""])
+    socket.send_multipart([route, *of_another_version("0.0.3")])
     for task in (asking, streaming):
-        with pytest.raises(ProtocolVersionError, match=f"version {PROTOCOL_VERSION + 1}"):
+        with pytest.raises(ProtocolVersionError, match=r"the peer has version 0\.0\.3 of the project, older than this"):
             await task
 
 

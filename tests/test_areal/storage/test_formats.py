@@ -1,4 +1,4 @@
-"""A version of this program says which files and which peers it understands."""
+"""A version of this program says which files it understands."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import tomllib
 
 from areal.base.processes import ROOT
 from areal.storage import journal, rollouts, spool
-from protocols.messages import PROTOCOL_VERSION
 
 VERSIONS = {
-    "0.2": {"journal": 10, "spool": 11, "rollouts": 3, "protocol": 37},
+    "0.2": {"journal": 10, "spool": 11, "rollouts": 3},
 }
 """The formats of each version. Whoever changes one raises the middle number in pyproject.toml, once for the next
 release, and adds a line here."""
@@ -21,7 +20,6 @@ def test_a_changed_format_has_a_version_of_its_own():
         "journal": journal.FORMAT_VERSION,
         "spool": spool.FORMAT_VERSION,
         "rollouts": rollouts.FORMAT_VERSION,
-        "protocol": PROTOCOL_VERSION,
     }
     assert list(VERSIONS)[-1] == version
     assert VERSIONS[version] == formats

@@ -1,0 +1,85 @@
+"""The version of the protocol: a digest of the messages' kinds, fields and types, and of the header's fields.
+
+Actors whose versions are equal understand each other. A changed message has another version by itself.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+VERSION_BYTES = 4
+# How values become frames (protocols.codec) is not in any field: raise this number when that changes.
+ENCODING = 1
+PROGRAM = "areal-as-actors"
+VERSION = r"\d[\w.+-]{0,63}"
+
+
+def version_of(models: Iterable[type[BaseModel]], header: Sequence[str]) -> int:
+    """The version of a protocol with these models and fields of the header: the digest of `description_of` each."""
+    lines = sorted(description_of(model) for model in models)
+    text = "\n".join([f"encoding {ENCODING}", *header, *lines])
+    return int.from_bytes(blake2b(text.encode(), digest_size=VERSION_BYTES).digest())
+
+
+def description_of(model: type[BaseModel]) -> str:
+    """The name, the fields and the types of a model in one line, the same in every process:
+
+    `Credit parts: int (Ge(ge=1), Le(le=1000000))`
+    """
+    fields = sorted(model.model_fields.items())
+    return f"{model.__name__} " + "; ".join(
+        f"{name}: {_type(field.annotation)}{_limits(field.metadata)}" for name, field in fields
+    )
+
+
+def _type(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type(arguments[0]) + _limits(arguments[1:])
+    if arguments:
+        name = "Union" if origin in (Union, UnionType) else getattr(origin, "__name__", origin)
+        return f"{name}[{', '.join(map(_type, arguments))}]"
+    return kind.__name__ if isinstance(kind, type) else repr(kind)
+
+
+def _limits(marks: Iterable[Any]) -> str:
+    """What a value has to satisfy beside its type."""
+    limits = chain.from_iterable(mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in marks)
+    text = ", ".join(map(repr, limits))
+    return f" ({text})" if text else ""
+
+
+@cache
+def program() -> str:
+    """The version of the installed package; empty if it is not installed."""
+    try:
+        return version(PROGRAM)
+    except PackageNotFoundError:
+        return ""
+
+
+def difference(peer: object, own: str) -> str:
+    """What to do about a peer of another protocol, in one sentence. peer: what the peer says of the version of its
+    package, which may be anything. own: the version of this process's package; empty: not known."""
+    where = "install the same version of the project on every node"
+    if not (isinstance(peer, str) and re.fullmatch(VERSION, peer) and own):
+        return f"the peer speaks another version of the protocol than this actor: {where}"
+    if peer == own:
+        return (
+            f"the peer has another commit of version {own} of the project than this actor, with another protocol: "
+            f"install the same commit on every node"
+        )
+    age = "older" if _numbers(peer) < _numbers(own) else "newer"
+    return f"the peer has version {peer} of the project, {age} than this actor's {own}: {where}"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
