@@ -100,8 +100,6 @@ def _declare_replays(tools: RoomTools) -> None:
     add("--steps", default=":", metavar="A:B", help="only the steps after A up to B, from the checkpoint of A")
     add("--without", metavar="SQL", help='leave out groups that have such a row: "step > 40 and reward > 1"')
     add("--until", metavar="CONDITION", help='end with the first step of which it holds, such as "entropy<0.2"')
-    bisect = 'search the first step at which it holds, such as "reward_mean>1", and the groups that bring it'
-    add("--bisect", metavar="CONDITION", help=bisect)
     add("--output", type=Path, metavar="FOLDER", help="folder for the trained model, with --sweep for one of each")
     add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)
 
@@ -116,7 +114,6 @@ def _declare_replays(tools: RoomTools) -> None:
 
 def replay(options: Namespace) -> int:
     from areal.base.plugins import announce_code
-    from areal.extensions.desk import bisection
     from areal.extensions.desk.replay import FOLDER, run
     from areal.storage.disk import within
     from areal.storage.record import Record
@@ -124,7 +121,7 @@ def replay(options: Namespace) -> int:
     within(options.run / FOLDER, options.run)
     record = Record(options.run)
     announce_code(options.run, record.config.model_dump(mode="json"), options.trust)
-    return bisection.run(record, options) if options.bisect else run(record, options)
+    return run(record, options)
 
 
 def report(options: Namespace) -> None:

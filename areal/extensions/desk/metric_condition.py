@@ -28,20 +28,12 @@ class Condition(NamedTuple):
     def __str__(self) -> str:
         return f"{self.metric}{self.comparison}{self.limit:g}"
 
-    def value(self, record: Mapping[str, Any]) -> float | None:
-        """The metric in a record of metrics.jsonl; None if it was not measured."""
+    def holds(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record of metrics.jsonl meets the condition; False if the metric was not measured."""
         value: Any = record
         for part in self.metric.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return None if value is None else float(value)
-
-    def holds(self, record: Mapping[str, Any]) -> bool:
-        """False if the metric was not measured."""
-        return self.met_by(self.value(record))
-
-    def met_by(self, value: float | None) -> bool:
-        """Whether it holds for a value of the metric; not for None."""
-        return value is not None and _COMPARISONS[self.comparison](value, self.limit)
+        return value is not None and _COMPARISONS[self.comparison](float(value), self.limit)
 
     def check(self, names: Collection[str], where: str) -> None:
         """Raises UserError if the metric is none of `names`, which `where` has."""

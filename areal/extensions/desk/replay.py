@@ -176,7 +176,7 @@ def plan(
     if output and output.exists():
         raise UserError(f"{output} already exists: name another folder for the trained model.")
     left_out = _left_out(run, config, without, first, last) if without else frozenset()
-    end = condition_of(until) if until else None
+    end = _condition_of(until) if until else None
     common = dict(parsed(override, Config) for override in overrides)
     changed_since = run.changed_after(first + 1)
     all_steps = (first, last) == (run.first_version, run.trained)
@@ -226,7 +226,7 @@ def _left_out(run: Record, config: Config, sql: str, first: int, last: int) -> f
     return frozenset(groups)
 
 
-def condition_of(text: str) -> Condition:
+def _condition_of(text: str) -> Condition:
     """The condition in a text, on a metric that a replay computes. Raises UserError."""
     from areal.training.step_metrics import StepResult
 
@@ -251,16 +251,15 @@ def _changed(run: Record, config: Config, changes: Mapping[str, Any]) -> Config:
     return settings
 
 
-def start_ranks(config: Config, console: Console) -> None:
-    """Start this command again under torchrun if a trainer has several ranks. Only rank 0 prints to `console`."""
-    if config.trainer.ranks > 1 and "WORLD_SIZE" not in os.environ:
-        os.execv(sys.executable, [*torchrun(config.trainer.ranks), "-m", "areal", *sys.argv[1:]])
-    console.quiet = os.environ.get("RANK", "0") != "0"
-
-
 def replay(replays: Sequence[Replay], console: Console) -> bool:
-    """Do all `replays`, and print results (all ranks). Returns whether all ended, unchanged ones with equal weights."""
-    start_ranks(replays[0].config, console)
+    """Do all `replays`, and print results (all ranks). Returns whether all ended, unchanged ones with equal weights.
+
+    If the trainer has several ranks, this command starts again under torchrun. Only rank 0 prints to `console`.
+    """
+    ranks = replays[0].config.trainer.ranks
+    if ranks > 1 and "WORLD_SIZE" not in os.environ:
+        os.execv(sys.executable, [*torchrun(ranks), "-m", "areal", *sys.argv[1:]])
+    console.quiet = os.environ.get("RANK", "0") != "0"
     if any(variant.off_policy for variant in replays):
         console.print("Off-policy: a variant trains on what the run's policies sampled, not its own.", soft_wrap=True)
     alike: dict[str, Replay] = {}
@@ -366,7 +365,7 @@ class Training:
         if variant.first:
             self.engine.load(variant.checkpoint, run)
 
-    def prepare(self, step: int) -> Config:
+    def _prepare(self, step: int) -> Config:
         """Take the settings of a step; if they are others, as a run does that is resumed. Returns them."""
         config, folder = self._variant.config_at(step), self._variant.folder / "changing"
         if config != self._config:
@@ -389,7 +388,7 @@ class Training:
         the groups of the weighted mean of their rewards; an estimate of the reward that pi would have had on these
         prompts.
         """
-        config, engine = self.prepare(step), self.engine
+        config, engine = self._prepare(step), self.engine
         if check:
             check(engine, config, step)
         trainer = config.trainer

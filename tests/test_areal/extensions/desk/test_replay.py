@@ -4,8 +4,6 @@ tests/test_chaos.py replays whole runs, tests/test_actors/test_redo.py one of a 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import shutil
 import sys
 from dataclasses import asdict
@@ -18,11 +16,9 @@ from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, weigh
 
 from areal.__main__ import main
 from areal.config import Config, dump_config, load_config
-from areal.extensions.desk import bisection
 from areal.extensions.desk.replay import weight_metrics
 from areal.samples.trajectory import Group, Trajectory
 from areal.staleness.ledger import oldest_in_loss
-from areal.storage.record import Record
 from areal.storage.records import line_of
 from areal.storage.rollouts import RolloutWriter, batches
 from areal.training.training_engine import TrainingEngine
@@ -262,57 +258,3 @@ def test_rollouts_that_are_not_complete_are_told(run, tmp_path, capsys):
     (run / "config.yaml").write_text(dump_config(config))
     assert main(["replay", str(run)]) == 2
     assert "observe.rollouts was sample" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("causes", "limit"), [([70], 9), ([3], 9), ([0, 1, 2], 13), ([10, 90], 16)])
-def test_few_trials_find_the_groups_without_which_an_effect_goes(causes, limit):
-    suspects, tried = [(1, f"g{number}") for number in range(100)], []
-
-    def goes(left_out: frozenset) -> bool:
-        tried.append(left_out)
-        return left_out >= {suspects[number] for number in causes}
-
-    assert sorted(bisection.smallest(suspects, goes)) == [suspects[number] for number in causes]
-    assert len(tried) <= limit
-
-
-def test_the_groups_that_bring_a_value_are_found_and_it_goes_without_them(run, capsys):
-    rewards = {
-        (step, group.id): np.mean([sample.reward for sample in group.trajectories])
-        for step, batch in batches(run / "rollouts")
-        for group in batch
-    }
-    means = {metrics["step"]: metrics["reward_mean"] for metrics in Record(run).records}
-    highest = max(means, key=means.get)
-    condition = f"reward_mean>{means[highest] - 1e-3:.4f}"
-    assert main(["replay", str(run), "--bisect", condition]) == 0
-    out = capsys.readouterr().out
-    assert f"{condition} first at step {highest} of" in out and "It goes without these groups (" in out
-    named = re.findall(r"^step (\d+) · group (\S+) ", out, re.MULTILINE)
-    best = max((key for key in rewards if key[0] == highest), key=rewards.get)
-    assert (f"{highest}", best[1]) in named  # here groups of different steps have the same ids
-    assert len({group for _, group in named}) < 4
-    _, *command = shlex.split(out.splitlines()[-1].partition(": ")[2])
-    assert command[:2] == ["replay", str(run)]
-    assert main(command) == 0
-
-
-def test_a_slow_change_has_no_few_causes(run, monkeypatch, capsys):
-    monkeypatch.setattr(bisection, "MOST", 0)
-    assert main(["replay", str(run), "--bisect", "entropy<2.69"]) == 1
-    assert "Not found: it takes more than 0 groups together" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["entropy<-1"], "entropy<-1 holds at no step of"),
-        (["kl_teacher<1"], "which it has not"),
-        (["accuracy<1"], "A replay has no metric 'accuracy': use one of"),
-        (["loss>0", "trainer.lr=1"], "leave out the other options"),
-    ],
-)
-def test_a_search_that_cannot_be_is_told_in_one_sentence(run, capsys, arguments, sentence):
-    assert main(["replay", str(run), "--bisect", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and len(error.strip().splitlines()) == 1
