@@ -42,7 +42,6 @@ from areal.base.errors import UserError, explain
 from areal.base.processes import stop_signals
 from areal.config import Config, from_message
 from areal.devices import CORES, settle
-from areal.observe import cpu_profile
 from areal.storage.disk import DiskRetry
 from protocols.addresses import host_of, reachable
 from protocols.bus_errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError, text_of
@@ -304,7 +303,6 @@ class Membership:
         self.disk = DiskRetry(self.config.folder, f"the {role.replace('_', ' ')}")
         if self._own_process:
             self._keep_log(self.config.folder / "logs" / f"{role}-{self.index}.jsonl")
-            cpu_profile.begin(self.config, f"{role}-{self.index}")
         prometheus.serve(self.config.observe, role, self.index, lambda: self._numbers)
         self.directory = Directory(welcome.snapshot.policy)
         self._events = self._subscriber(welcome.snapshot)

@@ -377,7 +377,6 @@ def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolde
     """The journal of a run and its other records, once its disk takes them. Raises UserError if the rows changed."""
     from actors.record.completeness import check_rows_kept
     from actors.runtime.logs import write_log_file
-    from areal.observe import cpu_profile
     from areal.storage.disk import DiskRetry
     from areal.storage.journal import Journal
     from areal.storage.run_folder import RunFolder
@@ -389,7 +388,6 @@ def open_record(config: Config, source: PromptSource) -> tuple[Journal, RunFolde
         disk_retry.write_in_thread(lambda: check_rows_kept(config, journal, source), "the journal")
     folder = disk_retry.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
     write_log_file(folder.path / "logs" / "master-0.jsonl")
-    cpu_profile.begin(config, "master-0")
     return journal, folder
 
 

@@ -196,8 +196,6 @@ class ObserveConfig(Section):
     trackio: str | None = Field(None, description="trackio project to log to")
     mlflow: str | None = None
     """MLflow experiment to log to, at MLFLOW_TRACKING_URI or else in mlflow.db beside the run folder"""
-    profile: bool = False
-    """each actor, engine and rank 0 writes its CPU time by function into the folder profile"""
 
     def conflicts(self) -> Iterator[str]:
         beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")

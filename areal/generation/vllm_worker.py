@@ -40,7 +40,6 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOu
 from vllm.v1.request import Request, RequestStatus
 
 from areal.devices import ENGINE_CORES, settle
-from areal.observe import cpu_profile
 from areal.weights.lora import stored_tensors
 
 NOTHING = np.zeros(0, np.float32)
@@ -340,7 +339,6 @@ class _DiesWithGenerator:
 
         threading.Thread(target=die_with_generator, daemon=True, name="die-with-generator").start()
         settle(ENGINE_CORES)
-        cpu_profile.begin_as_child("engine")
         super()._init_executor()  # type: ignore[misc]  # of the executor that this is mixed into
 
 

@@ -28,10 +28,6 @@ def _declare_readers(tools: RoomTools) -> None:
     trace = tools.add("trace", "trace:write_trace", "write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", **RUN)
 
-    profile = tools.add("profile", "profile:print_profile", "print where the CPU time of a run's processes goes")
-    profile.add_argument("folder", **RUN)
-    profile.add_argument("--top", type=int, default=5, metavar="N", help="functions of each process (default: 5)")
-
     track = tools._replace(room="areal.observe").add(
         "track", "tracking:track", "send a run's numbers to TensorBoard and others (its master does it)"
     )
