@@ -72,7 +72,7 @@ READERS = [
     "trace RUN",
     "compare RUN RUN",
     "rollouts RUN",
-    "push RUN",
+    "export RUN --format model --output OUT",
     "export RUN --output OUT.jsonl",
     "audit RUN",
     "replay RUN",
@@ -83,7 +83,7 @@ READERS = [
 ]
 
 
-@pytest.mark.parametrize("words", READERS, ids=lambda words: words.split()[0])
+@pytest.mark.parametrize("words", READERS, ids=str)
 def test_code_in_the_folder_of_another_user_is_named_and_does_not_run(
     armed, hostile, tmp_path, monkeypatch, capsys, words
 ):
@@ -144,9 +144,9 @@ def test_a_tracker_refuses_a_folder_that_is_a_link(hostile, private, capsys):
 @pytest.mark.parametrize(
     "link, words",
     [
-        ("checkpoints", "push RUN"),
+        ("checkpoints", "export RUN --format model --output OUT"),
         ("checkpoints", "backup RUN OUT"),
-        ("summary.json", "push RUN"),
+        ("summary.json", "export RUN --format model --output OUT"),
         ("replays", "replay RUN"),
     ],
 )
@@ -164,15 +164,16 @@ def test_a_folder_in_the_place_of_the_runs_own_is_neither_published_nor_copied_n
     (hostile / link).symlink_to(elsewhere)
     assert main(words.replace("RUN", str(hostile)).replace("OUT", str(tmp_path / "out")).split()) == 2
     assert "remove the link, nothing is read or written by it" in capsys.readouterr().err
-    assert not (hostile / "hub").exists() and not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
     assert link != "replays" or (private / "unchanged").is_dir()
 
 
-def test_a_model_for_the_hub_has_no_file_that_a_link_leads_to(hostile, capsys):
-    assert main(["push", str(hostile)]) == 0
+def test_a_model_for_the_hub_has_no_file_that_a_link_leads_to(hostile, tmp_path, capsys):
+    folder = tmp_path / "hub"
+    assert main(["export", str(hostile), "--format", "model", "--output", str(folder)]) == 0
     assert "extra.json is left out: it is a link to" in capsys.readouterr().err
-    assert not any(PRIVATE in text for text in texts_in(hostile / "hub"))
-    assert (hostile / "hub" / "config.json").is_file()
+    assert not any(PRIVATE in text for text in texts_in(folder))
+    assert (folder / "config.json").is_file()
 
 
 def test_records_with_values_of_another_type_stop_no_reader(hostile, capsys):

@@ -33,26 +33,21 @@ def _declare_readers(tools: RoomTools) -> None:
     )
     track.add_argument("folder", **RUN)
 
-    add = tools.add("export", "export:export", "write rollouts of a run as a data set for TRL and others").add_argument
+    summary = "write rollouts of a run as a data set for TRL and others, or its model"
+    add = tools.add("export", "export:export", summary).add_argument
     add("folder", **RUN)
     add(
         "--output",
         required=True,
         type=Path,
         metavar="FILE.jsonl|FILE.parquet|FOLDER",
-        help="a folder has a data set card and can be uploaded as it is",
+        help="a folder has a card and can be uploaded as it is, by `hf upload`",
     )
-    best = "the best sample of each group (default), or the best and the worst where they differ"
-    add("--format", choices=("sft", "preference"), default="sft", help=best)
+    form = "the best sample of each group (default), the best and the worst where they differ, or the newest checkpoint"
+    add("--format", choices=("sft", "preference", "model"), default="sft", help=form)
     add("--all", action="store_true", help="sft: all samples and not only the best of each group")
     least = "lowest reward of a sample to imitate (default: above 0; in a pair: any)"
     add("--min-reward", type=float, metavar="R", help=least)
-
-    add = tools.add("push", "push:run", "make a model folder for the hub, with a card, and upload it").add_argument
-    add("folder", **RUN)
-    add("--repo", metavar="OWNER/NAME", help="upload to this repository, which is made if it is new")
-    add("--public", action="store_true", help="make a new repository public (default: private)")
-    add("--output", type=Path, metavar="FOLDER", help="the folder to make (default: RUN_FOLDER/hub)")
 
 
 def _declare_planning(tools: RoomTools) -> None:

@@ -1,7 +1,8 @@
-"""Writes the rollouts of a run as a data set that TRL and other libraries train on.
+"""Writes the rollouts of a run as a data set that TRL and other libraries train on; or its model, for the hub.
 
 `sft`: rows of `prompt` and `completion`. `preference`: `prompt`, `chosen` and `rejected`. They are texts or, if the run
 sampled one answer to chat messages, lists of messages. The rollouts are read, and the rows written, some at a time.
+`model` is made by areal.extensions.desk.model_folder.
 """
 
 import json
@@ -24,6 +25,7 @@ from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.rows import read_prompt
 from areal.data.sources import with_system
+from areal.extensions.desk.model_folder import write_model
 from areal.models import label_of
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import pieces
@@ -55,8 +57,15 @@ class Export:
 
 
 def export(options: Namespace) -> None:
-    """`areal export`: write chosen rollouts of a run to a .jsonl or .parquet file, or a folder with a card."""
+    """`areal export`: write chosen rollouts of a run to a .jsonl or .parquet file, or a folder with a card; or its
+    model to such a folder."""
     run, output, kind, best = options.folder, options.output, options.format, not options.all
+    if output.exists():
+        raise UserError(f"{output} already exists: name another file or folder to write.")
+    if kind == "model":
+        write_model(Record(run), output)
+        print(output)
+        return
     if options.all and kind == "preference":
         raise UserError("--all is for --format sft, because a pair is the best and the worst of a group: leave it out.")
     if output.suffix and output.suffix not in (".jsonl", ".parquet") and not output.suffix[1:].isdigit():
@@ -64,8 +73,6 @@ def export(options: Namespace) -> None:
     rollouts = rollouts_in(run)
     if rollouts is None:
         raise UserError(f"There are no rollouts in {run}: give the folder of a run that has kept some.")
-    if output.exists():
-        raise UserError(f"{output} already exists: name another file or folder for the data set.")
     record = Record(rollouts.parent)
     config = record.config
     texts = Texts(load_tokenizer(str([config.model, *record.checkpoints][-1]), config.data), config)

@@ -152,7 +152,7 @@ def test_options_that_cannot_be_are_refused_with_the_usage(command, sentence, ca
         ("replay missing", "missing is not the folder of a run"),
         ("export missing --output x.jsonl", "no rollouts in missing"),
         ("export missing --output x.jsonl --format preference --all", "--all is for --format sft"),
-        ("push missing", "missing is not the folder of a run"),
+        ("export missing --format model --output model", "missing is not the folder of a run"),
         ("eval missing --benchmarks other", "There is no benchmark 'other'"),
         ("eval missing --benchmarks gsm8k --config missing.yaml", "no configuration file missing.yaml"),
         ("score --reward exact_match --input missing.jsonl", "missing.jsonl cannot be read"),

@@ -1,20 +1,18 @@
-"""Makes a folder for the model hub of what a run has trained, and uploads it.
+"""Writes the model of a run as a folder for the model hub: `areal export --format model`.
 
 The folder has the newest checkpoint as transformers and vLLM load it, without the state to resume from, the numbers of
 the run and a model card. Nothing else of the run folder is in it: no secrets, keys, logs or rollouts.
 """
 
 import json
-import re
 import shutil
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from areal.base.errors import UserError
 from areal.base.secrets import without_secrets
@@ -46,56 +44,24 @@ class ModelScores(NamedTuple):
     trained: dict[str, Any]
 
 
-def run(options: Namespace) -> None:
-    """`areal push`."""
-    folder = make_folder(options.folder, options.output, options.repo)
-    print(upload(folder, options.repo, public=options.public) if options.repo else folder)
-
-
-def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
-    """Make the model folder `output` of the run in `folder` and return it; None: `hub` in there, which is replaced.
-
-    repo: the name that the model will have on the hub. Raises UserError.
-    """
-    if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise UserError(f"--repo {repo!r} cannot be a name on the hub: write OWNER/NAME.")
-    if output is not None and output.exists():
-        raise UserError(f"{output} already exists: name another folder for the model.")
-    run = Record(folder)
-    if not run.checkpoints or not run.settings:
-        raise UserError(f"{folder} has no checkpoint: give the folder of a run that has trained until its first one.")
-    checkpoint, config = within(run.checkpoints[-1], folder), run.config
-    output = output or folder / "hub"
+def write_model(record: Record, output: Path) -> None:
+    """Make the folder `output` of the newest checkpoint of a run. Raises UserError if there is none."""
+    if not record.checkpoints or not record.settings:
+        raise UserError(
+            f"{record.folder} has no checkpoint: give the folder of a run that has trained until its first one."
+        )
+    checkpoint, config = within(record.checkpoints[-1], record.folder), record.config
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)
-        (target / CONFIG).write_text(write_yaml(_public(run.settings)))
+        (target / CONFIG).write_text(write_yaml(_public(record.settings)))
         # Samples are rows of the data: whoever publishes a model publishes its numbers, and no held-out rows.
         apart = ("checkpoint", "samples_before", "samples_after")
-        summary = {key: value for key, value in run.summary.items() if key not in apart}
+        summary = {key: value for key, value in record.summary.items() if key not in apart}
         (target / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        for file in run.number_files:
+        for file in record.number_files:
             shutil.copyfile(file, target / file.name)
-        write_figure(folder, target / FIGURE)
-        _card(run, config, run.versions[-1], repo or config.name, target).save(target / "README.md")
-    return output
-
-
-def upload(folder: Path, repo: str, *, public: bool) -> str:
-    """Upload a folder to the repository `repo`, which is made if there is none. Returns its address.
-
-    Raises UserError, which says how to upload the folder later.
-    """
-    api = HfApi()
-    try:
-        address = api.create_repo(repo, private=not public, exist_ok=True)
-        api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload the model of a run")
-    except Exception as error:  # the hub's client raises the errors of several libraries
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{folder} is ready, but it was not uploaded ({reason}): where there is a network, run hf auth login and "
-            f"hf upload {repo} {folder}{'' if public else ' --private'}."
-        ) from None
-    return str(address)
+        write_figure(record.folder, target / FIGURE)
+        _card(record, config, record.versions[-1], target).save(target / "README.md")
 
 
 def _take_model(checkpoint: Path, target: Path, config: Config) -> None:
@@ -159,11 +125,11 @@ def _evaluations(results: list[ModelScores]) -> Iterator[EvalResult]:
                 yield EvalResult(metric_type=f"pass@{k}", metric_value=share, **about)
 
 
-def _card(run: Record, config: Config, version: int, name: str, target: Path) -> ModelCard:
+def _card(run: Record, config: Config, version: int, target: Path) -> ModelCard:
     results, base = list(_results(run, config, version)), hub_id(config.model)
     sources = [str(part.source) for part in config.data.parts]
     data = ModelCardData(
-        model_name=name,
+        model_name=config.name,
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=base,
@@ -172,7 +138,7 @@ def _card(run: Record, config: Config, version: int, name: str, target: Path) ->
         eval_results=list(_evaluations(results)) or None,
     )
     return ModelCard.from_template(
-        data, template_path=CARD, name=name, config=config, version=version, results=results, figure=FIGURE,
+        data, template_path=CARD, name=config.name, config=config, version=version, results=results, figure=FIGURE,
         base=label_of(config.model), hub_base=base, adapter=(target / ADAPTER).is_dir(), paper=PAPER, score=_score,
         name_of=label_of, sources=list(map(label_of, sources)), summary=run.summary,
         rewards=[label_of(reward) for reward in config.reward.functions],
