@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import paper_tables
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -89,7 +90,8 @@ def main() -> int:
         seconds[name] = time.monotonic() - began
     for table, files in TABLES.items():
         if runs := sorted(path.parent for name in files for path in runs_of(name, folder).glob("*/config.yaml")):
-            areal("report", "--against", f"paper:{table}", *map(str, runs), folder=folder)
+            sys.stdout.flush()
+            paper_tables.main([table, *map(str, runs)])
     for name in names:
         print(f"{name}: exit code {codes[name]}, {seconds[name]:.0f} s")
     return max(codes.values())

@@ -53,10 +53,8 @@ def _declare_readers(tools: RoomTools) -> None:
 def _declare_planning(tools: RoomTools) -> None:
     reports = tools.add("report", "commands:report", "write the report of a run, report.html")
     reports.add_argument("folders", nargs="+", **RUN)
-    instead = reports.add_mutually_exclusive_group().add_argument
     figure = "draw learning and staleness into FILE instead; of several runs, by the settings in which they differ"
-    instead("--figure", type=Path, metavar="FILE.svg", help=figure)
-    instead("--against", metavar="paper:NAME", help="print a table of the paper, such as paper:table2, with these runs")
+    reports.add_argument("--figure", type=Path, metavar="FILE.svg", help=figure)
 
     add = tools.add("config", "settings_list:print_keys", "list the keys, their values and meaning").add_argument
     schema = "print the JSON schema of a configuration, by which editors complete YAML"
@@ -118,11 +116,7 @@ def replay(options: Namespace) -> int:
 def report(options: Namespace) -> None:
     from areal.extensions.desk.report import write_figure, write_report
 
-    if options.against is not None:
-        from areal.extensions.desk.paper import compare  # imports torch, which the other reports do without
-
-        compare(options.against.removeprefix("paper:"), options.folders, output(120))
-    elif options.figure is None:
+    if options.figure is None:
         for folder in options.folders:
             print(write_report(folder))
     elif len(options.folders) == 1:

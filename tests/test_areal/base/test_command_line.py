@@ -141,7 +141,6 @@ def test_options_that_cannot_be_are_refused_with_the_usage(command, sentence, ca
     ("command", "told"),
     [
         ("report missing", "missing is not the folder of a run"),
-        ("report missing --against paper:table2", "missing is not the folder of a run"),
         ("compare missing", "missing is not the folder of a run"),
         ("rollouts missing", "missing is not the folder of a run"),
         ("trace missing", "missing is not the folder of a run"),

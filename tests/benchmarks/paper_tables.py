@@ -1,10 +1,14 @@
-"""The tables of arXiv 2505.24298 with the rows of runs beside its own: `python -m areal report --against paper:table2`.
+"""The tables of arXiv 2505.24298 with the rows of runs beside its own.
+
+    python tests/benchmarks/paper_tables.py table2 runs/paper-table2/*/
 
 Its numbers are in configs/paper/published.yaml, and its settings in the files beside that one. A run belongs to the row
 whose keys it has, and whose model. What else differs is printed below the table.
 """
 
+import argparse
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from areal.base.command_line import output
 from areal.base.errors import UserError
 from areal.config import Config, overridden, validated
 from areal.config.reading import CONFIGS, read_values
@@ -57,12 +62,25 @@ class RunMeasures:
     measures: Mapping[str, float]
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", help="table1, table2, table7, table8, figure6a or figure6b")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+    options = parser.parse_args(arguments)
+    try:
+        compare(options.table, options.runs, output(120))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 def compare(name: str, folders: Sequence[Path], console: Console) -> None:
     """Print the paper's table `name`, such as table2, with the runs in `folders`. Raises UserError."""
     published = read_values(PUBLISHED)
     tables = published["tables"]
     if name not in tables:
-        raise UserError(f"There is no paper:{name}: take one of {', '.join(f'paper:{key}' for key in tables)}.")
+        raise UserError(f"The paper has no {name}: take one of {', '.join(tables)}.")
     table = tables[name]
     rows = [TableRow(row) for row in table["rows"]]
     runs = [_read_measures(folder) for folder in folders]
@@ -222,3 +240,7 @@ def _apart(row: TableRow, run: RunMeasures) -> list[tuple[str, Any, Any]]:
     settings = [row.config.model_dump(mode="json"), run.config.model_dump(mode="json")]
     keys = differing_settings(settings, OTHERWISE)
     return [(key, value_of(settings[0], key), value_of(settings[1], key)) for key in keys]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m areal report --against paper:NAME`, on run folders as they would be."""
+"""The paper's tables beside runs, on run folders as they would be."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 
 import pytest
 import yaml
+from paper_tables import PUBLISHED, TableRow, main
 
-from areal.__main__ import main
 from areal.base.processes import ROOT
 from areal.config import dump_config, load_config
-from areal.extensions.desk.paper import PUBLISHED, TableRow
 from areal.extensions.desk.sweep import read_sweep
 from areal.storage.records import line_of
 
@@ -51,8 +50,8 @@ def run_of(tmp_path):
 
 
 def shown(capsys, *arguments: str) -> tuple[list[list[str]], str]:
-    """The cells of each line of tables that `report` prints, and what it prints after them, as one line."""
-    assert main(["report", *arguments]) == 0
+    """The cells of each line of tables that the script prints, and what it prints after them, as one line."""
+    assert main([*arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("│┃").split("│")] for line in lines if line.startswith("│")]
     return cells, " ".join(" ".join(line for line in lines if line[:1] not in "│┃┏┡└").split())
@@ -65,7 +64,7 @@ def test_the_rows_of_runs_stand_beside_those_of_the_paper(run_of, capsys):
         run_of("table2", "max_staleness=4", "seed=2", accuracy=0.5, throughput=6000.0),
         run_of("table2", "max_staleness=4", "trainer.objective=ppo", accuracy=0.2),
     ]
-    cells, remainder = shown(capsys, "--against", "paper:table2", *runs)
+    cells, remainder = shown(capsys, "table2", *runs)
     assert cells[1] == ["0", "decoupled_ppo", "1", "42.0", "40.0", "128.7", "2.0", "1.00", "1.00"]
     assert cells[6] == ["4", "ppo", "1", "23.3", "20.0", "356.6", "1.0", "2.77", "–"]
     assert cells[7] == ["4", "decoupled_ppo", "2", "42.2", "45.0 ± 5.0", "356.6", "6.0 ± 0.0", "2.77", "3.00"]
@@ -78,7 +77,7 @@ def test_the_rows_of_runs_stand_beside_those_of_the_paper(run_of, capsys):
 
 def test_what_differs_from_the_paper_is_told_and_what_cannot_be_compared_therefore(run_of, capsys):
     run = run_of("figure6a", "steps=3", "trainer.ranks=4", "trainer.microbatches=null", layers=2)
-    cells, remainder = shown(capsys, "--against", "paper:figure6a", run)
+    cells, remainder = shown(capsys, "figure6a", run)
     assert cells[1] == ["DeepSeek-R1-Distill-Qwen-1.5B", "null", "1", "427.0", "6.0", "1.06", "–"]
     assert [row for row in cells if row[0] in ("steps", "trainer.ranks")] == [
         ["steps", "10", "3"],
@@ -96,15 +95,15 @@ def test_what_differs_from_the_paper_is_told_and_what_cannot_be_compared_therefo
 
 def test_a_run_that_is_in_no_row_is_told(run_of, capsys):
     run = run_of("table7", "max_staleness=3")
-    cells, remainder = shown(capsys, "--against", "table7", run)
+    cells, remainder = shown(capsys, "table7", run)
     assert [row[1] for row in cells] == ["0"] * 6
     assert "is in no row: it has the model DeepSeek-R1-Distill-Qwen-1.5B, max_staleness=3." in remainder
     assert "compared" not in remainder
 
 
 def test_an_unknown_table_is_told(capsys, tmp_path):
-    assert main(["report", "--against", "paper:table9", str(tmp_path)]) == 2
-    assert "There is no paper:table9: take one of paper:table1" in capsys.readouterr().err
+    assert main(["table9", str(tmp_path)]) == 2
+    assert "The paper has no table9: take one of table1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", PUBLISHED_TABLES)
