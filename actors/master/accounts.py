@@ -9,7 +9,8 @@ from actors.master.run_state import RunState
 from actors.runtime.actor import Ending
 from areal.config import Config
 from areal.rewards.result import mean_parts
-from areal.staleness.ledger import EXPIRED, ZERO_SIGNAL, Batch, RunEnded, StepRecord, Waiting
+from areal.staleness.ledger import RunEnded, Waiting
+from areal.staleness.ledger_state import EXPIRED, ZERO_SIGNAL, Batch, GroupState, StepRecord
 from areal.storage.events import COUNTERS
 from protocols.messages import CommitStep, EvaluationDone
 
@@ -62,11 +63,11 @@ class StepMeter:
             self._starved += now - self._starving_since
             self._starving_since = None
         if isinstance(answer, Batch) and self._left_over is None:
-            self._left_over = self._state.ledger.ready_count
+            self._left_over = self._state.ledger.state.groups.count(GroupState.READY)
 
     def metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
         """The metrics of the step that `commit` ends. The next step begins with this call."""
-        state, ledger, now = self._state, self._state.ledger, self._clock()
+        state, alive, now = self._state, self._state.ledger.state.groups, self._clock()
         groups = record.batch.group_ids
         rewards = [state.rewards[group] for group in groups]
         seconds = now - self._begun if self._begun is not None else 0.0
@@ -89,15 +90,15 @@ class StepMeter:
             "groups_trained": len(groups),
             "tokens_per_mixed_group": self._counted["tokens_generated"] / mixed if mixed else None,
             "coverage": state.coverage,
-            "groups_ready": ledger.ready_count,
-            "groups_alive": ledger.alive,
+            "groups_ready": alive.count(GroupState.READY),
+            "groups_alive": len(alive),
             "groups_left_over": self._left_over or 0,
             "starved_seconds": self._starved,
             "prompts": list(record.prompts),
             "discarded": state.discarded.copy(),
         }
         if state.settings.max_sessions:
-            metrics["sessions_open"] = ledger.open_sessions
+            metrics["sessions_open"] = alive.count(GroupState.OPEN)
             metrics["sessions_trained"] = sum(prompt < 0 for prompt in record.prompts)
             metrics["sessions_expired"] = sum(reason == EXPIRED for _, reason in state.discarded)
         # Before the first step the trainer also waits for the other actors to start. That time is not part of the step.
@@ -119,7 +120,7 @@ def _main_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
     """The contents of summary.json, for a run that has ended."""
-    counters = state.ledger.counters
+    counters = state.ledger.state.counters
     first, last = state.evaluations.get(0), state.evaluations.get(config.steps)
     samples = (counters.trained - counters.sessions_trained) * config.group_size + counters.sessions_trained
     tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
@@ -146,7 +147,7 @@ def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
         "masters": state.masters,
         "groups_discarded": dict(counters.discarded),
         "groups_requeued": dict(counters.requeued),
-        "prompts_open": state.ledger.open_prompts(),
+        "prompts_open": state.ledger.state.open_prompts(),
         "discarded": state.discarded,
         "samples_before": [s.model_dump() for s in first.samples] if first else [],
         "samples_after": [s.model_dump() for s in last.samples] if last else [],

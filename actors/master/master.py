@@ -46,7 +46,8 @@ from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.models import digests_of
 from areal.observe.tracking import flat
-from areal.staleness.ledger import Ledger, LedgerError
+from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_state import GroupState, LedgerError
 from areal.storage.disk import DiskShortageError, Shortage
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
@@ -162,7 +163,7 @@ class Master(HandlesRequests):
         """Continue from the state in the journal. All leases are renewed, and every member counts as heard from now."""
         self.state.emit(changes.MasterStarted())
         self.ledger.change_settings(self.state.settings)
-        self.ledger.renew_all(self._run.now(), self.config.master.lease_seconds)
+        self.ledger.leases.renew_all(self._run.now(), self.config.master.lease_seconds)
         self._run.evaluations.hold_version_0()
         if self.ledger.version not in self.journal.kept_versions():
             self._run.keep_state()
@@ -171,7 +172,7 @@ class Master(HandlesRequests):
             log.info(
                 "the master continues from its journal",
                 version=self.ledger.version,
-                alive=self.ledger.alive,
+                alive=len(self.ledger.state.groups),
                 members=list(self.state.members),
             )
 
@@ -215,7 +216,7 @@ class Master(HandlesRequests):
             await self.journal.durable(wait_for_room=False)
         except DiskShortageError as error:
             if isinstance(result, Permits):
-                self.ledger.withdraw(sender, [permit.group for permit in result.permits])
+                self.ledger.leases.withdraw(sender, [permit.group for permit in result.permits])
             raise PreparingError(str(error)) from None
         return result
 
@@ -296,13 +297,13 @@ class Master(HandlesRequests):
             if (absent := self._run.now() - last - WATCH_SECONDS) > WATCH_SECONDS:
                 log.warning("the master process was suspended", seconds=absent)
                 self._run.suspended += absent
-                self.ledger.renew_all(self._run.now(), self.config.master.lease_seconds)
+                self.ledger.leases.renew_all(self._run.now(), self.config.master.lease_seconds)
             last = now = self._run.now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
             for identity, hang in self._hangs.find():
                 self._remove(identity, hang)
-            if lost := self.ledger.expire(now):
+            if lost := self.ledger.leases.expire(now):
                 log.warning("leases expired", groups=lost)
             self._run.evaluations.watch()
             self._run.progress.look_for_servers()
@@ -311,7 +312,7 @@ class Master(HandlesRequests):
             self._memory.look()
             if self._run.shortage or self._run.progress.longest_work() or self.members.silent(SILENT_SECONDS):
                 self._run.progress.note_progress()
-            self._run.end_if(self._run.failures.verdict(self.ledger.counters, now))
+            self._run.end_if(self._run.failures.verdict(self.ledger.state.counters, now))
             self.state.compact_if_due()
             counts = self._counts()
             numbers = vitals.numbers()
@@ -336,7 +337,7 @@ class Master(HandlesRequests):
                     self._remove(identity, f"the run waits for it: {stall}")
             case "requeue":
                 owners = [identity for identity, member in self.state.members.items() if member.role != "gateway"]
-                released = [group for owner in owners for group in self.ledger.release(owner)]
+                released = [group for owner in owners for group in self.ledger.leases.release(owner)]
                 log.warning("stalled: groups are re-queued", waits=self._run.progress.describe_stall(), groups=released)
                 self._run.evaluations.abandon("the run made no progress")
                 self._run.changed.notify()
@@ -434,7 +435,7 @@ class Master(HandlesRequests):
         self._run.evaluations.lose_member(self.state.members[identity])
         self.members.remove(identity, reason)
         self.folder.record_heartbeat(actor_name(identity), GONE, reason, {})
-        released = self.ledger.release(identity)
+        released = self.ledger.leases.release(identity)
         if not self._run.end.done():
             self._run.evaluations.hold_version_0()
             log.warning("left", actor=identity, reason=reason, released=released)
@@ -452,7 +453,7 @@ class Master(HandlesRequests):
                 "lineage": self.state.lineage,
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
-                "rewards": self.config.reward.functions | self.state.rewards_of(self.ledger.next_prompt),
+                "rewards": self.config.reward.functions | self.state.rewards_of(self.ledger.state.prompts.next_prompt),
                 **self._counts(),
                 "waiting": str(self._run.shortage or self._run.progress.describe()),
                 "alerts": self._alerts(),
@@ -484,4 +485,8 @@ class Master(HandlesRequests):
 
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""
-        return {"alive": self.ledger.alive, "ready": self.ledger.ready_count, "capacity": self._run.free_groups()}
+        return {
+            "alive": len(self.ledger.state.groups),
+            "ready": self.ledger.state.groups.count(GroupState.READY),
+            "capacity": self._run.free_groups(),
+        }

@@ -97,14 +97,16 @@ class Progress:
     def _waits_for_users(self) -> bool:
         """True if the next batch needs sessions of users, for whom nobody can do anything."""
         ledger = self._state.ledger
-        return ledger.settings.sessions_alone and ledger.waiting is not None and not self._state.unpublished
+        return (
+            ledger.state.settings.sessions_alone and ledger.schedule.waiting is not None and not self._state.unpublished
+        )
 
     def suspects(self) -> list[str]:
         """Healthy members of the roles that the run waits for. Members that are still starting are left alone."""
         goals: set[Goal] = {"step"}
         if self._state.ledger.version == self._config.steps:
             goals = {"step", "evaluation"}
-        elif self._state.ledger.waiting and not self._state.unpublished:
+        elif self._state.ledger.schedule.waiting and not self._state.unpublished:
             goals = {"batch", "evaluation"} if self._state.holder else {"batch"}
         awaited = {role.name for role in ROLES.values() if goals & role.works_for}
         return [i for i, m in self._state.members.items() if m.role in awaited and m.state == "healthy"]
@@ -136,7 +138,7 @@ class Progress:
             return f"one group at a time is tried, because {self._failures.describe_outage(self._clock())}"
         if last:
             return f"everyone waits for the {'last checkpoint and ' if self._config.steps else ''}evaluation"
-        if waiting := self._state.ledger.waiting:
+        if waiting := self._state.ledger.schedule.waiting:
             late = ", and the trainer has not published its last version yet" if self._state.unpublished else ""
             return f"the trainer waits for a batch: {waiting}{late}{self._held_back()}"
         if not self._free():

@@ -66,7 +66,7 @@ class RolloutRequests(HandlesRequests):
         if name not in served | self._run.state.reward_names | {*self._run.config.judges}:
             names = ", ".join(sorted(served)) or "none"
             raise RefusedError(f"no actor serves {name!r} (served: {names}): start one, --role reward --reward {name}")
-        prompt = self._run.ledger.next_prompt
+        prompt = self._run.ledger.state.prompts.next_prompt
         changed = self._run.state.rewards_of(prompt)
         if len({*changed, name}) > MAX_SERVED:
             raise RefusedError(f"the weights of at most {MAX_SERVED} rewards can be changed")
@@ -79,7 +79,7 @@ class RolloutRequests(HandlesRequests):
     async def renew_leases(self, request: Request[RenewLeases]) -> LostLeases:
         owner = self._run.member(request, "rollout_manager", "gateway").identity
         seconds = self._run.config.master.lease_seconds
-        lost = self._run.ledger.renew(owner, request.message.groups, self._run.now(), seconds)
+        lost = self._run.ledger.leases.renew(owner, request.message.groups, self._run.now(), seconds)
         return LostLeases(groups=tuple(lost))
 
     @handles(GroupStarted)
@@ -108,7 +108,7 @@ class RolloutRequests(HandlesRequests):
 
     def _give_back(self, failed: GroupFailed, owner: str) -> ReportAnswer:
         if failed.cause in ("row", "long"):  # another attempt would fail as well
-            group = self._run.ledger.group(failed.group)
+            group = self._run.ledger.state.groups.get(failed.group)
             if group is None or group.owner != owner:
                 return ReportAnswer.GONE
             return self._run.ledger.discard(failed.group, failed.cause)

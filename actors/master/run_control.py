@@ -19,6 +19,7 @@ from areal.config import Config
 from areal.data.sources import PromptSource
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_state import GroupState
 from areal.storage.disk import DiskRetry, Shortage
 from areal.storage.journal import Journal
 from protocols.bus_errors import FencedError, RefusedError
@@ -77,7 +78,7 @@ class RunControl:
         self.meter = StepMeter(self.state, asyncio.get_running_loop().time)
         # Not journaled: a resumed run, perhaps with other settings, starts all counts at 0.
         self.failures = Failures(
-            config.batch_size, config.outage_seconds, config.max_failed_share, folder.path, self.ledger.counters
+            config.batch_size, config.outage_seconds, config.max_failed_share, folder.path, self.ledger.state.counters
         )
         self.members = Members(self.state, self.send_out, self.now)
         self.evaluations = Evaluations(self.state, self.members)
@@ -157,9 +158,10 @@ class RunControl:
         while a reward is absent. The run-ahead limit does not count open sessions, which may never become ready."""
         if self.end.done() or self.shortage or self.progress.absent:
             return 0
-        capacity, moving = self.ledger.capacity, self.ledger.alive - self.ledger.open_sessions
+        capacity, groups = self.ledger.state.room.for_rows, self.ledger.state.groups
+        moving = len(groups) - groups.count(GroupState.OPEN)
         if self.failures.outage:
-            alone = moving == self.ledger.ready_count
+            alone = moving == groups.count(GroupState.READY)
             return min(capacity, int(alone and self.failures.may_try(self.now())))
         if self.config.run_ahead == "max":
             return capacity
@@ -168,7 +170,7 @@ class RunControl:
     def free_sessions(self) -> int:
         """Number of sessions that may be opened now."""
         closed = self.end.done() or self.shortage or self.progress.absent or self.failures.outage
-        return 0 if closed else self.ledger.session_capacity
+        return 0 if closed else self.ledger.state.room.for_sessions
 
     async def end_if_complete(self) -> None:
         # Without steps there is no trainer, which would report that it has finished.

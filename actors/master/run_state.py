@@ -35,14 +35,16 @@ from areal.config import Config
 from areal.data.history import History
 from areal.data.samplers import open_sampler, safe_choice
 from areal.data.sources import PromptSource
-from areal.staleness.ledger import (
+from areal.staleness.invariants import check_invariants
+from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_state import (
     LOST_WITH_THE_SPOOL,
     ROLLED_BACK,
     Admitted,
     Discarded,
     Event,
-    Ledger,
     LedgerSettings,
+    LedgerState,
     Opened,
     Renewed,
     Requeued,
@@ -75,7 +77,7 @@ class RunState:
         self.config = config
         self.journal = journal
         self.settings = LedgerSettings.of(config)
-        self.ledger = Ledger(self.settings)
+        self.ledger = Ledger(LedgerState(self.settings))
         self.run_ahead = RunAhead(config.batch_size, config.max_staleness)
         chooses = config.data.sampler != "shuffle" and config.steps > 0  # shuffle needs no history
         prompts = config.steps * config.batch_size
@@ -113,7 +115,7 @@ class RunState:
         self.last_step: dict[str, Any] = {}
         self._restore()
         self._find_folders()
-        self.ledger.journal = self._ledger_event
+        self.ledger.state.journal = self._ledger_event
         if chooses and source is not None:
             sampler = open_sampler(config.data, source)
             self.ledger.row_of_prompt = lambda prompt: safe_choice(config.data.sampler, sampler, self.history, prompt)
@@ -122,7 +124,7 @@ class RunState:
     def coverage(self) -> float | None:
         """The share of the rows of which a prompt was admitted; None if the data has no end."""
         if self.history.source is None and self._rows is not None:  # in an epoch each row comes once
-            return min(1.0, self.ledger.next_prompt / self._rows)
+            return min(1.0, self.ledger.state.prompts.next_prompt / self._rows)
         return self.history.coverage()
 
     def emit(self, change: Change) -> None:
@@ -201,8 +203,8 @@ class RunState:
                 of_row: Event = Requeued(row["group_id"], reason, failed=False)
                 event = Discarded(row["group_id"], reason) if row["session"] else of_row
                 self._follow(event)
-                self.ledger.apply(event)
-        self.ledger.validate()
+                self.ledger.state.apply(event)
+        check_invariants(self.ledger.state)
 
     def become_fork(self, other: "RunState", past: dict[str, Any], *, keeps_history: bool) -> None:
         """Become, as a new run does, the state `past` of another run, whose newest state is `other`. keeps_history: of
@@ -223,10 +225,10 @@ class RunState:
     def _follow(self, event: Event) -> None:
         """Update the state outside the ledger for one of its events. Called before the ledger applies the event."""
         match event:
-            case Admitted(prompt_index=prompt, row=row) if prompt == self.ledger.next_prompt:
+            case Admitted(prompt_index=prompt, row=row) if prompt == self.ledger.state.prompts.next_prompt:
                 self.history.chosen(prompt, row)
             case Discarded(group_id, reason):
-                group = self.ledger.group(group_id)
+                group = self.ledger.state.groups.get(group_id)
                 assert group is not None  # the ledger removes it only when it applies this event
                 self.discarded.append((group.prompt_index, reason))
                 self._drop(group_id)
@@ -234,7 +236,7 @@ class RunState:
                 self._drop(group_id)
             case Opened(session=session):
                 self.receipts.pop(session, None)
-            case LedgerSettings(steps=steps) if steps != self.ledger.settings.steps:
+            case LedgerSettings(steps=steps) if steps != self.ledger.state.settings.steps:
                 self.not_evaluated.pop(steps, None)  # it is evaluated after all, as the last version
 
     def _drop(self, group: str) -> None:
@@ -294,7 +296,7 @@ class RunState:
         shown = rewarded.model_dump(include={"mean", "spread", "signal", "version", "tokens"})
         if rewarded.row >= 0:  # a session has none
             self.history.finished(rewarded.row, **shown)
-        group = self.ledger.group(rewarded.group)
+        group = self.ledger.state.groups.get(rewarded.group)
         if group is None:  # filtered
             self._drop(rewarded.group)
         elif group.session:
@@ -331,7 +333,7 @@ class RunState:
         for kind, body in events:
             if event := event_of(kind, body):
                 self._follow(event)
-                self.ledger.apply(event)
+                self.ledger.state.apply(event)
             else:
                 self.apply(change_of(kind, body))
 
@@ -346,7 +348,7 @@ class RunState:
     def dump(self) -> dict[str, Any]:
         """All state, fit for JSON, as a snapshot of the journal has it."""
         return {
-            "ledger": self.ledger.dump(),
+            "ledger": self.ledger.state.dump(),
             "run_ahead": self.run_ahead.dump(),
             "policy": self.policy.model_dump(),
             "members": [member.model_dump() for member in self.members.values()],
@@ -360,7 +362,7 @@ class RunState:
         }
 
     def _load(self, dump: dict[str, Any]) -> None:
-        self.ledger = Ledger.load(dump["ledger"])
+        self.ledger = Ledger(LedgerState.load(dump["ledger"]))
         self.run_ahead.load(dump["run_ahead"])
         self.policy = Policy.model_validate(dump["policy"])
         members = [Member.model_validate(member, strict=False) for member in dump["members"]]

@@ -4,7 +4,7 @@ import structlog
 
 from actors.master.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
-from areal.staleness.ledger import GroupState, LedgerGroup
+from areal.staleness.ledger_state import GroupState, LedgerGroup
 from protocols.bus_errors import RefusedError
 from protocols.messages import (
     AdoptSessions,
@@ -29,7 +29,7 @@ class SessionRequests(HandlesRequests):
     @handles(AskSession)
     async def ask_session(self, request: Request[AskSession]) -> SessionAnswer:
         owner, name, ledger = self._run.member(request, "gateway").identity, request.message.session, self._run.ledger
-        group = next(reversed(ledger.session_groups(name)), None)
+        group = next(reversed(ledger.state.groups.of_session(name)), None)
         resumed = group is not None and group.state is GroupState.OPEN  # also if its holder asks again
         if group is not None and resumed and not group.owner:
             (group,) = self._adopt(owner, [group.group_id])
@@ -48,19 +48,21 @@ class SessionRequests(HandlesRequests):
         return SessionAnswer(session=session, state=group.state.value, holder=group.owner, taken=taken)
 
     def _adopt(self, owner: str, groups: list[str]) -> list[LedgerGroup]:
-        return self._run.ledger.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
+        return self._run.ledger.leases.adopt(groups, owner, self._run.now(), self._run.config.master.lease_seconds)
 
     @handles(AdoptSessions)
     async def adopt_sessions(self, request: Request[AdoptSessions]) -> Sessions:
         owner = self._run.member(request, "gateway").identity
-        orphans = self._run.ledger.left_sessions()[: request.message.count]
+        orphans = self._run.ledger.leases.left_sessions()[: request.message.count]
         return Sessions(sessions=tuple(_described(group, resumed=True) for group in self._adopt(owner, orphans)))
 
     @handles(DiscardSession)
     async def discard_session(self, request: Request[DiscardSession]) -> Done:
         self._run.member(request, "gateway")
         name, reason = request.message.session, request.message.reason
-        groups = [g for g in self._run.ledger.session_groups(name) if request.message.group in ("", g.group_id)]
+        groups = [
+            g for g in self._run.ledger.state.groups.of_session(name) if request.message.group in ("", g.group_id)
+        ]
         if reason != "deleted":  # then it may have become ready meanwhile, for its last holder
             groups = [group for group in groups if group.state is GroupState.OPEN]
         if any(group.state is GroupState.BATCHED for group in groups):

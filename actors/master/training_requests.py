@@ -5,7 +5,8 @@ import structlog
 from actors.master import changes
 from actors.master.run_control import RunControl
 from actors.runtime.actor import HandlesRequests, handles
-from areal.staleness.ledger import Batch, ReportAnswer, RunEnded
+from areal.staleness.ledger import ReportAnswer, RunEnded
+from areal.staleness.ledger_state import Batch
 from protocols.bus_errors import PreparingError, RefusedError
 from protocols.messages import (
     AskBatch,
@@ -54,7 +55,7 @@ class TrainingRequests(HandlesRequests):
         )
 
     def _needless_payloads(self, spooled: str) -> str:
-        return "\n".join(group for group in spooled.splitlines() if not self._run.ledger.needs_payload(group))
+        return "\n".join(group for group in spooled.splitlines() if not self._run.ledger.state.needs_payload(group))
 
     @handles(AskReuse)
     async def ask_reuse(self, request: Request[AskReuse]) -> ReuseAnswer:
@@ -65,7 +66,7 @@ class TrainingRequests(HandlesRequests):
     async def group_ready(self, request: Request[GroupReady]) -> GroupAccepted:
         ready = request.message
         self._run.check_trainer(request)
-        group = self._run.ledger.group(ready.group)
+        group = self._run.ledger.state.groups.get(ready.group)
         answer = self._run.ledger.ready(ready.group, ready.start_version, ready.signal)
         if group is not None and answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
             rewarded = changes.Rewarded(
@@ -117,10 +118,10 @@ class TrainingRequests(HandlesRequests):
 
     def _oldest_allowed(self, batch: Batch) -> int | None:
         """The oldest version of a token that the bound allows in a batch; None: any, or the batch is redone."""
-        groups = [group for name in batch.group_ids if (group := self._run.ledger.group(name)) is not None]
+        groups = [group for name in batch.group_ids if (group := self._run.ledger.state.groups.get(name)) is not None]
         if not self._run.state.settings.bounds_groups or not groups:
             return None
-        return batch.version - max(self._run.ledger.deadline(group) - (group.start_version or 0) for group in groups)
+        return batch.version - max(group.deadline - (group.start_version or 0) for group in groups)
 
     @handles(CommitStep)
     async def commit_step(self, request: Request[CommitStep]) -> Done:

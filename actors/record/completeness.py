@@ -29,7 +29,7 @@ def check_record(config: Config, from_step: int | None = None) -> list[str]:
     ledger = state.ledger
     if config.steps < ledger.version:
         raise UserError(f"The run in {config.folder} has trained {ledger.version} steps: set steps to at least that.")
-    return [*lines, *keep_changes(config, ledger.batches_logged, state.checkpoint_version)]
+    return [*lines, *keep_changes(config, ledger.state.batches_logged, state.checkpoint_version)]
 
 
 def check_rows_kept(config: Config, journal: Journal, source: PromptSource) -> None:

@@ -92,7 +92,7 @@ def fork(config: Config, run: Path, step: int) -> list[str]:
         journal.compact(state.dump())
         journal.keep(step, state.dump(), 1)
         asyncio.run(journal.durable())
-    waiting = len(state.ledger.open_prompts())
+    waiting = len(state.ledger.state.open_prompts())
     prompts = "the data is another one" if has_other_rows else f"{waiting} prompts that were open there are generated"
     return [f"{config.folder} goes on from step {step} of {run}; {prompts}."]
 

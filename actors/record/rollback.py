@@ -133,7 +133,7 @@ def _move_files(config: Config, state: RunState) -> None:
     shutil.rmtree(config.weights_folder, ignore_errors=True)
     if (folder / SPOOL).exists():  # before any group is admitted: ids of later groups are given again
         spool = Spool.open(folder / SPOOL)
-        spool.forget(group for group in spool.ids() if not state.ledger.needs_payload(group))
+        spool.forget(group for group in spool.ids() if not state.ledger.state.needs_payload(group))
         spool.close()
     state.emit(Abandoned(version=version))
     asyncio.run(state.journal.durable())

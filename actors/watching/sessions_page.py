@@ -9,7 +9,7 @@ from actors.watching.answers import answer, finite, page
 from areal.base.errors import UserError, explain
 from areal.base.text import all_shown, shown
 from areal.extensions.desk.audit import read_journal
-from areal.staleness.ledger import LedgerError
+from areal.staleness.ledger_state import LedgerError
 from areal.storage.record import Record
 
 

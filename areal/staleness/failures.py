@@ -10,7 +10,7 @@ Decisions only, without I/O; the caller hands in the time, in seconds.
 import re
 from pathlib import Path
 
-from areal.staleness.ledger import Counters
+from areal.staleness.ledger_state import Counters
 
 LEAST_IN_A_ROW = 8
 TRY_SECONDS = 10.0

@@ -25,7 +25,8 @@ from runs import QUICKSTART
 from actors.master import changes
 from actors.master.run_state import RunState
 from areal.config import Config, load_config
-from areal.staleness.ledger import Batch, ReportAnswer
+from areal.staleness.ledger import ReportAnswer
+from areal.staleness.ledger_state import Batch
 from areal.storage.journal import Journal
 
 CHECKPOINT_EVERY = 50
@@ -65,7 +66,7 @@ async def live(config: Config, folder: Path) -> list[list[object]]:
     for step in range(1, config.steps + 1):
         until_trained(state, chance)
         if step % LOSS_EVERY == 0:
-            state.ledger.release("manager")
+            state.ledger.leases.release("manager")
         if step % CHECKPOINT_EVERY == 0:
             state.ledger.checkpointed(step)
             state.emit(changes.CheckpointSavedChange(version=step, folder=f"checkpoints/step_{step}"))
@@ -82,7 +83,7 @@ def until_trained(state: RunState, chance: random.Random) -> None:
     """Admit, finish and fail groups until a batch is full, and commit it."""
     ledger = state.ledger
     while True:
-        for permit in ledger.admit("manager", ledger.capacity, 0.0, 60.0):
+        for permit in ledger.admit("manager", ledger.state.room.for_rows, 0.0, 60.0):
             if chance.random() < FAILING_SHARE:
                 ledger.failed(permit.group_id, "manager", "reward")
             elif ledger.started(permit.group_id, "manager", ledger.version) is ReportAnswer.ACCEPTED:
@@ -125,7 +126,7 @@ def restart(config: Config, file: Path, state: RunState) -> float:
         results = RunState(config, journal)
         seconds = time.perf_counter() - began
         journal.close()
-    assert results.ledger.dump() == state.ledger.dump()
+    assert results.ledger.state.dump() == state.ledger.state.dump()
     return seconds
 
 

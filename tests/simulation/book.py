@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal.staleness.ledger import EXPIRED, LOST_WITH_THE_SPOOL, ROLLED_BACK, START_VERSION_FELL, ZERO_SIGNAL
+from areal.staleness.ledger_state import EXPIRED, LOST_WITH_THE_SPOOL, ROLLED_BACK, START_VERSION_FELL, ZERO_SIGNAL
 
 # Why a session may be discarded that its gateway, or the run, gives up.
 GIVEN_UP = (EXPIRED, "deleted", "opted out", "failed", START_VERSION_FELL, ROLLED_BACK, LOST_WITH_THE_SPOOL)

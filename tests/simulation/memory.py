@@ -39,13 +39,13 @@ def check_actor(life: Incarnation, model: Model, processes: int) -> None:
 
 
 def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tuple[int, int]]:
-    ledger, state, dump = master.ledger, master.state, master.ledger.dump()
+    ledger, state, dump = master.ledger, master.state, master.ledger.state.dump()
     limit = (model.max_staleness + 1) * model.batch_size
     return {
-        "groups": (ledger.alive + len(dump["requeued"]), limit),
+        "groups": (len(ledger.state.groups) + len(dump["requeued"]), limit),
         "steps that may be redone": (len(dump["steps"]), _steps_to_redo(model)),
-        "rewards": (len(state.rewards), ledger.alive),
-        "token counts": (len(state.tokens), ledger.alive),
+        "rewards": (len(state.rewards), len(ledger.state.groups)),
+        "token counts": (len(state.tokens), len(ledger.state.groups)),
         "members": (len(state.members), members),
         "last heartbeats": (len(master.members.last_heartbeats), len(state.members)),
         "events in the journal": (master.journal.size, model.compact_events + 40 * limit + 10 * members),

@@ -45,14 +45,17 @@ from actors.trainer.turns import Turns
 from areal.data.rows import Row
 from areal.samples.table import Finish, Generation, TokenTable
 from areal.samples.trajectory import Branch, Group, TokenScores, Trajectory, paths
-from areal.staleness.ledger import (
+from areal.staleness.ledger import Leases, Ledger, Schedule
+from areal.staleness.ledger_state import (
     Admitted,
     Discarded,
     Event,
     GroupState,
-    Ledger,
     LedgerGroup,
+    LedgerSettings,
+    LedgerState,
     Requeued,
+    Room,
     event_record,
 )
 from areal.staleness.run_ahead import RunAhead
@@ -88,10 +91,11 @@ Mutant = Callable[[], AbstractContextManager[None]]
 def capacity_from_a_counter() -> AbstractContextManager[None]:
     """Capacity is computed from lifetime counters of admitted and trained groups, not from the live rows."""
 
-    def capacity(ledger: Ledger) -> int:
-        return max(0, ledger._most_alive() - (ledger.counters.admitted - ledger.counters.trained))
+    def for_rows(room: Room) -> int:
+        counters = room._state.counters
+        return max(0, room.most_alive - (counters.admitted - counters.trained))
 
-    return patch.multiple(Ledger, capacity=property(capacity))
+    return patch.multiple(Room, for_rows=property(for_rows))
 
 
 def no_deduplication() -> AbstractContextManager[None]:
@@ -114,17 +118,17 @@ def no_deduplication() -> AbstractContextManager[None]:
 
 def no_batch_gate() -> AbstractContextManager[None]:
     """Rule 3 is switched off: a batch is trained even if another group misses its deadline because of it."""
-    return patch.multiple(Ledger, _stragglers=lambda ledger, chosen: [])
+    return patch.multiple(Schedule, stragglers=lambda schedule, chosen: [])
 
 
 def no_lease_expiry() -> AbstractContextManager[None]:
     """Leases never end, even if their owner falls silent or leaves."""
-    return patch.multiple(Ledger, expire=lambda ledger, now: [], release=lambda ledger, owner: [])
+    return patch.multiple(Leases, expire=lambda leases, now: [], release=lambda leases, owner: [])
 
 
 def leases_nobody_knows_of() -> AbstractContextManager[None]:
     """Leases end only when their owner leaves. A lease whose permit never reached its owner stays until then."""
-    return patch.multiple(Ledger, expire=lambda ledger, now: [])
+    return patch.multiple(Leases, expire=lambda leases, now: [])
 
 
 def replies_not_matched() -> AbstractContextManager[None]:
@@ -444,7 +448,7 @@ def lineages_ignored() -> AbstractContextManager[None]:
 
 def leases_not_renewed_at_a_start() -> AbstractContextManager[None]:
     """A restarted master keeps the leases as the one before left them."""
-    return patch.multiple(Ledger, renew_all=lambda ledger, now, lease_seconds: None)
+    return patch.multiple(Leases, renew_all=lambda leases, now, lease_seconds: None)
 
 
 def work_not_reported() -> AbstractContextManager[None]:
@@ -596,7 +600,7 @@ def stored_samples_of_another_group() -> AbstractContextManager[None]:
 
 def stored_samples_however_old() -> AbstractContextManager[None]:
     """A group that is resumed gets all its stored samples, also if it then misses its deadline."""
-    return patch.multiple(Ledger, _breaks_schedule=lambda ledger, group, version: False)
+    return patch.multiple(Schedule, breaks=lambda schedule, group, version: False)
 
 
 def saved_calls_sampled_again() -> AbstractContextManager[None]:
@@ -648,11 +652,15 @@ def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
 def bounds_of_now() -> AbstractContextManager[None]:
     """When a run is resumed with another `max_staleness`, it holds for the groups of before, too."""
 
-    def deadline(ledger: Ledger, group: LedgerGroup) -> int:
-        start = group.admission_version if group.start_version is None else group.start_version
-        return start + ledger.settings.max_staleness
+    change = LedgerState._change
 
-    return patch.multiple(Ledger, deadline=deadline)
+    def change_all(state: LedgerState, event: Event) -> None:
+        change(state, event)
+        if isinstance(event, LedgerSettings):
+            for group in list(state.groups):
+                state.groups.update(group.group_id, max_staleness=event.max_staleness)
+
+    return patch.multiple(LedgerState, _change=change_all)
 
 
 def hangs_not_noticed() -> AbstractContextManager[None]:
@@ -685,14 +693,16 @@ def ready_with_the_newest_version() -> AbstractContextManager[None]:
 
 def discarded_at_the_first_failure() -> AbstractContextManager[None]:
     """A prompt is discarded when it fails, not after `max_attempts` failures."""
-    return patch.multiple(Ledger, _fail=lambda ledger, group, reason: ledger._emit(Discarded(group.group_id, reason)))
+    return patch.multiple(
+        Ledger, _fail=lambda ledger, group, reason: ledger.state.emit(Discarded(group.group_id, reason))
+    )
 
 
 def never_discarded_for_failures() -> AbstractContextManager[None]:
     """A prompt is tried again however often it has failed."""
 
     def fail(ledger: Ledger, group: LedgerGroup, reason: str) -> None:
-        ledger._emit(Requeued(group.group_id, reason, failed=True))
+        ledger.state.emit(Requeued(group.group_id, reason, failed=True))
 
     return patch.multiple(Ledger, _fail=fail)
 
@@ -722,13 +732,13 @@ def shortages_are_failures() -> AbstractContextManager[None]:
 
 def snapshots_without_failures() -> AbstractContextManager[None]:
     """A snapshot of the master's state does not have how often each prompt has failed."""
-    dump = Ledger.dump
+    dump = LedgerState.dump
 
-    def dump_less(ledger: Ledger) -> dict[str, Any]:
-        full = dump(ledger)
+    def dump_less(state: LedgerState) -> dict[str, Any]:
+        full = dump(state)
         return full | {name: [row | {"failures": 0} for row in full[name]] for name in ("groups", "requeued")}
 
-    return patch.multiple(Ledger, dump=dump_less)
+    return patch.multiple(LedgerState, dump=dump_less)
 
 
 def snapshots_without_run_ahead() -> AbstractContextManager[None]:
@@ -749,7 +759,7 @@ def own_pause_not_excused() -> AbstractContextManager[None]:
 
 def leases_of_leavers_stay() -> AbstractContextManager[None]:
     """The groups of a member that has left stay with it until their leases end."""
-    return patch.multiple(Ledger, release=lambda ledger, owner: [])
+    return patch.multiple(Leases, release=lambda leases, owner: [])
 
 
 def evaluations_of_dead_lineages() -> AbstractContextManager[None]:
@@ -777,11 +787,10 @@ def no_remedies() -> AbstractContextManager[None]:
 def latest_deadlines_first() -> AbstractContextManager[None]:
     """A batch has the ready groups with the latest deadlines."""
 
-    def choose(ledger: Ledger) -> list[LedgerGroup]:
-        ready = ledger._lines[GroupState.READY]
-        return ledger._head(GroupState.READY, len(ready))[-ledger.settings.batch_size :]
+    def choose(schedule: Schedule) -> list[LedgerGroup]:
+        return schedule._state.groups.head(GroupState.READY)[-schedule._state.settings.batch_size :]
 
-    return patch.multiple(Ledger, _choose=choose)
+    return patch.multiple(Schedule, choose=choose)
 
 
 def evidence_ignored() -> AbstractContextManager[None]:
@@ -797,55 +806,53 @@ def evidence_ignored() -> AbstractContextManager[None]:
 
 def steps_wait_for_sessions() -> AbstractContextManager[None]:
     """A batch waits for open sessions, as for groups of rows."""
-    stragglers = Ledger._stragglers
+    stragglers = Schedule.stragglers
 
-    def and_sessions(ledger: Ledger, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
-        return [*stragglers(ledger, chosen), *ledger._head(GroupState.OPEN, ledger._in_excess(chosen)[1])]
+    def and_sessions(schedule: Schedule, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
+        sessions = schedule._state.groups.head(GroupState.OPEN, schedule.in_excess(chosen)[1])
+        return [*stragglers(schedule, chosen), *sessions]
 
-    return patch.multiple(Ledger, _stragglers=and_sessions, _overdue=lambda ledger: [])
+    return patch.multiple(Schedule, stragglers=and_sessions, overdue=lambda schedule: [])
 
 
 def sessions_beyond_the_bound() -> AbstractContextManager[None]:
     """No open session expires at its deadline."""
-    return patch.multiple(Ledger, _overdue=lambda ledger: [])
+    return patch.multiple(Schedule, overdue=lambda schedule: [])
 
 
 def sessions_expire_at_each_step() -> AbstractContextManager[None]:
     """All open sessions expire when a batch is formed."""
-    return patch.multiple(Ledger, _overdue=lambda ledger: ledger._head(GroupState.OPEN, ledger.open_sessions))
+    return patch.multiple(Schedule, overdue=lambda schedule: schedule._state.groups.head(GroupState.OPEN))
 
 
 def served_versions_however_old() -> AbstractContextManager[None]:
     """A session may begin with a version for which no step is left."""
-    return patch.multiple(Ledger, _fits_start=lambda ledger, version: True)
+    return patch.multiple(Schedule, fits_start=lambda schedule, version: True)
 
 
 def sessions_without_a_limit() -> AbstractContextManager[None]:
     """Sessions may take all places of rows."""
-    return patch.multiple(Ledger, _most_sessions=Ledger._most_alive)
+    return patch.multiple(Room, most_sessions=Room.most_alive)
 
 
 def sessions_lost_with_their_gateway() -> AbstractContextManager[None]:
     """A session ends with the gateway that holds it."""
-    give_back = Ledger._return_leases
+    give_back = Leases.give_back
 
-    def discard(ledger: Ledger, groups: list[LedgerGroup], reason: str) -> list[str]:
+    def discard(leases: Leases, groups: list[LedgerGroup], reason: str) -> list[str]:
         for group in groups:
             if group.session:
-                ledger._emit(Discarded(group.group_id, reason))
-        return give_back(ledger, [group for group in groups if not group.session], reason)
+                leases._state.emit(Discarded(group.group_id, reason))
+        return give_back(leases, [group for group in groups if not group.session], reason)
 
-    return patch.multiple(Ledger, _return_leases=discard)
+    return patch.multiple(Leases, give_back=discard)
 
 
 def sessions_taken_from_gateways() -> AbstractContextManager[None]:
     """A gateway adopts sessions that others hold."""
-    left = Ledger.left_sessions
-
-    def held(ledger: Ledger) -> list[str]:
-        return [group_id for _, _, group_id in ledger._lines[GroupState.OPEN]] or left(ledger)
-
-    return patch.multiple(Ledger, left_sessions=held)
+    return patch.multiple(
+        Leases, left_sessions=lambda leases: [group.group_id for group in leases._state.groups.head(GroupState.OPEN)]
+    )
 
 
 def rewards_acknowledged_at_once() -> AbstractContextManager[None]:

@@ -19,7 +19,9 @@ from areal.config import Config
 from areal.data.rows import Row as DataRow
 from areal.samples.table import SCORED, TOP, Generation
 from areal.samples.trajectory import Group, Trajectory
-from areal.staleness.ledger import (
+from areal.staleness.invariants import check_invariants
+from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_state import (
     EXPIRED,
     LEASE_EXPIRED,
     LOST_WITH_THE_SPOOL,
@@ -28,7 +30,6 @@ from areal.staleness.ledger import (
     STRAGGLER,
     UNANSWERED,
     ZERO_SIGNAL,
-    Ledger,
 )
 from areal.storage.rollouts import Rollout
 from areal.storage.saved_calls import SavedCall
@@ -444,16 +445,16 @@ class Oracle:
 
     def _check_ledger(self, ledger: Ledger) -> None:
         try:
-            ledger.validate()
+            check_invariants(ledger.state)
         except Exception as error:
             groups = dict.fromkeys(re.findall(r"\b[gs]\d+\.\d+", f"{error}"))
             raise Violation(f"the ledger violates an invariant: {error}", *groups) from error
         book = self.memory
         if ledger.version != book.version:
             raise Violation(f"the ledger is at version {ledger.version}, but its journal at {book.version}")
-        if ledger.alive != len(book.rows) or not all(map(ledger.group, book.rows)):
+        if len(ledger.state.groups) != len(book.rows) or not all(map(ledger.state.groups.get, book.rows)):
             raise Violation(f"the ledger does not have the groups {list(book.rows)} that are alive by its journal")
-        rooms = ledger.capacity, ledger.session_capacity
+        rooms = ledger.state.room.for_rows, ledger.state.room.for_sessions
         if rooms != book.rooms:
             raise Violation(
                 f"the ledger has room for {rooms} groups of rows and sessions, but {book.rooms} may start: "
@@ -463,7 +464,7 @@ class Oracle:
 
     def look(self) -> None:
         """Compare the order of the ledger's groups with that in the book."""
-        order = [row["group_id"] for row in self.ledger.dump()["groups"]] if self.ledger else []
+        order = [row["group_id"] for row in self.ledger.state.dump()["groups"]] if self.ledger else []
         if self.ledger and order != list(self.memory.rows):
             self.fail(Violation(f"the ledger has the groups {order}, but its journal {list(self.memory.rows)}"))
 

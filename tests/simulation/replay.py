@@ -13,13 +13,14 @@ from pydantic import BaseModel
 from actors.master.run_state import RunState
 from areal.data.sources import PromptSource
 from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_state import Groups, LedgerState, Lines, PromptQueue, Steps
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.journal import Journal
 
 Events = Sequence[tuple[str, dict[str, Any]]]
 # What is not kept: where events go, what is chosen from, events for messages to people, and when leases end, since all
 # are renewed.
-NOT_KEPT = ("config", "journal", "row_of_prompt", "source", "_unseen", "_story", "lease_expires")
+NOT_KEPT = ("config", "journal", "room", "row_of_prompt", "source", "_unseen", "_story", "lease_expires")
 
 
 class Replay(Journal):
@@ -46,9 +47,11 @@ def _plain(value: Any) -> Any:
             return value
         case dict():
             return {f"{name}": _plain(item) for name, item in value.items()}
+        case Ledger():
+            return _plain(value.state)
         case BaseModel():
             return _plain(value.model_dump())
-        case RunState() | Ledger() | RunAhead():
+        case RunState() | LedgerState() | Groups() | Lines() | PromptQueue() | Steps() | RunAhead():
             return _kept(vars(value).items())
         case _ if is_dataclass(value):
             return _kept((field.name, getattr(value, field.name)) for field in fields(value))

@@ -819,7 +819,7 @@ class World:
         journal._write(journal._snapshot, [], {})
         if trainer.disk is not None:
             spool = Spool(trainer.disk)
-            spool.forget([group for group in spool.ids() if not state.ledger.needs_payload(group)])
+            spool.forget([group for group in spool.ids() if not state.ledger.state.needs_payload(group)])
 
     def _damage(self) -> None:
         book, life = self.oracle.disk, self._running("trainer-0")

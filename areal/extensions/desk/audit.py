@@ -28,13 +28,14 @@ from areal.devices import set_allocator
 from areal.extensions.desk.replay import Replay, keeps_weights, plan, run_variant
 from areal.samples.tokenizer import reads_as_kept
 from areal.samples.trajectory import Group, samples_of
-from areal.staleness.ledger import (
+from areal.staleness.invariants import check_invariants
+from areal.staleness.ledger_state import (
     BatchLogged,
     Committed,
     Discarded,
-    Ledger,
     LedgerError,
     LedgerSettings,
+    LedgerState,
     event_of,
 )
 from areal.storage.disk import replace
@@ -82,7 +83,7 @@ class JournalFacts:
     mean reward of each group, both since the last snapshot. discarded: the prompts that it says were discarded."""
 
     run: str
-    ledger: Ledger
+    ledger: LedgerState
     logged: dict[int, tuple[str, ...]]
     rewards: dict[str, float]
     discarded: set[int]
@@ -151,7 +152,7 @@ class Audit:
         finding, facts = self.findings[_JOURNAL], None
         try:
             facts = read_journal(self.record)
-            facts.ledger.validate()
+            check_invariants(facts.ledger)
             self.record.compare(facts.run, facts.ledger.version)
         except (LedgerError, UserError) as error:
             finding.faults.append(str(error).splitlines()[0])
@@ -224,7 +225,7 @@ class Audit:
         before = {prompt for record in self.earlier for prompt in record["prompts"]}
         discarded = {prompt for place in places for prompt, _ in place.get("discarded") or ()}
         accounted = trained.keys() | before | waiting | journal.discarded | discarded
-        admitted = set(range(-journal.ledger.next_session, journal.ledger.next_prompt))
+        admitted = set(range(-journal.ledger.prompts.next_session, journal.ledger.prompts.next_prompt))
         if missing := sorted(admitted - accounted):
             cut = self.oldest > self.first + 1  # with what was discarded in its steps
             (once.unknown if cut else once.faults).append(f"no fate is known of the prompts {_some(missing)}")
@@ -375,7 +376,7 @@ def read_journal(record: Record) -> JournalFacts:
     """Read a copy of a run's journal. Raises UserError if it is damaged, LedgerError if an event does not follow."""
     with record.journal() as journal:
         snapshot, events = journal.read()
-    ledger = Ledger.load(snapshot["ledger"]) if snapshot else Ledger(LedgerSettings.of(record.config))
+    ledger = LedgerState.load(snapshot["ledger"]) if snapshot else LedgerState(LedgerSettings.of(record.config))
     facts = JournalFacts(journal.run, ledger, {}, {}, set())
     for kind, body in events:
         if kind == "rewarded":
@@ -385,11 +386,11 @@ def read_journal(record: Record) -> JournalFacts:
         match event:
             case BatchLogged(version, group_ids):
                 facts.logged[version + 1] = tuple(group_ids)
-            case Discarded(group_id) if group := ledger.group(group_id):
+            case Discarded(group_id) if group := ledger.groups.get(group_id):
                 facts.discarded.add(group.prompt_index)
         ledger.apply(event)
         if isinstance(event, Committed):
-            ledger.validate()
+            check_invariants(ledger)
     return facts
 
 

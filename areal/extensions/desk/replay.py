@@ -42,7 +42,7 @@ from areal.extensions.desk.metric_condition import Condition
 from areal.extensions.desk.rollout_queries import Rollouts, sql_condition
 from areal.models import is_wrapper
 from areal.samples.trajectory import Group
-from areal.staleness.ledger import oldest_in_loss
+from areal.staleness.ledger_state import oldest_in_loss
 from areal.storage.disk import replace
 from areal.storage.record import Record
 from areal.storage.records import line_of

@@ -33,7 +33,7 @@ from areal.extensions.agents.parsers import Parsed, Parsers
 from areal.rewards.result import Result
 from areal.samples.table import Generation
 from areal.samples.trajectory import Group, Note, Trajectory
-from areal.staleness.ledger import EXPIRED, Batch
+from areal.staleness.ledger_state import EXPIRED, Batch, GroupState
 from areal.storage.journal import Journal
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, notes_of, packed
 from areal.storage.spool import Spool
@@ -109,7 +109,7 @@ class City:
             now=lambda: self.now,
             changed=SimpleNamespace(notify=lambda: None),
             member=lambda request, *roles: SimpleNamespace(identity=request.sender),
-            free_sessions=lambda: self.ledger.session_capacity,
+            free_sessions=lambda: self.ledger.state.room.for_sessions,
             meter=SimpleNamespace(begin=lambda: None),
         )
         self._requests = SessionRequests(run)
@@ -118,7 +118,7 @@ class City:
         if isinstance(message, GroupStarted):
             return self.ledger.started(message.group, sender, message.start_version)
         if isinstance(message, RenewLeases):
-            return LostLeases(groups=tuple(self.ledger.renew(sender, message.groups, self.now, 60.0)))
+            return LostLeases(groups=tuple(self.ledger.leases.renew(sender, message.groups, self.now, 60.0)))
         return await self._requests.dispatch(SimpleNamespace(sender=sender, message=message))
 
     async def ask_trainer(self, message, answer):
@@ -196,7 +196,7 @@ class City:
                 yield Client(http, gateway)
             for task in tasks:
                 task.cancel()
-        self.ledger.release(name)
+        self.ledger.leases.release(name)
 
 
 class Client:
@@ -254,7 +254,7 @@ async def test_a_conversation_is_one_sample_with_the_reward_that_came_and_is_tra
     (sample,) = city.trained.values()
     sampled = TOKENIZER.decode(sample.tokens[sample.sampled])
     assert (sample.reward, sampled, sample.branches) == (1.0, f"hello{END}fine{END}", ())
-    assert city.ledger.ready_count == 1
+    assert city.ledger.state.groups.count(GroupState.READY) == 1
 
 
 async def test_a_session_of_the_same_name_after_the_reward_is_another_sample_with_a_reward_of_its_own(city):
@@ -310,7 +310,7 @@ async def test_a_call_with_the_same_id_is_answered_once_and_again_by_another_gat
         )
     (sample,) = city.trained.values()
     assert TOKENIZER.decode(sample.tokens[sample.sampled]) == f"hello{END}fine{END}" and sample.reward == 1
-    assert city.ledger.counters.admitted == 1
+    assert city.ledger.state.counters.admitted == 1
 
 
 async def test_a_retry_of_an_official_client_gets_the_same_answer_and_a_question_asked_twice_another(city):
@@ -342,7 +342,7 @@ async def test_a_session_that_expires_in_the_ledger_is_served_on_and_not_trained
                 city.ledger.ready(group.group_id, city.ledger.version)
             assert isinstance(city.ledger.next_batch(city.ledger.version), Batch)
             city.ledger.commit(city.ledger.version)
-        assert city.ledger.counters.discarded == {EXPIRED: 1}
+        assert city.ledger.state.counters.discarded == {EXPIRED: 1}
         status, body = await user.reward(1)
         assert (status, body["state"], body["changed"]) == (200, "gone", False)
     assert city.trained == {}
@@ -378,7 +378,7 @@ async def test_deleted_and_opted_out_sessions_are_not_trained(city):
         await user.say("hi", session="b")
         answer = await user.say("hi", session="b", X_Areal_Train="no")
         assert answer[2]["X-Areal-Trained"] == "no"
-    assert city.ledger.counters.discarded == {"deleted": 1, "opted out": 1} and city.ledger.alive == 0
+    assert city.ledger.state.counters.discarded == {"deleted": 1, "opted out": 1} and len(city.ledger.state.groups) == 0
 
 
 async def test_a_session_in_the_batch_cannot_be_deleted_any_more(city):
@@ -410,7 +410,7 @@ async def test_users_get_the_evaluated_version_which_bounds_how_old_their_sessio
     city.says = ["hello"] * 6
     async with city.gateway() as user:
         status, body, _ = await user.say("hi")
-        assert (status, body["error"]["code"]) == (503, "no_version") and not city.ledger.next_session
+        assert (status, body["error"]["code"]) == (503, "no_version") and not city.ledger.state.prompts.next_session
         city.directory.update({"generator/0#1": generator(0, serving=True)}, ())
         for i in range(4):
             city.served = 0
@@ -422,11 +422,11 @@ async def test_users_get_the_evaluated_version_which_bounds_how_old_their_sessio
         assert city.ledger.version == 2
         _, _, headers = await user.say("hi", session="last")
         assert (headers["X-Areal-Version"], headers["X-Areal-Trained"]) == ("0", "yes")
-        (group,) = city.ledger.session_groups("anna:last")
-        assert (group.start_version, city.ledger.deadline(group)) == (0, 3)
+        (group,) = city.ledger.state.groups.of_session("anna:last")
+        assert (group.start_version, group.deadline) == (0, 3)
         city.served = 2
         _, _, headers = await user.say("hi", session="new")
-        assert city.ledger.session_groups("anna:new")[0].admission_version == 2
+        assert city.ledger.state.groups.of_session("anna:new")[0].admission_version == 2
 
 
 @pytest.mark.parametrize("sentence", ["set evaluator.every", "lower gateway.share", "set generator.count"])
@@ -508,7 +508,7 @@ async def test_tokens_are_counted_without_a_session(city):
         status, counted, _ = await client.ask("messages/count_tokens", question)
         assert status == 200 and counted["input_tokens"] > 5
         assert (await client.ask("messages/count_tokens", question, key="another"))[0] == 401
-        assert not city.ledger.alive and not client.gateway._sessions
+        assert not len(city.ledger.state.groups) and not client.gateway._sessions
 
 
 async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_gateway_that_has_taken_it(city):
@@ -517,7 +517,7 @@ async def test_a_session_whose_lease_has_lapsed_goes_on_where_it_is_or_at_the_ga
         await user.say("hi", Idempotency_Key="1")
         for holder in (user, other):  # the master gives it to whoever asks first
             city.now += 61
-            city.ledger.expire(city.now)
+            city.ledger.leases.expire(city.now)
             await holder.gateway._renew()
             assert text_of(await holder.say("hi", Idempotency_Key="1")) == "hello"
         await user.gateway._renew()
@@ -603,7 +603,7 @@ async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has
         user.gateway.ask_trainer = fenced
         await user.say("hi")
         city.now += 61
-        city.ledger.expire(city.now)
+        city.ledger.leases.expire(city.now)
         await other.gateway._renew()
         hold.append("gateway/1")
         assert [(await user.say("hi", "hello", "how?"))[0] for _ in range(2)] == [507, 409]
@@ -617,10 +617,10 @@ async def test_a_session_that_is_idle_is_trained_with_the_rewards_of_its_calls_a
         answer = await user.say("hi", session="a")
         await user.reward(0.5, session="a", call=answer[1]["id"])
         await user.say("hi", session="b")
-        while city.ledger.open_sessions:  # noqa: ASYNC110 - nobody tells
+        while city.ledger.state.groups.count(GroupState.OPEN):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.05)
     assert [sample.reward for sample in city.trained.values()] == [0.5]
-    assert city.ledger.counters.discarded == {EXPIRED: 1}
+    assert city.ledger.state.counters.discarded == {EXPIRED: 1}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
@@ -671,7 +671,7 @@ async def test_strange_names_of_sessions_are_refused_in_words(name):
         ):
             status, body, _ = await user.ask(path, {}, method=method)
             assert 400 <= status < 500 and body["error"]["message"], (path, method)
-    assert city.ledger.open_sessions == 1
+    assert city.ledger.state.groups.count(GroupState.OPEN) == 1
 
 
 async def test_a_reward_whose_client_goes_away_is_taken():
@@ -727,7 +727,7 @@ async def test_a_call_that_is_answered_after_the_sample_was_made_is_an_error_and
         go_on.set()
         assert (await reward)[1]["state"] == "ready" and text_of(await new) == "new"
     (trained,) = city.trained.values()
-    assert "late" not in TOKENIZER.decode(trained.tokens) and len(city.ledger.left_sessions()) == 1
+    assert "late" not in TOKENIZER.decode(trained.tokens) and len(city.ledger.leases.left_sessions()) == 1
 
 
 async def test_a_session_that_expires_while_the_master_is_asked_about_its_reward_is_gone(city):
@@ -799,7 +799,7 @@ async def test_a_reward_that_is_stored_when_its_gateway_is_lost_counts_and_its_r
         while not city.samples:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
         reward.cancel()
-    assert city.ledger.left_sessions() == ["s0.0"] and not city.ledger.ready_count
+    assert city.ledger.leases.left_sessions() == ["s0.0"] and not city.ledger.state.groups.count(GroupState.READY)
     async with city.gateway(1) as user:
         assert await user.reward(1, id="a") == (200, {"id": "anna:s", "state": "ready", "changed": True})
         assert (await user.reward(-1, id="b"))[0] == 409
@@ -966,6 +966,6 @@ async def test_a_session_that_is_ready_does_not_expire_for_a_gateway_that_has_no
     group = city.ledger.open_session("anna:s", "gateway/0#0", 0.0, 60.0)
     city.ledger.ready(group.group_id, 0)
     await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", group=group.group_id, reason="expired"), Done)
-    assert city.ledger.ready_count == 1
+    assert city.ledger.state.groups.count(GroupState.READY) == 1
     await city.ask_master("gateway/0#0", DiscardSession(session="anna:s", reason="deleted"), Done)
-    assert city.ledger.ready_count == 0
+    assert city.ledger.state.groups.count(GroupState.READY) == 0

@@ -16,7 +16,7 @@ from actors.master.members import Members
 from actors.master.progress import Progress
 from actors.master.run_state import RunState
 from areal.staleness.failures import Failures
-from areal.staleness.ledger import Counters
+from areal.staleness.ledger_state import Counters
 from areal.storage.journal import Journal
 from protocols.messages import Engagement, EvaluationDone, Heartbeat, Join, Member, Policy, Work
 

@@ -22,7 +22,7 @@ def state_of(config: Config, connection: sqlite3.Connection) -> RunState:
 
 
 def rewarded(state: RunState, group: str, signal: bool = True) -> None:
-    row = state.ledger.group(group).row
+    row = state.ledger.state.groups.get(group).row
     state.ledger.ready(group, 0, signal)
     state.emit(
         changes.Rewarded(

@@ -21,7 +21,8 @@ from actors.record.fork import OTHER_DATA, configuration_of_fork, fork
 from areal.base.errors import UserError
 from areal.config import Config, dump_config
 from areal.samples.trajectory import Group, Trajectory
-from areal.staleness.ledger import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
+from areal.staleness.invariants import check_invariants
+from areal.staleness.ledger_state import LOST_WITH_THE_SPOOL, ROLLED_BACK, GroupState
 from areal.storage import rollouts
 from areal.storage.journal import Journal
 from areal.storage.records import line_of, read_records, record_of, set_aside
@@ -78,13 +79,13 @@ def config(tmp_path: Path) -> Config:
         state.emit(changes.Stepped(metrics=metrics, groups=batch))
         folder.append_metrics(metrics)
         if step == 3:
-            state.emit(changes.RewardAdded(prompt=state.ledger.next_prompt, name="own:late", weight=0.5))
+            state.emit(changes.RewardAdded(prompt=state.ledger.state.prompts.next_prompt, name="own:late", weight=0.5))
         if step % EVERY == 0:
             journal.keep(step, state.dump(), 5)
             checkpoint_of(folder.path, step).mkdir(parents=True)
             state.ledger.checkpointed(step - EVERY)
             state.emit(changes.CheckpointSavedChange(version=step, folder=str(checkpoint_of(folder.path, step))))
-        for name in state.ledger.alive_of("manager")[:B]:
+        for name in [group.group_id for group in state.ledger.state.groups.leased("manager")][:B]:
             ready(state, spool, name)
     writer.write()
     (folder.path / CHANGES).write_text("".join(line_of({"step": n, "key": "steps"}) for n in (2, 5)))
@@ -96,7 +97,7 @@ def config(tmp_path: Path) -> Config:
 
 def ready(state: RunState, spool: Spool, name: str) -> None:
     put(spool, group_of(name))
-    version, row = state.ledger.version, state.ledger.group(name).row
+    version, row = state.ledger.version, state.ledger.state.groups.get(name).row
     state.ledger.ready(name, version)
     state.emit(
         changes.Rewarded(
@@ -141,8 +142,8 @@ def test_what_came_after_is_moved_away_and_what_was_ready_then_is_still(config):
     assert f"from step 5 to step 4; what came after is in {config.folder / 'abandoned/1'}." in line
     state = state_of(config)
     assert state.ledger.version == state.checkpoint_version == 4 and state.policy.version == 0
-    assert [name for name in alive if state.ledger.group(name)] == held
-    assert state.ledger.counters.requeued == {ROLLED_BACK: len(alive) - len(held)}
+    assert [name for name in alive if state.ledger.state.groups.get(name)] == held
+    assert state.ledger.state.counters.requeued == {ROLLED_BACK: len(alive) - len(held)}
     assert state.ledger.next_batch(4).group_ids == tuple(held[:B])
     spool = Spool.open(config.folder / "spool.db")
     assert spool.ids() == held  # the ids of the others are given again
@@ -175,7 +176,7 @@ def test_an_older_checkpoint_makes_the_newer_ones_history(config):
 def test_the_run_has_the_added_rewards_of_the_checkpoint_that_it_goes_back_to(config, version, weights):
     check_record(config, from_step=version)
     state = state_of(config)
-    assert state.rewards_of(state.ledger.next_prompt) == weights
+    assert state.rewards_of(state.ledger.state.prompts.next_prompt) == weights
     assert state.reward_names == {"addition", *weights}
 
 
@@ -201,8 +202,8 @@ def test_groups_that_the_spool_has_lost_are_generated_anew(config, loss):
     (line,) = check_record(config, from_step=4)
     assert f"({len(lost)} were lost with the spool)" in line
     state = state_of(config)
-    assert state.ledger.counters.requeued[LOST_WITH_THE_SPOOL] == len(lost)
-    assert state.ledger.ready_count == len(held) - len(lost)
+    assert state.ledger.state.counters.requeued[LOST_WITH_THE_SPOOL] == len(lost)
+    assert state.ledger.state.groups.count(GroupState.READY) == len(held) - len(lost)
     assert not any(map(state.tokens.get, lost))
     assert (config.folder / "abandoned/1/spool.db").exists() == (loss == "no database")
 
@@ -276,7 +277,7 @@ def test_a_fork_begins_with_the_state_of_a_checkpoint_and_changes_nothing_of_the
     assert (new.name, new.trainer.lr, new.batch_size) == ("run-fork-4", 1e-3, 3)
     state, (origin,) = state_of(new), origins_of(new.folder)
     assert state.ledger.version == state.checkpoint_version == first_version(new.folder) == 4
-    assert state.ledger.alive == 0 and len(state.ledger.open_prompts()) == len(alive)
+    assert len(state.ledger.state.groups) == 0 and len(state.ledger.state.open_prompts()) == len(alive)
     assert {permit.prompt_index for permit in state.ledger.admit("m", 3, 0.0, 60.0)} <= {
         group_of(n).prompt_index for n in alive
     }
@@ -294,9 +295,9 @@ def test_a_fork_begins_with_the_state_of_a_checkpoint_and_changes_nothing_of_the
 def test_a_fork_with_other_data_discards_the_prompts_that_were_open(config):
     new = forked(config, 2, "seed=7")
     state = state_of(new)
-    assert state.ledger.counters.discarded == {OTHER_DATA: len(alive_at(config, 2))}
-    state.ledger.validate()
-    first = state.ledger.next_prompt
+    assert state.ledger.state.counters.discarded == {OTHER_DATA: len(alive_at(config, 2))}
+    check_invariants(state.ledger.state)
+    first = state.ledger.state.prompts.next_prompt
     assert [permit.prompt_index for permit in state.ledger.admit("m", 2, 0.0, 60.0)] == [first, first + 1]
 
 

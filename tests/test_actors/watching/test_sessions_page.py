@@ -5,7 +5,8 @@ from __future__ import annotations
 from aiohttp.test_utils import TestClient, TestServer
 
 from actors.watching.dashboard import RunView, application
-from areal.staleness.ledger import Ledger, LedgerSettings, event_record
+from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_state import LedgerSettings, LedgerState, event_record
 from areal.storage.journal import Journal
 
 SETTINGS = LedgerSettings(
@@ -22,9 +23,9 @@ SETTINGS = LedgerSettings(
 async def test_the_page_shows_each_session_that_is_alive_with_its_age_and_when_it_expires(tmp_path):
     (tmp_path / "config.yaml").touch()
     journal = Journal.open(tmp_path / "journal.db")
-    ledger = Ledger(SETTINGS)
-    journal.compact({"ledger": ledger.dump()})
-    ledger.journal = lambda event: journal.append(*event_record(event))
+    ledger = Ledger(LedgerState(SETTINGS))
+    journal.compact({"ledger": ledger.state.dump()})
+    ledger.state.journal = lambda event: journal.append(*event_record(event))
     for name in ("anna:first", "anna:<b>", "bert:third"):
         group = ledger.open_session(name, "gateway/0#1", 0.0, 60.0)
         if name != "anna:<b>":

@@ -15,7 +15,7 @@ from areal.staleness.failures import (
     UNSCORED_SECONDS,
     Failures,
 )
-from areal.staleness.ledger import Counters
+from areal.staleness.ledger_state import Counters
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ import heapq
 import json
 import operator
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -22,7 +25,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from areal.staleness.ledger import (
+from areal.staleness.invariants import check_invariants
+from areal.staleness.ledger import Leases, Ledger, ReportAnswer, RunEnded, Schedule, Waiting, schedulable
+from areal.staleness.ledger_state import (
     EXPIRED,
     LEASE_EXPIRED,
     RELEASED,
@@ -34,22 +39,19 @@ from areal.staleness.ledger import (
     Discarded,
     Event,
     GroupState,
-    Ledger,
     LedgerError,
     LedgerGroup,
     LedgerSettings,
+    LedgerState,
     Opened,
     OwnerChanged,
     Ready,
     Renewed,
-    ReportAnswer,
     Requeued,
-    RunEnded,
+    Room,
     Started,
-    Waiting,
     event_of,
     event_record,
-    schedulable,
 )
 
 LEASE = 30.0
@@ -68,7 +70,11 @@ def make_settings(**changes: object) -> LedgerSettings:
 
 
 def make(**changes: object) -> Ledger:
-    return Ledger(make_settings(**changes))
+    return new(make_settings(**changes))
+
+
+def new(settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> Ledger:
+    return Ledger(LedgerState(settings, journal))
 
 
 def admit(ledger: Ledger, n: int, owner: str = "manager/0#1") -> list[str]:
@@ -77,24 +83,28 @@ def admit(ledger: Ledger, n: int, owner: str = "manager/0#1") -> list[str]:
 
 def finish(ledger: Ledger, *group_ids: str, start: int | None = None) -> None:
     for group_id in group_ids:
-        row = ledger.group(group_id)
+        row = ledger.state.groups.get(group_id)
         assert row is not None
         assert ledger.ready(group_id, row.admission_version if start is None else start) is ReportAnswer.ACCEPTED
 
 
-def replay(kind: type[Ledger], events: list[Event], settings: LedgerSettings) -> Ledger:
+def replay(events: list[Event], settings: LedgerSettings) -> Ledger:
     """The ledger that emitted `events`."""
-    ledger = kind(settings)
+    ledger = new(settings)
     for event in events:
-        ledger.apply(event)
+        ledger.state.apply(event)
     return ledger
+
+
+def load(dump: dict[str, Any]) -> Ledger:
+    return Ledger(LedgerState.load(dump))
 
 
 def unbatched(ledger: Ledger) -> list[LedgerGroup]:
     """The groups that are in no batch, earliest deadline first."""
-    groups = [group for row in ledger.dump()["groups"] if (group := ledger.group(row["group_id"]))]
+    groups = [group for row in ledger.state.dump()["groups"] if (group := ledger.state.groups.get(row["group_id"]))]
     groups = [group for group in groups if group.state is not GroupState.BATCHED]
-    return sorted(groups, key=lambda group: (ledger.deadline(group), group.prompt_index, group.group_id))
+    return sorted(groups, key=lambda group: (group.deadline, group.prompt_index, group.group_id))
 
 
 def train(ledger: Ledger) -> tuple[str, ...]:
@@ -110,8 +120,10 @@ def through_json(value: Any) -> Any:
 
 def state_of(ledger: Ledger) -> dict[str, Any]:
     """All but what its owner has set."""
-    state = vars(ledger) | {"order": list(ledger._groups)}
-    return {name: value for name, value in state.items() if name not in ("journal", "row_of_prompt")}
+    state, groups = ledger.state, ledger.state.groups
+    parts = {**vars(state), **vars(groups), **vars(groups.lines), **vars(state.prompts), **vars(state.steps)}
+    objects = ("journal", "groups", "lines", "prompts", "steps", "room")
+    return {name: value for name, value in parts.items() if name not in objects} | {"order": list(groups._rows)}
 
 
 def all_but_the_story(ledger: Ledger) -> dict[str, Any]:
@@ -131,9 +143,9 @@ def test_with_eta_zero_nothing_is_admitted_while_a_batch_is_trained():
     ledger = make(max_staleness=0)
     finish(ledger, *admit(ledger, 100))
     ledger.next_batch(0)
-    assert ledger.capacity == 0
+    assert ledger.state.room.for_rows == 0
     ledger.commit(0)
-    assert ledger.capacity == 2
+    assert ledger.state.room.for_rows == 2
 
 
 def test_a_permit_carries_the_version_of_its_admission():
@@ -148,7 +160,7 @@ def test_discards_give_capacity_back_and_another_prompt_is_admitted():
     first = admit(ledger, 4)
     assert ledger.discard(first[0], "all samples alike") is ReportAnswer.ACCEPTED
     assert admit(ledger, 4) == ["g4.0"]
-    assert ledger.counters.discarded == {"all samples alike": 1}
+    assert ledger.state.counters.discarded == {"all samples alike": 1}
 
 
 def test_no_group_is_admitted_that_the_run_cannot_train():
@@ -157,26 +169,26 @@ def test_no_group_is_admitted_that_the_run_cannot_train():
     assert len(groups) == 4
     finish(ledger, *groups)
     train(ledger)
-    assert ledger.capacity == 0
+    assert ledger.state.room.for_rows == 0
     train(ledger)
     assert ledger.next_batch(2) == RunEnded(2)
-    assert ledger.alive == 0
+    assert len(ledger.state.groups) == 0
 
 
 def test_what_was_admitted_for_more_steps_is_left_over_and_trained_once_there_are_steps_again():
     events: list[Event] = []
     settings = make_settings(batch_size=2, max_staleness=2, steps=9)
-    ledger = Ledger(settings, journal=events.append)
+    ledger = new(settings, events.append)
     finish(ledger, *admit(ledger, 100))
     first = train(ledger)
     ledger.change_settings(replace(settings, steps=2))
-    assert (ledger.alive, ledger.capacity) == (4, 0)
+    assert (len(ledger.state.groups), ledger.state.room.for_rows) == (4, 0)
     train(ledger)
     assert ledger.next_batch(2) == RunEnded(2)
-    ledger.validate()
-    assert state_of(replay(Ledger, events, settings)) == state_of(ledger)
+    check_invariants(ledger.state)
+    assert state_of(replay(events, settings)) == state_of(ledger)
     ledger.change_settings(replace(settings, steps=4))
-    assert ledger.capacity == 2
+    assert ledger.state.room.for_rows == 2
     finish(ledger, *admit(ledger, 100))
     trained = [*first, *train(ledger), *train(ledger)]
     assert trained == [f"g{n}.0" for n in (0, 1, 4, 5, 6, 7)]
@@ -199,26 +211,24 @@ def test_no_step_is_committed_beyond_the_last_one():
 def test_a_group_keeps_the_bound_of_its_admission(bounds: tuple[int, int]):
     events: list[Event] = []
     earlier, later = (make_settings(batch_size=1, max_staleness=bound) for bound in bounds)
-    ledger = Ledger(earlier, journal=events.append)
+    ledger = new(earlier, events.append)
     old = admit(ledger, 2)
     ledger.change_settings(later)
-    new = admit(ledger, 100)
-    assert len(new) == max(0, later.max_staleness + 1 - 2)
-    assert [ledger.deadline(group) for group in unbatched(ledger)] == sorted(
-        bounds[:1] * len(old) + bounds[1:] * len(new)
-    )
+    recent = admit(ledger, 100)
+    assert len(recent) == max(0, later.max_staleness + 1 - 2)
+    assert [group.deadline for group in unbatched(ledger)] == sorted(bounds[:1] * len(old) + bounds[1:] * len(recent))
     # It would be the same if the settings were not events.
-    assert state_of(replay(Ledger, events, later)) != state_of(ledger)
-    assert state_of(replay(Ledger, events, earlier)) == state_of(ledger)
+    assert state_of(replay(events, later)) != state_of(ledger)
+    assert state_of(replay(events, earlier)) == state_of(ledger)
 
 
 def test_the_row_of_a_prompt_is_chosen_once_and_outlives_replays_dumps_and_attempts():
     events: list[Event] = []
-    ledger = Ledger(make_settings(max_staleness=2), journal=events.append)
+    ledger = new(make_settings(max_staleness=2), events.append)
     ledger.row_of_prompt = lambda prompt: 70 + prompt % 2
     assert [permit.row for permit in ledger.admit("manager/0#1", 3, 0.0, 30.0)] == [70, 71, 70]
-    ledger.release("manager/0#1")
-    for copy in (replay(Ledger, events, ledger.settings), Ledger.load(through_json(ledger.dump()))):
+    ledger.leases.release("manager/0#1")
+    for copy in (replay(events, ledger.state.settings), load(through_json(ledger.state.dump()))):
         permits = copy.admit("manager/0#2", 4, 0.0, 30.0)
         rows = [(permit.prompt_index, permit.row) for permit in permits]
         assert rows[:3] == [(0, 70), (1, 71), (2, 70)]
@@ -241,8 +251,8 @@ def test_a_group_without_signal_is_discarded_once_it_is_ready_and_its_place_is_f
     dull, *further_permits = admit(ledger, 4)
     assert ledger.ready(dull, 0, signal=False) is ReportAnswer.FILTERED
     assert ledger.ready(dull, 0, signal=False) is ReportAnswer.GONE, "a repeat changes nothing"
-    assert ledger.counters.discarded == {"zero signal": 1}
-    assert not ledger.needs_payload(dull)
+    assert ledger.state.counters.discarded == {"zero signal": 1}
+    assert not ledger.state.needs_payload(dull)
     assert admit(ledger, 4) == ["g4.0"]
     finish(ledger, *further_permits[:2])
     assert train(ledger) == tuple(further_permits[:2])
@@ -262,7 +272,7 @@ def test_a_filter_that_is_turned_on_later_leaves_ready_groups_alone():
     for group_id in groups:
         ledger.ready(group_id, 0, signal=False)
     ledger.next_batch(0)
-    ledger.change_settings(replace(ledger.settings, filter_zero_signal=True))
+    ledger.change_settings(replace(ledger.state.settings, filter_zero_signal=True))
     for group_id in groups:
         assert ledger.ready(group_id, 0, signal=False) is ReportAnswer.UNCHANGED
     assert train(ledger) == tuple(groups[:2])
@@ -275,19 +285,19 @@ def test_a_silent_owner_loses_its_groups_and_hears_of_it_when_it_renews():
     ledger = make()
     mine = admit(ledger, 1, "a")
     further_permits = admit(ledger, 1, "b")
-    assert ledger.renew("b", further_permits, now=20.0, lease_seconds=LEASE) == []
-    assert ledger.expire(now=LEASE) == mine
-    assert ledger.renew("a", mine, now=31.0, lease_seconds=LEASE) == mine
-    assert ledger.renew("a", further_permits, now=31.0, lease_seconds=LEASE) == further_permits
-    assert ledger.counters.requeued == {"lease expired": 1}
+    assert ledger.leases.renew("b", further_permits, now=20.0, lease_seconds=LEASE) == []
+    assert ledger.leases.expire(now=LEASE) == mine
+    assert ledger.leases.renew("a", mine, now=31.0, lease_seconds=LEASE) == mine
+    assert ledger.leases.renew("a", further_permits, now=31.0, lease_seconds=LEASE) == further_permits
+    assert ledger.state.counters.requeued == {"lease expired": 1}
 
 
 def test_permits_that_nobody_got_are_granted_again_without_a_failure():
     ledger = make()
     mine, their_permits = admit(ledger, 2, "a"), admit(ledger, 1, "b")
     finish(ledger, mine[1])
-    assert ledger.withdraw("a", [*mine, *their_permits]) == mine[:1]
-    assert ledger.counters.requeued == {"its permit was not answered": 1}
+    assert ledger.leases.withdraw("a", [*mine, *their_permits]) == mine[:1]
+    assert ledger.state.counters.requeued == {"its permit was not answered": 1}
     assert admit(ledger, 1, "b") == [mine[0].replace(".0", ".1")]
 
 
@@ -295,31 +305,32 @@ def test_a_ready_group_outlives_its_owner():
     ledger = make()
     groups = admit(ledger, 2)
     finish(ledger, *groups)
-    assert ledger.expire(now=1e9) == []
-    assert ledger.release("manager/0#1") == []
-    assert ledger.renew("manager/0#1", groups, 0.0, LEASE) == []
+    assert ledger.leases.expire(now=1e9) == []
+    assert ledger.leases.release("manager/0#1") == []
+    assert ledger.leases.renew("manager/0#1", groups, 0.0, LEASE) == []
     assert train(ledger) == tuple(groups)
 
 
 def test_an_owner_that_leaves_returns_its_leases_at_once():
     ledger = make()
     mine, their_permits = admit(ledger, 1, "a"), admit(ledger, 1, "b")
-    assert ledger.release("a") == mine
-    assert ledger.group(their_permits[0]) is not None
+    assert ledger.leases.release("a") == mine
+    assert ledger.state.groups.get(their_permits[0]) is not None
 
 
 def test_the_alive_groups_of_an_owner_are_those_it_holds_leases_of():
     ledger = make()
     (ready,), (their_permits,), mine = admit(ledger, 1, "a"), admit(ledger, 1, "b"), admit(ledger, 2, "a")
     finish(ledger, ready)
-    assert (ledger.alive_of("a"), ledger.alive_of("b"), ledger.alive_of("c")) == (mine, [their_permits], [])
+    leased = [[group.group_id for group in ledger.state.groups.leased(owner)] for owner in ("a", "b", "c")]
+    assert leased == [mine, [their_permits], []]
 
 
 def test_leases_do_not_run_out_because_the_master_was_away():
     ledger = make()
     admit(ledger, 3)
-    ledger.renew_all(now=1000.0, lease_seconds=LEASE)
-    assert ledger.expire(now=1020.0) == []
+    ledger.leases.renew_all(now=1000.0, lease_seconds=LEASE)
+    assert ledger.leases.expire(now=1020.0) == []
 
 
 def test_a_group_whose_lease_was_lost_may_have_older_samples_as_far_as_all_are_trained_in_time():
@@ -327,11 +338,11 @@ def test_a_group_whose_lease_was_lost_may_have_older_samples_as_far_as_all_are_t
     slow, middle, quick = admit(ledger, 3)
     finish(ledger, quick)
     train(ledger)
-    ledger.release("manager/0#1")
+    ledger.leases.release("manager/0#1")
     first, second, _ = admit(ledger, 3, "manager/1#1")
     assert (first, second) == ("g0.1", "g1.1")
     assert ledger.reuse(first, [1, 0, 0]) == 0
-    assert ledger.deadline(ledger.group(first)) == 2
+    assert ledger.state.groups[first].deadline == 2
     assert ledger.reuse(second, [0]) == 0, "the steps 1 and 2 are left for both"
     assert ledger.reuse(first, [0]) == 0, "once more"
     assert ledger.ready(first, 0) is ledger.ready(second, 0) is ReportAnswer.ACCEPTED
@@ -345,7 +356,7 @@ def test_stored_samples_that_would_make_a_group_late_stay_out_of_it():
     slow, quick = admit(ledger, 2)
     finish(ledger, quick)
     train(ledger)
-    ledger.release("manager/0#1")
+    ledger.leases.release("manager/0#1")
     again, new = admit(ledger, 2, "manager/1#1")
     finish(ledger, new)
     ledger.next_batch(1)
@@ -361,21 +372,21 @@ def test_an_attempt_after_one_that_failed_begins_anew():
     ledger.failed(group_id, "manager/0#1", "reward")
     (permit,) = ledger.admit("manager/0#1", 1, now=0.0, lease_seconds=LEASE)
     assert not permit.resumed and ledger.reuse(permit.group_id, [0]) is None
-    assert not ledger.needs_payload(group_id)
-    ledger.expire(LEASE + 1)
-    assert ledger.needs_payload(permit.group_id), "while its prompt waits"
+    assert not ledger.state.needs_payload(group_id)
+    ledger.leases.expire(LEASE + 1)
+    assert ledger.state.needs_payload(permit.group_id), "while its prompt waits"
     (permit,) = ledger.admit("manager/0#1", 1, now=0.0, lease_seconds=LEASE)
-    assert permit.resumed and ledger.needs_payload("g0.1"), "and until the next attempt is complete"
+    assert permit.resumed and ledger.state.needs_payload("g0.1"), "and until the next attempt is complete"
     finish(ledger, "g0.2")
-    assert not ledger.needs_payload("g0.1")
+    assert not ledger.state.needs_payload("g0.1")
 
 
 def test_expiry_is_no_failure_of_the_prompt():
     ledger = make(max_attempts=1)
     for _ in range(5):
         admit(ledger, 1)
-        ledger.expire(now=1e9)
-    assert ledger.counters.discarded == {}
+        ledger.leases.expire(now=1e9)
+    assert ledger.state.counters.discarded == {}
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
@@ -387,8 +398,8 @@ def test_a_prompt_that_fails_max_attempts_times_is_discarded_for_the_last_reason
     ledger.failed(group_id, "manager/0#1", "timeout")
     (group_id,) = admit(ledger, 1)
     ledger.failed(group_id, "manager/0#1", "cannot be scored")
-    assert ledger.counters.requeued == {"timeout": 1}
-    assert ledger.counters.discarded == {"cannot be scored": 1}
+    assert ledger.state.counters.requeued == {"timeout": 1}
+    assert ledger.state.counters.discarded == {"cannot be scored": 1}
     assert admit(ledger, 1) == ["g1.0"]
 
 
@@ -396,7 +407,7 @@ def test_failed_samples_are_discarded_where_so_configured():
     ledger = make(on_failed_sample="discard")
     (group_id,) = admit(ledger, 1)
     ledger.failed(group_id, "manager/0#1", "timeout")
-    assert ledger.counters.discarded == {"timeout": 1}
+    assert ledger.state.counters.discarded == {"timeout": 1}
 
 
 # ----------------------------------------------------------------------------------------------- repeats and mistakes
@@ -419,11 +430,11 @@ def test_a_trained_group_keeps_its_payload_until_a_checkpoint_covers_it():
     finish(ledger, *groups)
     train(ledger)
     assert ledger.ready(groups[0], 0) is ReportAnswer.UNCHANGED
-    assert ledger.needs_payload(groups[0])
+    assert ledger.state.needs_payload(groups[0])
     assert ledger.checkpointed(1) is ReportAnswer.ACCEPTED
     assert ledger.checkpointed(1) is ReportAnswer.UNCHANGED
     assert ledger.ready(groups[0], 0) is ReportAnswer.GONE
-    assert not ledger.needs_payload(groups[0])
+    assert not ledger.state.needs_payload(groups[0])
 
 
 def test_a_payload_is_needed_while_the_group_is_alive():
@@ -431,9 +442,15 @@ def test_a_payload_is_needed_while_the_group_is_alive():
     a, b, c, d = admit(ledger, 4)
     finish(ledger, a, b, c)
     ledger.next_batch(0)
-    assert [ledger.needs_payload(group_id) for group_id in (a, b, c, d, "g77.0")] == [True, True, True, True, False]
+    assert [ledger.state.needs_payload(group_id) for group_id in (a, b, c, d, "g77.0")] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
     ledger.discard(c, "filtered")
-    assert not ledger.needs_payload(c)
+    assert not ledger.state.needs_payload(c)
 
 
 def test_only_the_owner_of_a_group_reports_on_it():
@@ -441,7 +458,7 @@ def test_only_the_owner_of_a_group_reports_on_it():
     (group_id,) = admit(ledger, 1, "a")
     assert ledger.started(group_id, "b", 0) is ReportAnswer.GONE
     assert ledger.failed(group_id, "b", "not mine") is ReportAnswer.GONE
-    assert ledger.group(group_id) is not None
+    assert ledger.state.groups.get(group_id) is not None
 
 
 def test_a_failure_reported_after_the_group_is_ready_changes_nothing():
@@ -449,7 +466,7 @@ def test_a_failure_reported_after_the_group_is_ready_changes_nothing():
     (group_id,) = admit(ledger, 1)
     finish(ledger, group_id)
     assert ledger.failed(group_id, "manager/0#1", "no acknowledgement") is ReportAnswer.UNCHANGED
-    assert ledger.ready_count == 1
+    assert ledger.state.groups.count(GroupState.READY) == 1
 
 
 def test_a_logged_batch_never_changes():
@@ -499,8 +516,8 @@ def test_the_least_start_version_counts():
     assert ledger.started(slow, "manager/0#1", 1) is ReportAnswer.ACCEPTED
     assert ledger.started(slow, "manager/0#1", 1) is ReportAnswer.UNCHANGED
     assert ledger.started(slow, "manager/0#1", 0) is ReportAnswer.ACCEPTED
-    row = ledger.group(slow)
-    assert row is not None and ledger.deadline(row) == 2
+    row = ledger.state.groups.get(slow)
+    assert row is not None and row.deadline == 2
 
 
 def test_a_start_version_that_falls_too_late_voids_the_attempt_instead_of_the_bound():
@@ -513,7 +530,7 @@ def test_a_start_version_that_falls_too_late_voids_the_attempt_instead_of_the_bo
     finish(ledger, newer)
     assert train(ledger) == (newer,), "the slow group has until version 2"
     assert ledger.ready(slow, 0) is ReportAnswer.GONE
-    assert ledger.counters.requeued == {"start version fell": 1}
+    assert ledger.state.counters.requeued == {"start version fell": 1}
 
 
 def test_a_journal_that_fails_leaves_the_ledger_as_it_was():
@@ -521,17 +538,17 @@ def test_a_journal_that_fails_leaves_the_ledger_as_it_was():
         raise OSError("no space left on device")
 
     ledger = make()
-    ledger.journal = full
+    ledger.state.journal = full
     with pytest.raises(OSError, match="no space"):
         admit(ledger, 1)
-    assert state_of(ledger) == state_of(Ledger(ledger.settings))
+    assert state_of(ledger) == state_of(new(ledger.state.settings))
 
 
 def test_an_event_that_does_not_fit_is_refused_with_nothing_changed():
     ledger = make()
     for event in (Ready("g0.0", 0), Committed(0), BatchLogged(0, ("g0.0",)), Admitted("g5.0", 5, 0, "a", 0, 1.0, 5)):
         with pytest.raises(LedgerError):
-            ledger.apply(event)
+            ledger.state.apply(event)
     assert state_of(ledger) == state_of(make())
 
 
@@ -566,14 +583,14 @@ def test_among_groups_of_one_deadline_the_older_prompt_is_trained_first():
 
 def test_a_replay_rebuilds_the_story_too_and_a_dump_starts_it_anew():
     events: list[Event] = []
-    ledger = Ledger(make_settings(), journal=events.append)
+    ledger = new(make_settings(), events.append)
     finish(ledger, *admit(ledger, 2))
     ledger.next_batch(0)
-    assert state_of(replay(Ledger, events, ledger.settings)) == state_of(ledger)
-    loaded = Ledger.load(ledger.dump())
-    assert ledger.story("g0.0") and not loaded.story("g0.0")
+    assert state_of(replay(events, ledger.state.settings)) == state_of(ledger)
+    loaded = load(ledger.state.dump())
+    assert ledger.state.story("g0.0") and not loaded.state.story("g0.0")
     loaded.commit(0)
-    assert not loaded.alive and ledger.alive == 2, "a dump shares nothing with its ledger"
+    assert not len(loaded.state.groups) and len(ledger.state.groups) == 2, "a dump shares nothing with its ledger"
 
 
 def test_memory_does_not_grow_with_the_run():
@@ -582,8 +599,9 @@ def test_memory_does_not_grow_with_the_run():
         finish(ledger, *admit(ledger, 2))
         train(ledger)
         ledger.checkpointed(version)
-    assert ledger.alive == 0 and len(ledger._steps) <= 2 and not ledger._requeued
-    assert len(ledger._redoable) <= 4 and not any(ledger._lines.values())
+    assert not len(ledger.state.groups) and len(ledger.state.steps.versions) <= 2
+    assert not ledger.state.prompts.requeued
+    assert len(ledger.state.steps._groups) <= 4 and not ledger.state.groups.lines.deadlines()
 
 
 # -------------------------------------------------------------------------------------------------------- stragglers
@@ -591,8 +609,8 @@ def test_memory_does_not_grow_with_the_run():
 
 def overtake(ledger: Ledger, slow: str) -> Batch | Waiting | RunEnded:
     """Train all but `slow` until it is `eta + 1` versions old or the ledger waits for it."""
-    for _ in range(ledger.settings.max_staleness + 1):
-        for group in unbatched(ledger) + [g for i in admit(ledger, 100) if (g := ledger.group(i))]:
+    for _ in range(ledger.state.settings.max_staleness + 1):
+        for group in unbatched(ledger) + [g for i in admit(ledger, 100) if (g := ledger.state.groups.get(i))]:
             if group.group_id != slow and group.state is GroupState.ADMITTED:
                 finish(ledger, group.group_id)
         batch = ledger.next_batch(ledger.version)
@@ -617,7 +635,7 @@ def test_wait_holds_the_step_that_would_leave_the_straggler_behind():
     ledger = make(on_straggler="wait", max_staleness=3)
     slow = admit(ledger, 100)[0]
     assert overtake(ledger, slow) == Waiting(3, ready=7, needed=2, stragglers=(slow,))
-    assert str(ledger.waiting) == "step 3: 7 ready, 2 needed, waiting for g0.0"
+    assert str(ledger.schedule.waiting) == "step 3: 7 ready, 2 needed, waiting for g0.0"
     finish(ledger, slow, start=0)
     batch = ledger.next_batch(3)
     assert isinstance(batch, Batch) and batch.group_ids[0] == slow
@@ -633,8 +651,8 @@ def test_requeue_aborts_the_straggler_and_its_owner_hears_of_it():
         admit(ledger, 100)
     finish(ledger, *(g.group_id for g in unbatched(ledger)[1:] if g.state is GroupState.ADMITTED))
     assert slow not in train(ledger)
-    assert ledger.counters.requeued == {"straggler": 1}
-    assert ledger.renew("manager/0#1", [slow], 0.0, LEASE) == [slow]
+    assert ledger.state.counters.requeued == {"straggler": 1}
+    assert ledger.leases.renew("manager/0#1", [slow], 0.0, LEASE) == [slow]
     assert ledger.ready(slow, 0) is ReportAnswer.GONE
     assert admit(ledger, 1) == ["g0.1"]
 
@@ -680,7 +698,7 @@ def test_an_open_session_expires_at_its_deadline_and_no_step_waits_for_it(on_str
     for _ in range(2):
         finish(ledger, *admit(ledger, 2))
         train(ledger)
-    assert ledger.group(session) is None and ledger.story(session)[-1] == Discarded(session, EXPIRED)
+    assert ledger.state.groups.get(session) is None and ledger.state.story(session)[-1] == Discarded(session, EXPIRED)
     assert ledger.ready(session, 0) is ReportAnswer.GONE, "its reward has come too late"
 
 
@@ -691,7 +709,7 @@ def test_a_session_with_a_version_that_is_served_begins_with_it_and_expires_by_i
         train(ledger)
     assert ledger.open_session("a", "gateway/0#1", 0.0, LEASE, served=0) is None, "no step is left for it"
     group = ledger.open_session("a", "gateway/0#1", 0.0, LEASE, served=1)
-    assert (group.start_version, ledger.deadline(group)) == (1, 3)
+    assert (group.start_version, group.deadline) == (1, 3)
     assert ledger.open_session("b", "gateway/0#1", 0.0, LEASE, served=1) is None, "two would have one step"
     assert ledger.started(group.group_id, "gateway/0#1", 2) is ReportAnswer.UNCHANGED
     assert ledger.ready(group.group_id, 2) is ReportAnswer.ACCEPTED
@@ -712,7 +730,7 @@ def test_a_session_is_not_expired_while_a_step_waits_for_a_row_anyway():
     assert isinstance(waiting, Waiting) and waiting.stragglers == (slow,)
     finish(ledger, slow)
     assert train(ledger) == (slow,)
-    assert ledger.group(session), "with the row in time, there is still a step for it"
+    assert ledger.state.groups.get(session), "with the row in time, there is still a step for it"
 
 
 def test_a_session_with_a_reward_is_trained_like_any_group_and_signal_is_not_asked_of_it():
@@ -721,15 +739,15 @@ def test_a_session_with_a_reward_is_trained_like_any_group_and_signal_is_not_ask
     assert ledger.ready(session, 0, signal=False) is ReportAnswer.ACCEPTED
     finish(ledger, group)
     assert train(ledger) == (group, session)
-    assert ledger.session_groups("user 0") == []
+    assert ledger.state.groups.of_session("user 0") == []
 
 
 def test_sessions_have_their_share_and_rows_theirs():
     ledger = make(batch_size=2, max_staleness=1, max_sessions=2)
-    assert (ledger.capacity, ledger.session_capacity) == (2, 2)
+    assert (ledger.state.room.for_rows, ledger.state.room.for_sessions) == (2, 2)
     assert open_sessions(ledger, 9) == ["s0.0", "s1.0"] and admit(ledger, 9) == ["g0.0", "g1.0"]
     alone = make(batch_size=2, max_staleness=1, max_sessions=4)
-    assert (alone.capacity, alone.session_capacity) == (0, 4)
+    assert (alone.state.room.for_rows, alone.state.room.for_sessions) == (0, 4)
 
 
 def test_sessions_make_room_for_rows_in_the_last_step():
@@ -737,22 +755,24 @@ def test_sessions_make_room_for_rows_in_the_last_step():
     finish(ledger, *admit(ledger, 2))
     sessions = open_sessions(ledger, 2)
     train(ledger)
-    assert ledger.capacity == 0
+    assert ledger.state.room.for_rows == 0
     assert isinstance(ledger.next_batch(1), Waiting)
-    assert ledger.counters.discarded == {EXPIRED: 2} and ledger.capacity == 2
-    assert not any(map(ledger.group, sessions))
+    assert ledger.state.counters.discarded == {EXPIRED: 2} and ledger.state.room.for_rows == 2
+    assert not any(map(ledger.state.groups.get, sessions))
 
 
 def test_a_session_outlives_its_owner_and_is_adopted_once():
     ledger = make(max_sessions=1)
     (session,) = open_sessions(ledger, 1, "gateway/0#1")
-    ledger.expire(now=LEASE)
-    assert ledger.left_sessions() == [session] and ledger.renew("gateway/0#1", [session], 40.0, LEASE) == [session]
-    assert [group.group_id for group in ledger.adopt([session, "s9.0"], "gateway/1#1", 40.0, LEASE)] == [session]
-    assert ledger.adopt([session], "gateway/2#1", 40.0, LEASE) == []
-    assert ledger.release("gateway/1#1") == [session] and ledger.left_sessions() == [session]
-    ledger.renew_all(50.0, LEASE)
-    assert ledger.expire(now=1e9) == [], "nobody holds it"
+    ledger.leases.expire(now=LEASE)
+    assert ledger.leases.left_sessions() == [session] and ledger.leases.renew(
+        "gateway/0#1", [session], 40.0, LEASE
+    ) == [session]
+    assert [group.group_id for group in ledger.leases.adopt([session, "s9.0"], "gateway/1#1", 40.0, LEASE)] == [session]
+    assert ledger.leases.adopt([session], "gateway/2#1", 40.0, LEASE) == []
+    assert ledger.leases.release("gateway/1#1") == [session] and ledger.leases.left_sessions() == [session]
+    ledger.leases.renew_all(50.0, LEASE)
+    assert ledger.leases.expire(now=1e9) == [], "nobody holds it"
     assert ledger.ready(session, 0) is ReportAnswer.ACCEPTED, "its samples may have been on their way"
 
 
@@ -760,9 +780,9 @@ def test_a_session_is_never_re_queued():
     ledger = make(batch_size=1, max_staleness=1, max_sessions=2)
     failed, unanswered = open_sessions(ledger, 2)
     assert ledger.failed(failed, "gateway/0#1", "prompt", counts=False) is ReportAnswer.ACCEPTED
-    assert ledger.withdraw("gateway/0#1", [unanswered]) == [unanswered]
-    assert ledger.counters.discarded.total() == 2 and not ledger.counters.requeued
-    assert ledger.open_prompts() == []
+    assert ledger.leases.withdraw("gateway/0#1", [unanswered]) == [unanswered]
+    assert ledger.state.counters.discarded.total() == 2 and not ledger.state.counters.requeued
+    assert ledger.state.open_prompts() == []
 
 
 # ----------------------------------------------------------------------------------------------- arbitrary sequences
@@ -772,8 +792,6 @@ OWNERS = ("manager/0#1", "manager/1#1")
 
 class LedgerMachine(RuleBasedStateMachine):
     """Any order of commands and repeats. The model keeps its own account from the answers and the journal."""
-
-    ledger_class: type[Ledger] = Ledger
 
     @initialize(
         batch_size=st.integers(1, 4),
@@ -787,7 +805,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def begin(self, **chosen: object) -> None:
         self.events: list[Event] = []
         self.first_settings = self.settings = LedgerSettings(**chosen)
-        self.ledger = self.ledger_class(self.settings, journal=self.events.append)
+        self.ledger = new(self.settings, self.events.append)
         self.now = 0.0
         self.leases: dict[str, str] = {}
         """Owners of the groups that are admitted and not known to be ready."""
@@ -904,9 +922,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def time_passes(self, owner: str, seconds: float) -> None:
         """One owner renews in time, the other is as silent as the clock has it."""
         held = [group_id for group_id, holder in self.leases.items() if holder == owner]
-        lost = self.ledger.renew(owner, held, self.now, LEASE)
+        lost = self.ledger.leases.renew(owner, held, self.now, LEASE)
         self.now += min(seconds, LEASE - 1)
-        expired = self.ledger.expire(self.now)
+        expired = self.ledger.leases.expire(self.now)
         assert not set(held) & set(expired)
         for group_id in lost + expired:
             self.leases.pop(group_id, None)
@@ -915,17 +933,17 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS))
     def leave(self, owner: str) -> None:
         """Not at every turn, or no group would live long enough to be overtaken."""
-        for group_id in self.ledger.release(owner):
+        for group_id in self.ledger.leases.release(owner):
             self.leases.pop(group_id)
 
     @rule()
     def form_batch(self) -> None:
         version = self.ledger.version
-        enough = self.ledger.ready_count >= self.settings.batch_size
-        alone = self.without_sessions() if enough and self.ledger.open_sessions else None
+        enough = self.ledger.state.groups.count(GroupState.READY) >= self.settings.batch_size
+        alone = self.without_sessions() if enough and self.ledger.state.groups.count(GroupState.OPEN) else None
         answer = self.ledger.next_batch(version)
         for session in [group_id for group_id in self.leases if group_id.startswith("s")]:
-            if self.ledger.group(session) is None:
+            if self.ledger.state.groups.get(session) is None:
                 self.leases.pop(session)
         if isinstance(answer, Batch):
             assert self.batches.setdefault(version, answer.group_ids) == answer.group_ids
@@ -940,8 +958,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def without_sessions(self) -> Ledger:
         """The ledger as it would be if no session was open."""
         ledger = self.from_a_dump()
-        ledger.journal = None
-        for row in ledger.dump()["groups"]:
+        ledger.state.journal = None
+        for row in ledger.state.dump()["groups"]:
             if row["state"] == GroupState.OPEN:
                 ledger.discard(row["group_id"], "as if it had never been")
         return ledger
@@ -978,7 +996,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def redo_or_checkpoint(self, data: st.DataObject) -> None:
         version = data.draw(st.integers(0, self.ledger.version))
-        if version in self.ledger._steps:
+        if version in self.ledger.state.steps.versions:
             answer = self.ledger.next_batch(version)
             assert isinstance(answer, Batch) and answer.group_ids == self.batches[version]
             self.ledger.commit(version)
@@ -987,13 +1005,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def master_restarts(self) -> None:
         """Whoever goes on from a dump is where the events, from the first one on, lead to."""
-        again = replay(self.ledger_class, self.events, self.first_settings)
+        again = replay(self.events, self.first_settings)
         assert all_but_the_story(again) == all_but_the_story(self.ledger)
         self.ledger = self.from_a_dump()
 
     def from_a_dump(self) -> Ledger:
-        ledger = self.ledger_class.load(through_json(self.ledger.dump()))
-        ledger.journal = self.ledger.journal
+        ledger = load(through_json(self.ledger.state.dump()))
+        ledger.state.journal = self.ledger.state.journal
         return ledger
 
     # -- what always holds
@@ -1003,7 +1021,7 @@ class LedgerMachine(RuleBasedStateMachine):
         admitted = sum(isinstance(event, Admitted | Opened) for event in self.events)
         remaining = sum(isinstance(event, Requeued | Discarded) for event in self.events)
         alive = admitted - remaining - len(self.trained)
-        assert alive == self.ledger.alive <= self.most_alive
+        assert alive == len(self.ledger.state.groups) <= self.most_alive
 
     @invariant()
     def a_dump_holds_everything(self) -> None:
@@ -1011,7 +1029,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_is_valid(self) -> None:
-        self.ledger.validate()
+        check_invariants(self.ledger.state)
 
     @invariant()
     def nothing_is_trained_twice(self) -> None:
@@ -1041,7 +1059,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for prompts in ([prompt for prompt in ends if prompt >= 0], [-1 - prompt for prompt in ends if prompt < 0]):
             assert sorted(prompts) == list(range(len(prompts))), "a prompt was lost"
         assert len(self.trained) > (self.settings.steps - 1) * self.settings.batch_size
-        assert self.ledger.alive == 0
+        assert len(self.ledger.state.groups) == 0
 
     def complete_all(self) -> None:
         """As many groups as there is room for are complete. Beside rows, no session ever gets its reward."""
@@ -1081,17 +1099,19 @@ class SessionMachine(LedgerMachine):
         served = max(0, self.ledger.version - age)
         for _ in range(n):
             if group := self.ledger.open_session(name, owner, self.now, LEASE, served):
-                assert group.group_id not in self.admitted_at and self.ledger.session_groups(name)[-1] == group
+                assert group.group_id not in self.admitted_at and self.ledger.state.groups.of_session(name)[-1] == group
                 self.admitted_at[group.group_id] = served
                 if served < self.ledger.version:
                     self.learn_start(group.group_id, served)
                 self.bounds[group.group_id] = self.settings.max_staleness
                 self.leases[group.group_id] = owner
 
-    @precondition(lambda self: self.ledger.left_sessions())
+    @precondition(lambda self: self.ledger.leases.left_sessions())
     @rule(owner=st.sampled_from(OWNERS))
     def adopt(self, owner: str) -> None:
-        for group in self.ledger.adopt([*self.ledger.left_sessions(), *self.leases], owner, self.now, LEASE):
+        for group in self.ledger.leases.adopt(
+            [*self.ledger.leases.left_sessions(), *self.leases], owner, self.now, LEASE
+        ):
             assert group.group_id not in self.leases
             self.leases[group.group_id] = owner
 
@@ -1104,13 +1124,15 @@ class ResumedMachine(LedgerMachine):
         self.master_restarts()
         steps = max(1, self.ledger.version, self.settings.steps + more_steps)
         self.settings = replace(self.settings, steps=steps, max_staleness=max_staleness)
-        self.most_alive = max(self.ledger.alive, (max_staleness + 1) * self.settings.batch_size)
+        self.most_alive = max(len(self.ledger.state.groups), (max_staleness + 1) * self.settings.batch_size)
         self.ledger.change_settings(self.settings)
 
     def teardown(self) -> None:
         """With enough steps, all that earlier settings have left over is trained."""
         if hasattr(self, "ledger"):
-            self.settings = replace(self.settings, steps=self.ledger.version + len(self.ledger.open_prompts()) + 1)
+            self.settings = replace(
+                self.settings, steps=self.ledger.version + len(self.ledger.state.open_prompts()) + 1
+            )
             self.ledger.change_settings(self.settings)
         super().teardown()
 
@@ -1122,7 +1144,7 @@ class RolledBackMachine(LedgerMachine):
 
     def remember(self) -> None:
         book = {name: getattr(self, name) for name in self.MOVES_BACK}
-        self.pasts[self.ledger.version] = through_json(self.ledger.dump()), deepcopy(book)
+        self.pasts[self.ledger.version] = through_json(self.ledger.state.dump()), deepcopy(book)
 
     @precondition(lambda self: len(self.pasts) > 1)
     @rule(data=st.data())
@@ -1132,13 +1154,13 @@ class RolledBackMachine(LedgerMachine):
         for name, past in deepcopy(book).items():
             setattr(self, name, past)
         self.pasts = {past: state for past, state in self.pasts.items() if past <= version}
-        self.ledger = self.ledger_class.load(dump)
-        self.ledger.journal = self.events.append
+        self.ledger = load(dump)
+        self.ledger.state.journal = self.events.append
         lost = data.draw(st.sets(st.sampled_from(sorted(self.ready_groups)))) if self.ready_groups else set()
         for group_id in [*self.leases, *sorted(lost)]:
-            if self.ledger.group(group_id):  # owners learn only later that a group was re-queued
+            if self.ledger.state.groups.get(group_id):  # owners learn only later that a group was re-queued
                 gone = Discarded(group_id, "lost") if group_id.startswith("s") else Requeued(group_id, "lost", False)
-                self.ledger._emit(gone)
+                self.ledger.state.emit(gone)
         self.leases.clear()
         self.ready_groups -= lost
 
@@ -1164,131 +1186,145 @@ TestAnyRolledBackSequence.settings = SEQUENCES
 # ----------------------------------------------------------------------------------------------------------- mutants
 
 
-class NoGate(Ledger):
+def no_gate() -> AbstractContextManager[None]:
     """Rule 3 is gone."""
-
-    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
-        return []
+    return patch.multiple(Schedule, stragglers=lambda schedule, chosen: [])
 
 
-class GateAStepLate(Ledger):
+def gate_a_step_late() -> AbstractContextManager[None]:
     """Rule 3 counts the slots of the step in question."""
+    stragglers = Schedule.stragglers
 
-    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
-        self.version -= 1
-        stragglers = super()._stragglers(chosen)
-        self.version += 1
-        return stragglers
+    def late(schedule: Schedule, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
+        schedule._state.version -= 1
+        found = stragglers(schedule, chosen)
+        schedule._state.version += 1
+        return found
+
+    return patch.multiple(Schedule, stragglers=late)
 
 
-class GateOnlyAtTheDeadline(Ledger):
+def gate_only_at_the_deadline() -> AbstractContextManager[None]:
     """Rule 3 is checked for d = i alone: the groups whose time is up now."""
+    stragglers = Schedule.stragglers
 
-    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
-        return [group for group in super()._stragglers(chosen) if self.deadline(group) == self.version]
+    def at_the_deadline(schedule: Schedule, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
+        return [group for group in stragglers(schedule, chosen) if group.deadline == schedule._state.version]
 
-
-class YoungestFirst(Ledger):
-    def _choose(self) -> list[LedgerGroup]:
-        ready = [group for group in reversed(self._unbatched()) if group.state is GroupState.READY]
-        return ready[: self.settings.batch_size]
+    return patch.multiple(Schedule, stragglers=at_the_deadline)
 
 
-class CapacityFromALifetimeCounter(Ledger):
+def youngest_first() -> AbstractContextManager[None]:
+    def choose(schedule: Schedule) -> list[LedgerGroup]:
+        ready = [group for group in reversed(schedule._state.groups.unbatched()) if group.state is GroupState.READY]
+        return ready[: schedule._state.settings.batch_size]
+
+    return patch.multiple(Schedule, choose=choose)
+
+
+def capacity_from_a_lifetime_counter() -> AbstractContextManager[None]:
     """Eq. 3 to the letter: what failed or expired is never given back."""
+    for_rows = Room.for_rows.fget
 
-    @property
-    def capacity(self) -> int:
-        started = self.version + self.settings.max_staleness + 1
-        return max(0, min(super().capacity, self.settings.batch_size * started - self.counters.admitted))
+    def counted(room: Room) -> int:
+        state = room._state
+        started = state.version + state.settings.max_staleness + 1
+        return max(0, min(for_rows(room), state.settings.batch_size * started - state.counters.admitted))
+
+    return patch.multiple(Room, for_rows=property(counted))
 
 
-class CapacityFromWorkInProgress(Ledger):
+def capacity_from_work_in_progress() -> AbstractContextManager[None]:
     """Ready groups that wait for the trainer are forgotten."""
+    for_rows = Room.for_rows.fget
+    return patch.multiple(
+        Room, for_rows=property(lambda room: for_rows(room) + room._state.groups.count(GroupState.READY))
+    )
 
-    @property
-    def capacity(self) -> int:
-        return super().capacity + self.ready_count
 
-
-class LatestStartCounts(Ledger):
+def latest_start_counts() -> AbstractContextManager[None]:
     """A start version that falls is ignored."""
+    ready = Ledger.ready
 
-    def ready(self, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
-        row = self.group(group_id)
-        known_values = row.start_version if row is not None else None
-        return super().ready(
-            group_id, start_version if known_values is None else max(known_values, start_version), signal
-        )
+    def with_the_latest(ledger: Ledger, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
+        row = ledger.state.groups.get(group_id)
+        reported = row.start_version if row is not None else None
+        return ready(ledger, group_id, start_version if reported is None else max(reported, start_version), signal)
+
+    return patch.multiple(Ledger, ready=with_the_latest)
 
 
-class StartMayFallFreely(Ledger):
+def start_may_fall_freely() -> AbstractContextManager[None]:
     """A start version that falls is believed, whether or not there is still a step in time."""
-
-    def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
-        return False
+    return patch.multiple(Schedule, breaks=lambda schedule, group, version: False)
 
 
-class ExpiredPromptsAreLost(Ledger):
-    def expire(self, now: float) -> list[str]:
-        expired = super().expire(now)
+def expired_prompts_are_lost() -> AbstractContextManager[None]:
+    expire = Leases.expire
+
+    def expire_and_lose(leases: Leases, now: float) -> list[str]:
+        expired = expire(leases, now)
         for _ in expired:
-            self._requeued.pop()
+            leases._state.prompts.requeued.pop()
         return expired
 
+    return patch.multiple(Leases, expire=expire_and_lose)
 
-class BatchIsFormedAnew(Ledger):
+
+def batch_is_formed_anew() -> AbstractContextManager[None]:
     """The logged batch swaps a group for another that became ready later."""
+    next_batch = Ledger.next_batch
 
-    def next_batch(self, version: int) -> Batch | Waiting | RunEnded:
-        answer = super().next_batch(version)
-        chosen = self._choose()
-        if version == self.version and isinstance(answer, Batch) and chosen:
+    def swapped(ledger: Ledger, version: int) -> Batch | Waiting | RunEnded:
+        answer = next_batch(ledger, version)
+        chosen = ledger.schedule.choose()
+        if version == ledger.version and isinstance(answer, Batch) and chosen:
             return replace(answer, group_ids=(chosen[0].group_id, *answer.group_ids[1:]))
         return answer
 
+    return patch.multiple(Ledger, next_batch=swapped)
 
-class SessionsAreWaitedFor(Ledger):
+
+def sessions_are_waited_for() -> AbstractContextManager[None]:
     """A session is a straggler like another."""
+    stragglers = Schedule.stragglers
 
-    def _overdue(self) -> list[LedgerGroup]:
-        return []
+    def and_sessions(schedule: Schedule, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
+        sessions = schedule._state.groups.head(GroupState.OPEN, schedule.in_excess(chosen)[1])
+        return stragglers(schedule, chosen) or sessions
 
-    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
-        return super()._stragglers(chosen) or self._head(GroupState.OPEN, self._in_excess(chosen)[1])
+    return patch.multiple(Schedule, overdue=lambda schedule: [], stragglers=and_sessions)
 
 
-class SessionsAreLeftBehind(Ledger):
+def sessions_are_left_behind() -> AbstractContextManager[None]:
     """No session expires."""
-
-    def _overdue(self) -> list[LedgerGroup]:
-        return []
+    return patch.multiple(Schedule, overdue=lambda schedule: [])
 
 
-class SessionsStarveRows(Ledger):
+def sessions_starve_rows() -> AbstractContextManager[None]:
     """No batch of rows has room beside the sessions."""
+    most = property(lambda room: min(room._state.settings.max_sessions, room.most_alive))
+    return patch.multiple(Room, most_sessions=most)
 
-    def _most_sessions(self) -> int:
-        return min(self.settings.max_sessions, self._most_alive())
 
-
-MUTANTS: list[type[Ledger]] = [
-    NoGate,
-    GateAStepLate,
-    GateOnlyAtTheDeadline,
-    YoungestFirst,
-    CapacityFromALifetimeCounter,
-    CapacityFromWorkInProgress,
-    LatestStartCounts,
-    ExpiredPromptsAreLost,
-    BatchIsFormedAnew,
-    SessionsAreWaitedFor,
-    SessionsAreLeftBehind,
-    SessionsStarveRows,
+Mutant = Callable[[], AbstractContextManager[None]]
+MUTANTS: list[Mutant] = [
+    no_gate,
+    gate_a_step_late,
+    gate_only_at_the_deadline,
+    youngest_first,
+    capacity_from_a_lifetime_counter,
+    capacity_from_work_in_progress,
+    latest_start_counts,
+    expired_prompts_are_lost,
+    batch_is_formed_anew,
+    sessions_are_waited_for,
+    sessions_are_left_behind,
+    sessions_starve_rows,
 ]
 
 
-SELDOM = (GateOnlyAtTheDeadline, ExpiredPromptsAreLost)
+SELDOM = (gate_only_at_the_deadline, expired_prompts_are_lost)
 """What only hundreds of sequences find."""
 
 
@@ -1297,27 +1333,27 @@ SELDOM = (GateOnlyAtTheDeadline, ExpiredPromptsAreLost)
     [pytest.param(mutant, marks=pytest.mark.slow if mutant in SELDOM else ()) for mutant in MUTANTS],
     ids=lambda mutant: mutant.__name__,
 )
-def test_a_mutant_of_the_rules_is_caught(mutant: type[Ledger]):
-    base = SessionMachine if mutant.__name__.startswith("Sessions") else LedgerMachine
-    machine = type("MutantMachine", (base,), {"ledger_class": mutant})
+def test_a_mutant_of_the_rules_is_caught(mutant: Mutant):
+    machine = SessionMachine if mutant.__name__.startswith("sessions") else LedgerMachine
     quickly = settings(SEQUENCES, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
-    with pytest.raises((AssertionError, LedgerError)):
+    with mutant(), pytest.raises((AssertionError, LedgerError)):
         run_state_machine_as_test(machine, settings=quickly)
 
 
 def test_without_the_check_a_start_version_that_falls_breaks_the_bound():
     """Too rare for random sequences to find every time: the schedule of the test that voids the attempt."""
-    ledger = StartMayFallFreely(make(batch_size=1, max_staleness=1).settings)
-    second, slow = admit(ledger, 2)
-    finish(ledger, second)
-    train(ledger)
-    ledger.started(slow, "manager/0#1", 1)
-    (newer,) = admit(ledger, 1)
-    finish(ledger, newer)
-    train(ledger)
-    assert ledger.ready(slow, 0) is ReportAnswer.ACCEPTED
-    assert isinstance(ledger.next_batch(2), Batch)
-    assert ledger.commit(2).max_staleness == 2
+    with start_may_fall_freely():
+        ledger = make(batch_size=1, max_staleness=1)
+        second, slow = admit(ledger, 2)
+        finish(ledger, second)
+        train(ledger)
+        ledger.started(slow, "manager/0#1", 1)
+        (newer,) = admit(ledger, 1)
+        finish(ledger, newer)
+        train(ledger)
+        assert ledger.ready(slow, 0) is ReportAnswer.ACCEPTED
+        assert isinstance(ledger.next_batch(2), Batch)
+        assert ledger.commit(2).max_staleness == 2
 
 
 # -------------------------------------------------------------------------------------------------------- simulation

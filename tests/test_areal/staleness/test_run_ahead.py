@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.staleness.ledger import Batch, Ledger, LedgerSettings, Waiting
+from areal.staleness.invariants import check_invariants
+from areal.staleness.ledger import Ledger, Waiting
+from areal.staleness.ledger_state import Batch, GroupState, LedgerSettings, LedgerState
 from areal.staleness.run_ahead import RunAhead
 
 STEPS = st.tuples(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 1000))
@@ -49,13 +51,15 @@ class Simulation:
         self.run = run
         self.run_ahead = run_ahead
         self.ledger = Ledger(
-            LedgerSettings(
-                run.batch_size,
-                run.max_staleness,
-                on_straggler="wait",
-                steps=1_000_000,
-                max_attempts=3,
-                on_failed_sample="requeue",
+            LedgerState(
+                LedgerSettings(
+                    run.batch_size,
+                    run.max_staleness,
+                    on_straggler="wait",
+                    steps=1_000_000,
+                    max_attempts=3,
+                    on_failed_sample="requeue",
+                )
             )
         )
         self.slots = math.ceil(run.slots * run.batch_size)
@@ -81,7 +85,7 @@ class Simulation:
             self.generate(until=math.inf)
             short += self.now - time_before if batch.ready < batch.needed else 0.0
         assert isinstance(batch, Batch)
-        left_over = self.ledger.ready_count
+        left_over = self.ledger.state.groups.count(GroupState.READY)
         self.waited += self.now - begun
         end = self.now + log_normal(self.training, 0.2)
         while self.now < end:
@@ -91,7 +95,11 @@ class Simulation:
             self.run_ahead.stepped(short, self.now - begun, left_over)
 
     def admit(self) -> None:
-        allowed = max(0, self.run_ahead.limit - self.ledger.alive) if self.run_ahead else self.ledger.capacity
+        allowed = (
+            max(0, self.run_ahead.limit - len(self.ledger.state.groups))
+            if self.run_ahead
+            else self.ledger.state.room.for_rows
+        )
         for permit in self.ledger.admit("manager", min(self.slots - len(self.running), allowed), 0.0, 1.0):
             work = log_normal(self.work, self.run.spread)
             heapq.heappush(self.running, (self.served + work, permit.group_id, self.ledger.version))
@@ -259,7 +267,7 @@ def test_after_any_steps_a_run_goes_on(batch_size, eta, steps):
     simulation = Simulation(run, Misled(batch_size, eta))
     simulation.result()
     assert simulation.ledger.version == 20
-    simulation.ledger.validate()
+    check_invariants(simulation.ledger.state)
 
 
 def test_one_group_a_batch_and_no_staleness_train_one_after_the_other():

@@ -23,7 +23,8 @@ from areal.config import Config, dump_config
 from areal.data.warm_start import make_tokenizer
 from areal.extensions.desk.audit import Audit, AuditFinding
 from areal.samples.trajectory import Group, Trajectory
-from areal.staleness.ledger import Batch, Event, Ledger, LedgerSettings, event_record
+from areal.staleness.ledger import Ledger
+from areal.staleness.ledger_state import Batch, Event, LedgerSettings, LedgerState, event_record
 from areal.storage.journal import Journal
 from areal.storage.records import line_of, record_of
 from areal.storage.rollouts import RolloutWriter
@@ -78,7 +79,7 @@ def finished(tmp_path_factory) -> Path:
     def keep(event: Event) -> None:
         events.append(event_record(event))
 
-    ledger = Ledger(LedgerSettings.of(config), keep)
+    ledger = Ledger(LedgerState(LedgerSettings.of(config), keep))
     ledger.change_settings(LedgerSettings.of(config))
     engine = TrainingEngine.of_run(config, keep_values=True)
     texts = lambda sequences: [tokenizer.decode(tokens.tolist()) for tokens in sequences]  # noqa: E731
@@ -127,7 +128,7 @@ def finished(tmp_path_factory) -> Path:
     stamp = engine.begin_write(folder / "weights").result().stamp
     engine.close()
     summary = {"ok": True, "steps": STEPS, "weights": {"version": STEPS, "stamp": stamp}}
-    summary |= {"groups_discarded": {"test": 1}, "prompts_open": ledger.open_prompts()}
+    summary |= {"groups_discarded": {"test": 1}, "prompts_open": ledger.state.open_prompts()}
     (run / "summary.json").write_text(json.dumps(summary))
     return run
 

@@ -18,7 +18,7 @@ from areal.__main__ import main
 from areal.config import Config, dump_config, load_config
 from areal.extensions.desk.replay import weight_metrics
 from areal.samples.trajectory import Group, Trajectory
-from areal.staleness.ledger import oldest_in_loss
+from areal.staleness.ledger_state import oldest_in_loss
 from areal.storage.records import line_of
 from areal.storage.rollouts import RolloutWriter, batches
 from areal.training.training_engine import TrainingEngine
