@@ -1,6 +1,8 @@
 """Rows: the problems that workflows and rewards receive."""
 
+import ast
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +14,15 @@ picture as `areal.data.pictured.place` writes it."""
 PICTURE_MARK = "<image>"
 # The kinds of parts of messages that are pictures.
 PICTURE_PARTS = ("image", "image_url", "input_image")
-# Roles as ShareGPT calls them.
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+# The roles of ShareGPT's senders.
+_SENDERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool"), "tool"),
+    "system": "system",
+}
+_LIKE_MESSAGES = re.compile(r"""\s*\[*\s*\{\s*['"](?:role|from|content)['"]\s*:""")
 
 
 @dataclass(frozen=True)
@@ -35,64 +44,165 @@ class Row:
     pictures: tuple[bytes, ...] = ()
 
 
-def read_prompt(value: Any) -> Prompt | None:
-    """The prompt that is written in one of the forms of published data sets: text, messages, their JSON, messages of
-    ShareGPT (`from` and `value`), or a list of one list of messages, as in BFCL. None if it is none of these, or empty.
+def read_prompt(value: Any, *, of_table: bool = False) -> Prompt:
+    """The prompt that is written in one of the forms of published data sets: text, messages, their JSON or Python
+    literal, messages of ShareGPT (`from` and `value`), items of the Responses API, or a list of one list of messages,
+    as in BFCL. Every text of `value` is in the result. Raises ValueError: the reason why there is no prompt in it.
+
+    of_table: a table gives each object the keys of all others, as nulls: the nulls in a call's arguments are left out.
     """
-    if isinstance(value, str):
-        messages = _read_messages(_parsed(value)) if value.lstrip().startswith("[") else None
-        return messages or value or None
-    return _read_messages(value)
-
-
-def _read_messages(value: Any) -> list[dict[str, Any]] | None:
+    if isinstance(value, str) and value:
+        written = _literal(value)
+        if written is None or not _is_like_messages(written):
+            return value
+        value = written
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
-    messages = [_read_message(item) for item in value] if isinstance(value, list) else []
-    return None if None in messages else [message for message in messages if message] or None
+    items = [value] if isinstance(value, dict) else value
+    if not isinstance(items, list) or not items:
+        raise ValueError("it is neither text nor messages" if value else "it is empty")
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if not isinstance(item, dict):
+            raise ValueError(f"a message is of type {type(item).__name__}, not an object")
+        _add_message(messages, {key: field for key, field in item.items() if field is not None}, of_table)
+    return messages
 
 
-def _read_message(raw: Any) -> dict[str, Any] | None:
-    if not isinstance(raw, dict):
-        return None
-    fields = {key: item for key, item in raw.items() if item is not None}  # tables have nulls for what others have
-    if "role" not in fields and isinstance(sender := fields.pop("from", None), str):
-        fields |= {"role": _ROLES.get(sender, sender), "content": fields.pop("value", None)}
-    content, calls = fields.get("content"), fields.get("tool_calls")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text")) for part in content)
-    if content is None and calls:
-        content = ""
-    if not isinstance(fields.get("role"), str) or not (isinstance(content, str) or _is_pictured(content)):
-        return None
-    if not calls:
-        return fields | {"content": content}
-    with suppress(KeyError, TypeError):
-        return fields | {"content": content, "tool_calls": [_read_call(call) for call in calls]}
+def prompt_or_none(value: Any) -> Prompt | None:
+    """The prompt that `read_prompt` reads; None if there is none in `value`."""
+    with suppress(ValueError):
+        return read_prompt(value)
     return None
 
 
-def _is_pictured(content: Any) -> bool:
-    return isinstance(content, list) and bool(content) and all(map(_is_part, content))
+def _literal(text: str) -> Any:
+    """The value that a text writes as JSON or, as pandas writes lists into CSV, as Python; None if it is just a text.
+    Raises ValueError for messages that are written otherwise."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    for read in json.loads, ast.literal_eval:
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    if _LIKE_MESSAGES.match(text):
+        raise ValueError("it looks like messages, but is neither JSON nor a list of Python: write JSON")
+    return None
 
 
-def _is_part(part: Any) -> bool:
+def _is_like_messages(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+    keys = value.keys() if isinstance(value, dict) else set()
+    return "role" in keys or {"from", "value"} <= keys
+
+
+def _add_message(messages: list[dict[str, Any]], fields: dict[str, Any], of_table: bool) -> None:
+    """Add the message of an object. Raises ValueError."""
+    kind = fields.get("type")
+    if "role" not in fields and kind == "function_call":
+        call = {"id": fields.get("call_id"), "name": fields.get("name"), "arguments": fields.get("arguments")}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(_read_call(call, of_table))
+        return
+    if "role" not in fields and kind == "function_call_output":
+        fields = {"role": "tool", "tool_call_id": fields.get("call_id"), "content": fields.get("output")}
+    elif "role" not in fields and "from" in fields:
+        fields = _of_sharegpt(fields)
+    if not isinstance(fields.get("role"), str):
+        raise ValueError(f"a message has no role{f', but the type {kind!r}' * bool(kind)}")
+    calls = fields.get("tool_calls")
+    content = _read_content(fields.get("content", "" if calls else None))
+    messages.append(fields | {"content": content})
+    if calls:
+        calls = _literal(calls) if isinstance(calls, str) else calls
+        if not isinstance(calls, list):
+            raise ValueError("the tool_calls of a message are not a list")
+        messages[-1]["tool_calls"] = [_read_call(call, of_table) for call in calls]
+
+
+def _of_sharegpt(fields: dict[str, Any]) -> dict[str, Any]:
+    """The message of an object with `from` and `value`. Raises ValueError."""
+    others = {key: field for key, field in fields.items() if key not in ("from", "value")}
+    sender, value = fields["from"], fields.get("value")
+    if {"content", "tool_calls"} & {*others}:
+        raise ValueError("a message has both from and content or tool_calls")
+    if sender == "function_call":
+        call = _literal(value) if isinstance(value, str) else value
+        return {"role": "assistant", "tool_calls": call if isinstance(call, list) else [call], **others}
+    if not isinstance(sender, str) or sender not in _SENDERS:
+        raise ValueError(f"a message is from {sender!r}: senders are {', '.join(_SENDERS)} and function_call")
+    return {"role": _SENDERS[sender], "content": value, **others}
+
+
+def _read_content(content: Any) -> str | list[dict[str, Any]]:
+    """Text; or parts, if there is a picture among them. Raises ValueError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError("the content of a message is neither text nor parts with text and pictures")
+    parts = [_read_part(part) for part in content]
+    is_text = all(part["type"] == "text" for part in parts)
+    return "".join(part["text"] for part in parts) if is_text else parts
+
+
+def _read_part(part: Any) -> dict[str, Any]:
+    """Raises ValueError."""
     kind = part.get("type") if isinstance(part, dict) else None
-    return kind in PICTURE_PARTS or (kind == "text" and isinstance(part.get("text"), str))
+    if kind in PICTURE_PARTS:
+        return part
+    if kind not in _TEXT_PARTS:
+        raise ValueError(f"a part of a message is of the type {kind!r}: types are text and image")
+    texts = [part[key] for key in ("text", "value") if part.get(key) is not None]  # `value`: LLaMA-Factory
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise ValueError(f"a part of a message has the type {kind!r}, but not one text")
+    return {"type": "text", "text": texts[0]}
 
 
-def _read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Its arguments as an object, as chat templates write them as JSON. Raises KeyError or TypeError."""
-    function = call["function"]
-    if isinstance(function["arguments"], str) and isinstance(arguments := _parsed(function["arguments"]), dict):
-        function = function | {"arguments": arguments}
-    return {"type": "function", **call, "function": function}
+def _read_call(call: Any, of_table: bool) -> dict[str, Any]:
+    """A call with its arguments as an object, which chat templates write as JSON; other arguments stay as they are.
+    Raises ValueError."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
+        raise ValueError("a call of a message has no name or no arguments")
+    arguments = function["arguments"]
+    if arguments in (None, ""):
+        arguments = {}
+    elif isinstance(arguments, str) and isinstance(read := _parsed(arguments), dict):
+        arguments = read
+    elif of_table:
+        arguments = _without_nulls(arguments)
+    about = call if function is not call else {key: call[key] for key in ("id", "type") if key in call}
+    about = {"type": "function"} | {key: field for key, field in about.items() if field is not None}
+    own = function if function is not call else {key: function[key] for key in function if key not in about}
+    return about | {"function": own | {"arguments": arguments}}
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without what is null in its objects, at every depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _parsed(text: str) -> Any:
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return None
+
+
+def tools_of(row: Row) -> list[dict[str, Any]] | None:
+    """The tools of the row's field `tools`, as chat templates take them; None if there are none. Raises ValueError."""
+    tools = row.fields.get("tools")
+    tools = _parsed(tools) if isinstance(tools, str) else tools
+    if not tools:
+        return None
+    tools = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
+    if not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools):
+        raise ValueError(
+            "the row's tools are not a list of tools with name and parameters: correct or remove the field"
+        )
+    return [{"type": "function", "function": _without_nulls(tool)} for tool in tools]
 
 
 def prompt_text(prompt: Prompt) -> str:

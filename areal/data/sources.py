@@ -30,7 +30,7 @@ from areal.base.errors import UserError, explain
 from areal.config.data_section import BenchmarkConfig, RowsConfig, SourceConfig, reward_weights
 from areal.data import addition, pictured
 from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of, with_files
-from areal.data.rows import Prompt, Row, read_prompt
+from areal.data.rows import Prompt, Row, prompt_or_none, read_prompt
 from areal.extensions.environments import reasoning_tasks, verifiers_tasks
 from areal.extensions.sandboxes import harbor_tasks
 from areal.samples.pictures import DIGESTS, digest_of
@@ -56,20 +56,24 @@ class Table:
         return len(self.rows)
 
     def row(self, position: int) -> Row:
-        return _make_row(self.rows[position], self.config, self.place(position))
+        return _make_row(self.rows[position], self.config, self.place(position), not isinstance(self.rows, list))
 
     def prompts(self) -> Iterable[Any]:
         """The prompts of all rows, as the source or the template writes them; None for a row to be discarded."""
         key, columns = self.config.prompt_key, [] if isinstance(self.rows, list) else self.rows.column_names
         is_plain = key in columns and not {*pictured.FIELDS} & {*columns}
-        if self.config.prompt_template is None and is_plain and not pictured.has_parts(read_prompt(self.rows[0][key])):
+        if (
+            self.config.prompt_template is None
+            and is_plain
+            and not pictured.has_parts(prompt_or_none(self.rows[0][key]))
+        ):
             return self.rows[key][:]  # a column, without the others
         return map(self._prompt, self.rows)
 
     def _prompt(self, raw: Mapping[str, Any]) -> Any:
         with suppress(UserError):
             written = _prompt(raw, self.config, "")
-            read = read_prompt(written)
+            read = prompt_or_none(written)
             return written if read is None else _with_pictures(read, raw, self.config, "")[0]
         return None
 
@@ -327,7 +331,7 @@ def _held_out(config: SourceConfig, source: Table | Draw, count: int, seed: int,
 
 def _key(prompt: Any) -> str:
     """What prompts of the same problem share: the text, or the messages without those of the system."""
-    read = read_prompt(prompt)
+    read = prompt_or_none(prompt)
     if read is None:
         return json.dumps(prompt, sort_keys=True, default=str)
     messages = [{"role": "user", "content": read}] if isinstance(read, str) else read
@@ -370,8 +374,9 @@ def _dataset(name: str) -> str:
     return ":".join(name.split(":")[:2])
 
 
-def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
-    """Return the Row of `raw`, which is at `where` in the source. Raises UserError if it is not usable."""
+def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str, of_table: bool = False) -> Row:
+    """Return the Row of `raw`, which is at `where` in the source. of_table: as of `read_prompt`. Raises UserError if it
+    is not usable."""
     prompt_key, answer_key = config.prompt_key, config.answer_key
     for key, setting in (prompt_key, "data.prompt_key"), (answer_key, "data.answer_key"):
         needed = key is not None and not (key == prompt_key and config.prompt_template)
@@ -383,12 +388,8 @@ def _make_row(raw: Mapping[str, Any], config: SourceConfig, where: str) -> Row:
     written = _prompt(raw, config, where)
     if written in ("", []):
         raise UserError(f"{where} has an empty {prompt_key!r}: write one, or remove the row")
-    prompt = read_prompt(written)
-    if prompt is None:
-        raise UserError(
-            f"{where} has a {prompt_key!r} that is neither text nor a list of messages with role and content, which "
-            f"is text or parts with text and pictures: correct it"
-        )
+    with explain(ValueError, f"{where} has a {prompt_key!r} that cannot be read ({{why}}): correct it"):
+        prompt = read_prompt(written, of_table=of_table)
     prompt, pictures = _with_pictures(prompt, raw, config, where)
     if pictures:
         raw = {name: value for name, value in raw.items() if name not in pictured.FIELDS}

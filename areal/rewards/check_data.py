@@ -25,7 +25,7 @@ from areal.base.errors import UserError
 from areal.base.text import shown
 from areal.config.scoring import ScoringConfig
 from areal.data import pictured
-from areal.data.rows import prompt_text, read_prompt
+from areal.data.rows import prompt_or_none, prompt_text
 from areal.extensions.programs import code_rows
 from areal.extensions.programs.code_tests import FAILS
 from areal.rewards.pool import RewardPool
@@ -98,7 +98,7 @@ async def _check(folder: Path, pool: RewardPool, config: ScoringConfig, row: dic
 
 def _flaw_of_pictures(row: dict[str, Any], folder: Path) -> str | None:
     """What is wrong with the pictures of a row, whose paths begin at `folder`. They are decoded."""
-    prompt, values = read_prompt(row.get("prompt") or "?"), pictured.in_fields(row)
+    prompt, values = prompt_or_none(row.get("prompt") or "?"), pictured.in_fields(row)
     if prompt is None or not (values or pictured.has_parts(prompt)):
         return None
     try:

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from areal.base.errors import UserError, explain
 from areal.config.scoring import ScoringConfig
 from areal.data.files import read_file, unit_of
-from areal.data.rows import prompt_text, read_prompt
+from areal.data.rows import prompt_or_none, prompt_text, read_prompt
 from areal.rewards.pool import RewardPool
 from areal.rewards.result import all_scored, combined
 from areal.rewards.worker_processes import RewardFailed
@@ -69,9 +69,10 @@ def read_rows(file: Path) -> list[Line]:
     if not rows:
         raise UserError(f"--input {file} has no rows: name another file")
     for number, row in rows:
-        if row.get("prompt") not in (None, "", []) and read_prompt(row["prompt"]) is None:
+        if row.get("prompt") not in (None, "", []):
             where = f"{file}, {unit_of(file)} {number},"
-            raise UserError(f"{where} has a prompt that is neither text nor messages with role and content: correct it")
+            with explain(ValueError, f"{where} has a prompt that cannot be read ({{why}}): correct it"):
+                read_prompt(row["prompt"])
     return rows
 
 
@@ -116,7 +117,7 @@ async def _score(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     began = time.monotonic()
     weights = config.reward.functions
     try:
-        prompt, completion = prompt_text(read_prompt(row["prompt"]) or ""), row["completion"]
+        prompt, completion = prompt_text(prompt_or_none(row["prompt"]) or ""), row["completion"]
         results = await all_scored(weights, lambda name: pool.score(name, prompt, completion, row))
     except RewardFailed as failure:
         outcome: dict[str, Any] = {"score": None, "status": failure.kind, "reason": str(failure)}

@@ -40,7 +40,7 @@ class Server(BaseModel, extra="forbid"):
 
 
 class ServerFailed(Exception):
-    """A server did not start, or was lost. Its sample has failed; it does not get a low score."""
+    """A server did not start, was lost, or says what no text shows. Its sample has failed; it gets no low score."""
 
 
 class Tools:
@@ -63,7 +63,8 @@ class Tools:
             self.shown.append({"type": "function", "function": function})
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result of a tool, or its error, as text. `arguments`: JSON. Raises ServerFailed."""
+        """The result of a tool, or its error, as text, with all that the tool says. `arguments`: JSON. Raises
+        ServerFailed, also for a result that is no text."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -81,7 +82,10 @@ class Tools:
             if isinstance(error, MCPError) and error.code == CONNECTION_CLOSED:
                 raise ServerFailed(f"the MCP server {server!r} was lost while {name} ran") from error
             return f"Error: {error}"
-        return "\n".join(_text(part) for part in result.content)
+        texts = [_text(part, name) for part in result.content]
+        if not _is_repeated(result.structured_content, texts):
+            texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+        return "\n".join(text for text in texts if text)
 
 
 def check(servers: Mapping[str, Server]) -> None:
@@ -194,7 +198,26 @@ def _last_line(errors: TextIO) -> str:
     return next((f" ({line[-ERROR_CHARACTERS:].strip()})" for line in reversed(lines) if line.strip()), "")
 
 
-def _text(part: Any) -> str:
-    """Text as it is, and the kind of what is no text."""
-    part = getattr(part, "resource", part)
-    return getattr(part, "text", None) or f"[{getattr(part, 'type', 'resource')}]"
+def _text(part: Any, tool: str) -> str:
+    """The text of a part of a result: itself, or the address of a resource. Raises ServerFailed for any other part."""
+    content = getattr(part, "resource", part)
+    if isinstance(text := getattr(content, "text", None), str):
+        return text
+    if part.type == "resource_link":
+        return " ".join(word for word in (part.name, part.title, part.description, str(part.uri)) if word)
+    raise ServerFailed(
+        f"the MCP tool {tool} has answered with a part of the type {part.type} ({content.mime_type}), which the "
+        f"workflow tools cannot show to the policy: have the tool say it as text"
+    )
+
+
+def _is_repeated(structured: Any, texts: list[str]) -> bool:
+    """Whether texts already say the structured content of a result, as JSON or, if it has one value, as that value."""
+    values = [structured]
+    if isinstance(structured, dict) and len(structured) == 1:
+        values += structured.values()
+    said: list[Any] = [texts, *texts]
+    for text in texts:
+        with contextlib.suppress(ValueError, RecursionError):
+            said.append(json.loads(text))
+    return structured is None or any(value in said for value in values)

@@ -23,7 +23,7 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from areal.base.errors import UserError
 from areal.config import Config
-from areal.data.rows import read_prompt
+from areal.data.rows import prompt_or_none
 from areal.data.sources import with_system
 from areal.extensions.desk.model_folder import write_model
 from areal.models import label_of
@@ -133,7 +133,7 @@ class Texts:
         return self._chat_prompt(row["row"], row["prompt"])
 
     def _find(self, fields: str, prompt: str) -> ChatPrompt | None:
-        prompt_field = read_prompt(json.loads(fields).get("prompt"))
+        prompt_field = prompt_or_none(json.loads(fields).get("prompt"))
         if not self._tokenizer.chat_template or prompt_field is None:
             return None
         for system in self._systems:

@@ -1,4 +1,5 @@
 import base64
+import contextlib
 import csv
 import gzip
 import io
@@ -12,13 +13,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from tiny_pictures import bomb, png
 
 from areal.base.errors import UserError
 from areal.config import load_config
 from areal.config.data_section import DataConfig, RowsConfig
-from areal.data.rows import prompt_text
+from areal.data.rows import prompt_or_none, prompt_text
 from areal.data.sources import open_source, read_row
 from areal.samples.pictures import DIGESTS, digest_of
 
@@ -109,7 +112,7 @@ def test_a_system_prompt_makes_chat_messages(tmp_path):
         ("[1]", "line 2, is of type list, not an object"),
         ('{"answer": "1"}', "line 2, has no 'prompt', only answer: add it or set data.prompt_key"),
         ('{"prompt": "1"}', "line 2, has no 'answer', only prompt: add it or set data.answer_key"),
-        ('{"prompt": 5, "answer": "1"}', "line 2, has a 'prompt' that is neither text nor a list of messages"),
+        ('{"prompt": 5, "answer": "1"}', "line 2, has a 'prompt' that cannot be read .it is neither text nor messages"),
         (
             '{"prompt": "a", "answer": "1", "reward": 3}',
             "line 2, has a 'reward' that is neither a name, nor a list of names, nor a mapping",
@@ -376,6 +379,13 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
 
 
+def called(**arguments):
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+CALLED = called(n=1)
+
+
 @pytest.mark.parametrize(
     ("prompt", "read"),
     [
@@ -407,7 +417,52 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"
                 {"role": "tool", "tool_call_id": "a", "content": "4"},
             ],
         ),
+        ([{"role": "user", "content": [{"type": "text", "value": "2 + 2?"}]}], CHAT[1:]),  # LLaMA-Factory
+        ([{"role": "user", "content": [{"type": "input_text", "text": "2 + 2?"}]}], CHAT[1:]),  # NeMo-Gym
+        ("[{'role': 'user', 'content': '2 + 2?', 'name': None}]", CHAT[1:]),  # pandas, in CSV
+        (json.dumps(CHAT[1]), CHAT[1:]),
+        (
+            [
+                {"from": "human", "value": "2 + 2?"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"n": 1}}'},
+                {"from": "function_response", "value": "4"},
+                {"from": "chatgpt", "value": "It is 4."},
+            ],
+            [
+                CHAT[1],
+                {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+                {"role": "tool", "content": "4"},
+                {"role": "assistant", "content": "It is 4."},
+            ],
+        ),
+        (  # flat calls, as JSON; lists among the arguments; no arguments
+            [
+                CHAT[1],
+                {"role": "assistant", "content": "a", "tool_calls": '[{"name": "f", "arguments": "{\\"n\\": 1}"}]'},
+                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"n": ["a"], "m": None}}]},
+                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": ""}]},
+            ],
+            [
+                CHAT[1],
+                {"role": "assistant", "content": "a", "tool_calls": [CALLED]},
+                {"role": "assistant", "content": "", "tool_calls": [called(n=["a"], m=None)]},
+                {"role": "assistant", "content": "", "tool_calls": [called()]},
+            ],
+        ),
+        (  # items of the Responses API
+            [
+                CHAT[1],
+                {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"n": 1}'},
+                {"type": "function_call_output", "call_id": "a", "output": "4"},
+            ],
+            [
+                CHAT[1],
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "a", "content": "4"},
+            ],
+        ),
         ("[1, 2] + [3]", "[1, 2] + [3]"),
+        ('{"from": "Oslo", "to": "Bergen"}', '{"from": "Oslo", "to": "Bergen"}'),
         ("[1, 2, 3]", "[1, 2, 3]"),
         ('[{"name": "Bo"}]', '[{"name": "Bo"}]'),
     ],
@@ -419,19 +474,80 @@ def test_a_prompt_is_read_in_the_forms_of_published_data_sets(tmp_path, prompt, 
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    ("prompt", "why"),
     [
-        [{"role": "user", "content": None}],
-        [CHAT, CHAT],  # the second waits for an answer to the first
-        [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}],
-        [{"from": "human"}],
-        [{"value": "x"}],
+        ([{"role": "user", "content": None}], "neither text nor parts"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "not one text"),
+        ([{"role": "user", "content": [{"type": "text", "text": ["a"]}]}], "not one text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "value": "b"}]}], "not one text"),
+        ([{"role": "user", "content": [{"type": "file", "text": "a"}]}], "of the type 'file'"),
+        ([CHAT, CHAT], "of type list"),  # the second waits for an answer to the first
+        ([{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}], "no name or no arguments"),
+        ([{"from": "human"}], "neither text nor parts"),
+        ([{"from": "narrator", "value": "x"}], "from 'narrator'"),
+        ([{"value": "x"}], "no role"),
+        ([CHAT[1], {"type": "reasoning", "summary": []}], "no role, but the type 'reasoning'"),
+        ("[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]", "neither JSON nor a list of Python"),  # numpy
     ],
 )
-def test_messages_that_are_no_prompt_are_refused(tmp_path, prompt):
-    refused(
-        "neither text nor a list of messages with role and content", jsonl(tmp_path, [{"prompt": prompt, "answer": 1}])
+def test_messages_that_are_no_prompt_are_refused(tmp_path, prompt, why):
+    refused(f"cannot be read .*{why}", jsonl(tmp_path, [{"prompt": prompt, "answer": 1}]))
+
+
+def test_a_table_gives_no_call_the_arguments_of_another_call(tmp_path):
+    calls = called(city="Oslo", at={"day": 1}), called(zone="CET", at={"hour": 2})
+    rows = [{"prompt": [CHAT[1], {"role": "assistant", "tool_calls": [call]}], "answer": 4} for call in calls]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = open_source(DataConfig(source=str(tmp_path / "rows.parquet"), eval_size=0), 0)
+    assert [source.row(i).prompt[1]["tool_calls"] for i in range(2)] in (
+        [[calls[0]], [calls[1]]],
+        [[calls[1]], [calls[0]]],
     )
+
+
+texts = st.text(min_size=1, max_size=8)
+arguments = st.dictionaries(texts, st.recursive(texts, lambda inner: st.lists(inner, max_size=2), max_leaves=4))
+parts = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "input_text", "output_text", "refusal"])},
+    optional={"text": texts, "value": texts | st.none() | st.lists(texts)},
+)
+functions = st.fixed_dictionaries(
+    {"name": texts, "arguments": arguments | arguments.map(json.dumps) | texts | st.none()}
+)
+calls = functions | functions.map(lambda function: {"type": "function", "function": function})
+messages = st.fixed_dictionaries(
+    {},
+    optional={"role": st.sampled_from(["user", "assistant", "tool"]), "from": st.sampled_from(["human", "gpt", "x"])},
+).flatmap(
+    lambda head: st.fixed_dictionaries(
+        {},
+        optional={"content": texts | st.none() | st.lists(parts), "value": texts, "tool_calls": st.lists(calls)},
+    ).map(lambda rest: head | rest)
+)
+
+
+def leaves(value):
+    """All texts in a value, those of JSON texts among them as what they write."""
+    if isinstance(value, dict):
+        return [text for key, item in value.items() for text in [*leaves(item), *([key] if key not in KEYS else [])]]
+    if isinstance(value, list):
+        return [text for item in value for text in leaves(item)]
+    if isinstance(value, str) and value.startswith(("{", "[")):
+        with contextlib.suppress(ValueError):
+            return leaves(json.loads(value))
+    return [value] if isinstance(value, str) else []
+
+
+KEYS = {"role", "from", "type", "content", "value", "text", "tool_calls", "function", "name", "arguments"}
+KINDS = {"human", "gpt", "user", "text", "input_text", "output_text", "function", "tool", "assistant"}
+
+
+@given(st.lists(messages, min_size=1, max_size=3))
+def test_what_is_read_of_messages_has_every_text_of_them_or_is_refused(value):
+    prompt = prompt_or_none(value)
+    if prompt is not None:
+        shown = "\0".join(leaves(prompt))
+        assert not [text for text in leaves(value) if text not in shown and text not in KINDS]
 
 
 PNG = png(6, 4, 0)
@@ -503,7 +619,10 @@ def test_several_pictures_without_marks_come_first_as_in_trl(tmp_path):
         ({"prompt": "<image>?", "images": [URL, URL]}, "more pictures than places"),
         ({"prompt": "<image>?", "images": ["https://a.example/b.png"]}, "is not on this machine"),
         ({"prompt": "<image>?", "images": [URL[:-3]]}, "its data URL is not base64"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}]}], "images": [URL]}, "neither"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}]}], "images": [URL]},
+            "not one text",
+        ),
         ({"prompt": "?", DIGESTS: [digest_of(PNG)]}, "'picture_digests', which name pictures that the row has"),
     ],
 )

@@ -17,6 +17,7 @@ from scripted_policy import Session, byte_tokenizer
 
 from areal.base.errors import UserError
 from areal.data.rows import Row
+from areal.extensions.agents import mcp_tools
 from areal.extensions.agents.mcp_tools import ServerFailed
 from areal.workflows.builtin import rehearse, resolve_workflow
 
@@ -92,6 +93,26 @@ async def test_all_calls_of_a_turn_are_made_in_order_and_the_errors_of_tools_are
     assert "Field required" in session.prompts[3]
     assert "Error: the arguments of note are no JSON object" in session.prompts[4]
     assert outcome.reward == 0.25
+
+
+async def test_results_are_all_that_a_tool_says_or_fail_the_sample():
+    forms = {name: mcp_tools.Server(**server) for name, server in program(script="mcp_forms_server.py").items()}
+    expected = {
+        "structured": '{"temperature": 7, "sky": "rain"}',
+        "summary": '2 rows.\n{"rows": ["a", "b"]}',
+        "repeated": '{"n": 1}',
+        "wrapped": "seven",
+        "listed": "a\nb",
+        "empty": "",
+        "link": "notes 7 file:///notes/7.txt",
+        "resource": "inside",
+        "error": "no such place",
+    }
+    async with mcp_tools.opened(forms, 30) as tools:
+        assert {name: await tools.call(name, "{}") for name in expected} == expected
+        for name, kind in {"picture": "image .image/png.", "blob": "resource .a/b."}.items():
+            with pytest.raises(ServerFailed, match=f"{name} has answered with a part of the type {kind}"):
+                await tools.call(name, "{}")
 
 
 async def test_long_results_are_cut_and_the_last_turn_is_scored_without_its_calls():
