@@ -3,6 +3,7 @@
 import math
 import re
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from areal.extensions.desk.split import (
     GENERATOR_OTHER,
     GENERATOR_SHARE,
     GIB,
-    HOST_OTHER,
-    PAPER_STALENESS,
     ModelSizes,
     Plan,
     Rates,
     TokenLengths,
+    alternatives,
     balanced_share,
     plan,
     step_tokens,
@@ -35,14 +35,16 @@ from areal.training.optimizer import bucket_elements
 from areal.weights.lora import add_adapters
 from areal.weights.wrappers import text_config
 
-MEASURED = [
+MEASURED = (
     "step_seconds",
     "train_seconds",
     "tokens_generated",
     "tokens_trained",
     "completion_tokens_mean",
     "starved_seconds",
-]
+)
+FASTER = 1.05
+"""So many times the throughput makes other keys worth a line."""
 STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
 
@@ -80,13 +82,14 @@ def plan_run(options: Namespace) -> None:
     rates = Rates(numbers["generation_rate"], numbers["training_rate"])
     scoring = check_scorers(config, options.device_memory * GIB)
     devices = max(0, options.devices - scoring)
-    split = plan(config, read_model(config), rates, lengths, devices, options.device_memory * GIB)
-    console = output(120)
+    asked = config, read_model(config), rates, lengths, devices, options.device_memory * GIB
+    split, console = plan(*asked), output(120)
     console.print(table(split, rates, options.device_memory))
     if scoring:
         names = ", ".join(config.started_scorers)
         console.print(f"The scorers ({names}) have {scoring} more devices of the {options.devices}.", highlight=False)
-    for note in notes(split, numbers.get("starved")):
+    faster = [other for other in alternatives(*asked) if other.throughput > FASTER * split.throughput]
+    for note in notes(split, faster, numbers.get("starved")):
         console.print(note, highlight=False)
     console.print("\nWith these changes to the configuration:", highlight=False)
     changes = " ".join(f"{key}={value}" for key, value in split.overrides.items())
@@ -162,6 +165,7 @@ def read_model(config: Config) -> ModelSizes:
         layers=sizes.num_hidden_layers,
         hidden=sizes.hidden_size,
         vocabulary=sizes.vocab_size,
+        heads=heads,
         kv_heads=getattr(sizes, "num_key_value_heads", None) or heads,
         head_size=getattr(sizes, "head_dim", None) or sizes.hidden_size // heads,
         activations=activations[0],
@@ -196,45 +200,26 @@ def count_parameters(model: str) -> int:
 def table(split: Plan, rates: Rates, device_gib: float) -> Table:
     """The plan as a table."""
     result = Table("", "generation", "training", title="Plan", title_justify="left")
-    g, t = split.generation, split.training
-
-    def gib(value: float) -> str:
-        return f"{value / GIB:.1f} GiB"
-
-    size, ideal = split.tensor_parallel, balanced_share(rates)
+    size, ideal, generation, training = split.tensor_parallel, balanced_share(rates), split.generation, split.training
     engines = f"{split.generators} x {size} devices" if size > 1 else "of 1 device each"
     checkpointing = ", checkpointing" if split.gradient_checkpointing else ""
-    rows = {
-        "devices": (f"{split.generating_devices} ({split.share:.0%}; ideal {ideal:.0%})", f"{split.ranks}"),
-        "as": (f"generators {engines}", f"ranks, ZeRO {split.zero_stage}{checkpointing}"),
-        "tokens/s, at most": (f"{split.generated:,.0f}", f"{split.trained:,.0f}"),
-        "in use": (f"{split.throughput / split.generated:.0%}", f"{split.throughput / split.trained:.0%}"),
-        f"of {device_gib:g} GiB each: weights": (gib(g.weights), gib(t.weights)),
-        "KV cache: room / all at full length": (f"{gib(g.room)} / {gib(g.full_kv)}", ""),
-        "sequences at once: mean / full length": (f"{g.sequences} / {g.sequences_longest}", ""),
-        "gradients / Adam and masters": ("", f"{gib(t.gradients)} / {gib(t.optimizer)}"),
-        "reference model": ("", gib(t.reference) if t.reference else "none"),
-        "activations": (gib(g.step), gib(t.activations)),
-        "buckets": ("", gib(t.buckets)),
-        "other, assumed": (gib(g.overhead), gib(t.overhead)),
-        "together": (gib(g.weights + g.room + g.step + g.overhead), gib(t.total)),
-        "host memory: a generator / a rank": (gib(2 * HOST_OTHER), gib(t.host)),
+    result.add_row("devices", f"{split.generating_devices} ({split.share:.0%}; ideal {ideal:.0%})", f"{split.ranks}")
+    result.add_row("as", f"generators {engines}", f"ranks, ZeRO {split.zero_stage}{checkpointing}")
+    result.add_row("tokens/s, at most", f"{split.generated:,.0f}", f"{split.trained:,.0f}")
+    result.add_row("in use", *(f"{split.throughput / most:.0%}" for most in (split.generated, split.trained)))
+    result.add_row("sequences at once", f"{generation.sequences}, {generation.sequences_longest} at full length", "")
+    parts = asdict(generation), asdict(training) | {"together": training.total}
+    used = {"weights": "weights", "room": "room for the KV cache", "full_kv": "KV cache, all at full length"}
+    used |= {
+        name: name for name in ("gradients", "optimizer", "reference", "activations", "step", "buckets", "overhead")
     }
-    for name, (generation, training) in rows.items():
-        result.add_row(name, generation, training)
-    result.add_section()
-    for name, value in {
-        "samples/s": f"{split.samples_per_second:,.2f}",
-        "seconds a step": f"{split.step_seconds:,.1f}",
-        "seconds of the longest completion": f"{split.longest_seconds:,.1f}",
-        "max_staleness": f"{split.max_staleness}",
-        "staleness, mean: auto / max": f"{split.staleness:.1f} / {split.max_staleness}",
-    }.items():
-        result.add_row(name, value, "")
+    for name, text in (used | {"together": "together", "host": "host memory of a rank"}).items():
+        cells = (f"{part[name] / GIB:.1f} GiB" if part.get(name) else "" for part in parts)
+        result.add_row(f"of {device_gib:g} GiB: {text}" if name == "weights" else text, *cells)
     return result
 
 
-def notes(split: Plan, starved: float | None) -> list[str]:
+def notes(split: Plan, faster: list[Plan], starved: float | None) -> list[str]:
     """Notes on the numbers of a plan."""
     lines = []
     if split.generation.share < GENERATOR_SHARE:
@@ -246,9 +231,6 @@ def notes(split: Plan, starved: float | None) -> list[str]:
         )
     if split.generation.sequences > split.generation.sequences_longest:
         lines.append("Not all sequences would fit at full length: some are preempted when many get that long.")
-    if split.max_staleness > PAPER_STALENESS:
-        lines.append(
-            f"This max_staleness is higher than the {PAPER_STALENESS} that the paper tried. With a lower one the "
-            f"trainer waits for the longest completions (with on_straggler=mask it does not)."
-        )
+    if faster:
+        lines.append(f"At these rates faster: {', '.join(map(str, faster))}. Measure the rates with such keys.")
     return lines

@@ -1,11 +1,13 @@
 """Splits devices between generation and training, and computes the memory that each needs. Formulas only, no I/O.
 
 Rates are completion tokens per second of one device; the work on prompts and on proximal log-probs is included. Memory
-is in bytes per device. Time is in seconds, lengths in tokens, `B` and `G` as in areal.config.
+is in bytes per device, lengths are in tokens.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from areal.base.errors import UserError
 from areal.config import Config
@@ -33,20 +35,18 @@ LIVE_PARAMETERS = 10**9
 """Parameters that DeepSpeed keeps gathered at once under ZeRO 3, at most."""
 LARGE_DEVICE, LARGE_STEP, STEP = 70 * GIB, 16384, 8192
 """Tokens of a step that vLLM takes for throughput, on a device of so much memory and on smaller ones."""
-PAPER_STALENESS = 8
-"""The largest max_staleness that the paper (arXiv 2505.24298) trained with."""
-DEVICES_OF_A_MANAGER = 32
-"""Devices for which one rollout manager is planned."""
+TOGETHER = (2, 4, 8)
+"""Values of trainer.sequence_parallel that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model. `trained`: the number of trained parameters, all or only those of adapters. `activations` and
-    `checkpointed`: of its layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all
-    experts of a token. `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters
-    in pinned host memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor.
-    `part`, `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there. `merged`:
-    those of trained experts that are two matrices in one, which are stored apart, as copies."""
+    """Sizes of a model. `trained`: parameters that are, all or those of adapters. `activations`, `checkpointed`: of its
+    layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all experts of a token.
+    `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters in pinned host
+    memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor. `part`,
+    `part_tensor`: those of the largest module in a layer, such as its experts, and of a tensor there. `merged`: those
+    of trained experts that are two matrices in one, which are stored apart, as copies. `heads`: of attention."""
 
     parameters: int
     trained: int
@@ -64,6 +64,7 @@ class ModelSizes:
     part: int = 0
     part_tensor: int = 0
     merged: int = 0
+    heads: int = 0
 
     @property
     def kv_values(self) -> int:
@@ -127,7 +128,8 @@ class GenerationMemory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A split of the devices, and the results to expect from it."""
+    """A split of the devices. `changes`: keys of `trainer` that it takes besides. `generated`, `trained`: tokens/s that
+    generators and trainer can do; `throughput`: the slower of both limits both, and on one device they take turns."""
 
     generators: int
     tensor_parallel: int
@@ -137,20 +139,9 @@ class Plan:
     generation: GenerationMemory
     training: TrainingMemory
     generated: float
-    """Tokens/s that the generators can produce."""
     trained: float
-    """Tokens/s that the trainer can train."""
     throughput: float
-    """Tokens/s: the slower of both limits both; on one device they take turns."""
-    step_seconds: float
-    longest_seconds: float
-    """Seconds for the longest completion on a full generator."""
-    max_staleness: int
-    staleness: float
-    """Expected mean staleness with run_ahead=auto; with run_ahead=max it is max_staleness."""
-    managers: int
-    groups_a_manager: int
-    samples_a_step: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generating_devices(self) -> int:
@@ -161,9 +152,9 @@ class Plan:
         """The share of the devices that generate."""
         return self.generating_devices / (self.generating_devices + self.ranks)
 
-    @property
-    def samples_per_second(self) -> float:
-        return self.samples_a_step / self.step_seconds
+    def __str__(self) -> str:
+        keys = " ".join(f"trainer.{key}={value}" for key, value in self.changes.items())
+        return f"{keys} ({self.generating_devices} + {self.ranks} devices, {self.throughput:,.0f} tokens/s)"
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -172,13 +163,10 @@ class Plan:
             "generator.count": f"{self.generators}",
             "generator.memory_share": f"{self.generation.share:g}",
             "generator.max_concurrent_rollouts": f"{self.generation.sequences}",
+            **{f"trainer.{key}": f"{value}" for key, value in self.changes.items()},
             "trainer.ranks": f"{self.ranks}",
             "trainer.zero_stage": f"{self.zero_stage}",
             "trainer.gradient_checkpointing": f"{self.gradient_checkpointing}".lower(),
-            "max_staleness": f"{self.max_staleness}",
-            "run_ahead": "auto",
-            "rollout_manager.count": f"{self.managers}",
-            "rollout_manager.max_concurrent_groups": f"{self.groups_a_manager}",
         }
 
 
@@ -310,107 +298,97 @@ def plan(
     Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device has both, and is
     g t / (g + t) fast. Training has the lowest ZeRO stage that fits, with checkpointing if it must.
 
-    Raises UserError if nothing fits.
+    Raises UserError if nothing fits. It names the keys with which training would fit, the least change first.
     """
+    if found := _best(config, model, rates, lengths, devices, device_bytes):
+        return found
+    ranks, room = _ranks(config, devices)[0][1], _room(device_bytes, devices == 1)
+    least = training_memory(config, model, ranks, 3, True, lengths.prompt + lengths.longest)
+    others = alternatives(config, model, rates, lengths, devices, device_bytes)
+    smaller = "a lower trainer.max_tokens_per_microbatch, or more trainer.microbatches"
+    advice = (
+        f"it fits with {', or '.join(map(str, others))}" if others else f"take more devices, trainer.lora, {smaller}"
+    )
+    raise UserError(
+        f"Training does not fit: on {ranks} devices each needs {least.total / GIB:.1f} GiB of its {room / GIB:.1f} at "
+        f"ZeRO 3 with checkpointing: {advice}."
+    )
+
+
+def alternatives(
+    config: Config, model: ModelSizes, rates: Rates, lengths: TokenLengths, devices: int, device_bytes: float
+) -> list[Plan]:
+    """The plans with other keys of `trainer` with which training fits, the least change first. More of a key, or one
+    key more, is left out if it gives no more tokens/s."""
+    plans: list[Plan] = []
+    for changes in _tried(config, model, lengths):
+        changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+        if not (_ranks(changed, devices) and (found := _best(changed, model, rates, lengths, devices, device_bytes))):
+            continue
+        if not any(changes.keys() & other.changes.keys() and found.throughput <= other.throughput for other in plans):
+            plans.append(replace(found, changes={key: value for key, value in changes.items() if key != "zero_stage"}))
+    return plans
+
+
+def _tried(config: Config, model: ModelSizes, lengths: TokenLengths) -> Iterator[dict[str, Any]]:
+    """Changes to the trainer's settings that take memory from a device, each alone, and then two together."""
+    trainer, longest = config.trainer, lengths.prompt + lengths.longest
+    if not trainer.microbatches and longest < trainer.max_tokens_per_microbatch:
+        yield {"max_tokens_per_microbatch": longest}
+    optimizer: dict[str, Any] = {"offload": "optimizer"} if trainer.offload == "none" else {}
+    if optimizer:
+        yield optimizer
+    several = [n for n in TOGETHER if n > trainer.sequence_parallel and model.heads and not model.heads % n]
+    together = [{"sequence_parallel": n} for n in several if not (model.kv_heads % n and n % model.kv_heads)]
+    yield from together
+    if optimizer:
+        yield from (optimizer | both for both in together)
+    if trainer.offload != "all":
+        yield {"offload": "all", "zero_stage": 3}
+
+
+def _ranks(config: Config, devices: int) -> list[tuple[int, int]]:
+    """The splits: numbers of generators and of ranks, which are whole groups that compute rows together."""
+    n, together = config.generator.tensor_parallel, config.trainer.sequence_parallel
+    pairs = (
+        [(1, 1)] if devices == n == 1 else [(count, devices - n * count) for count in range(1, (devices - 1) // n + 1)]
+    )
+    return [(count, ranks) for count, ranks in pairs if not ranks % together]
+
+
+def _room(device_bytes: float, alone: bool) -> float:
+    """Bytes of a device for training. alone: the device has a generator, too."""
+    return (TRAINER_SHARE - (SHARED if alone else 0)) * device_bytes
+
+
+def _best(
+    config: Config, model: ModelSizes, rates: Rates, lengths: TokenLengths, devices: int, device_bytes: float
+) -> Plan | None:
+    """The fastest split in which training fits; None if it fits in none. Raises UserError if there is no split."""
     n = config.generator.tensor_parallel
     alone = devices == n == 1
     if devices < n + 1 and not alone:
         raise UserError(f"{devices} devices are too few: a generator needs {n}, and the trainer at least one more.")
     generation = generation_memory(config, model, lengths, device_bytes, SHARED if alone else GENERATOR_SHARE)
-    fitting = _fitting_splits(config, model, lengths, devices, device_bytes, alone)
-
-    def throughput(generators: int) -> float:
-        if alone:
-            return rates.generating * rates.training / (rates.generating + rates.training)
-        return min(generators * n * rates.generating, (devices - generators * n) * rates.training)
-
-    generators = max(fitting, key=throughput)
-    ranks = 1 if alone else devices - generators * n
-    return _split(config, rates, lengths, generators, ranks, generation, fitting[generators], throughput(generators))
-
-
-Fit = tuple[int, bool, TrainingMemory]
-"""The ZeRO stage, checkpointing and memory of a training."""
-
-
-def _split(
-    config: Config,
-    rates: Rates,
-    lengths: TokenLengths,
-    generators: int,
-    ranks: int,
-    generation: GenerationMemory,
-    training: Fit,
-    throughput: float,
-) -> Plan:
-    """The plan with so many generators and ranks, and its staleness.
-
-    A step takes B G times the mean length, divided by the throughput. A completion of L tokens takes L divided by the
-    rate of one sequence on a full generator. The trainer waits for no group if the longest completion fits into
-    max_staleness steps. The generators stay full if all their sequences are at most max_staleness batches (rule 1
-    allows one batch more, the one in training). A group takes as long as its longest sample, about H_G = 1 + 1/2 + ...
-    + 1/G mean lengths (the maximum of G exponential lengths), and then waits half a step until its batch is formed.
-    """
-    n, (stage, checkpointing, memory) = config.generator.tensor_parallel, training
-    samples = config.batch_size * config.group_size
-    step = samples * lengths.mean / throughput
-    pace = rates.generating * n / generation.sequences
-    running = generators * generation.sequences
-    bound = max(1, math.ceil(lengths.longest / pace / step), math.ceil(running / samples))
-    of_group = min(lengths.longest, lengths.mean * sum(1 / k for k in range(1, config.group_size + 1)))
-    managers = max(1, round((generators * n + ranks) / DEVICES_OF_A_MANAGER))
-    return Plan(
-        generators=generators,
-        tensor_parallel=n,
-        ranks=ranks,
-        zero_stage=stage,
-        gradient_checkpointing=checkpointing,
-        generation=generation,
-        training=memory,
-        generated=generators * n * rates.generating,
-        trained=ranks * rates.training,
-        throughput=throughput,
-        step_seconds=step,
-        longest_seconds=lengths.longest / pace,
-        max_staleness=bound,
-        staleness=min(bound, max(1.0, of_group / pace / step + 0.5)),
-        managers=managers,
-        groups_a_manager=math.ceil(running / config.group_size / managers) + 1,
-        samples_a_step=samples,
-    )
-
-
-def _fitting_splits(
-    config: Config, model: ModelSizes, lengths: TokenLengths, devices: int, device_bytes: float, alone: bool
-) -> dict[int, Fit]:
-    """By the number of generators: the cheapest training that fits. alone: one device has both. Raises UserError."""
-    n = config.generator.tensor_parallel
-    together = config.trainer.sequence_parallel
-    room = (TRAINER_SHARE - (SHARED if alone else 0)) * device_bytes
-    ranks_of = {count: devices - n * count for count in range(1, (devices - 1) // n + 1)} if not alone else {1: 1}
-    splits = [count for count, ranks in ranks_of.items() if not ranks % together]
-    if not splits:
+    if not (splits := _ranks(config, devices)):
         raise UserError(
             f"{devices} devices cannot be split into generators of {n} devices and a number of trainer ranks that is a "
-            f"multiple of trainer.sequence_parallel={together}: take another number of devices."
+            f"multiple of trainer.sequence_parallel={config.trainer.sequence_parallel}: take another number of devices."
         )
-    fits = {count: _fitting(config, model, ranks_of[count], lengths, room) for count in splits}
-    fitting = {count: fit for count, fit in fits.items() if fit}
-    if not fitting:
-        ranks = ranks_of[splits[0]]
-        least = training_memory(config, model, ranks, 3, True, lengths.prompt + lengths.longest)
-        fixed = config.trainer.microbatches is not None
-        smaller = "more trainer.microbatches" if fixed else "a lower trainer.max_tokens_per_microbatch"
-        raise UserError(
-            f"Training does not fit: on {ranks} devices each needs {least.total / GIB:.1f} GiB of its "
-            f"{room / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, trainer.offload=all, "
-            f"trainer.sequence_parallel, or {smaller}."
-        )
-    return fitting
+    plans = []
+    for count, ranks in splits:
+        if fit := _fitting(config, model, ranks, lengths, _room(device_bytes, alone)):
+            generated, trained = count * n * rates.generating, ranks * rates.training
+            throughput = generated * trained / (generated + trained) if alone else min(generated, trained)
+            plans.append(Plan(count, n, ranks, *fit[:2], generation, fit[2], generated, trained, throughput))
+    return max(plans, key=lambda split: split.throughput, default=None)
 
 
-def _fitting(config: Config, model: ModelSizes, ranks: int, lengths: TokenLengths, room: float) -> Fit | None:
-    """The cheapest training that fits into `room` bytes on each of so many ranks; None if none fits."""
+def _fitting(
+    config: Config, model: ModelSizes, ranks: int, lengths: TokenLengths, room: float
+) -> tuple[int, bool, TrainingMemory] | None:
+    """ZeRO stage, checkpointing and memory of the cheapest training that fits into `room` bytes on each of so many
+    ranks; None if none fits."""
     first = 1 if config.trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why
     stages = range(max(first, config.trainer.zero_stage), 4) if ranks > 1 else [first]
     for checkpointing in sorted({config.trainer.gradient_checkpointing is True, True}):
