@@ -28,10 +28,8 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.group_scores import GroupScores
 from actors.sampling.sampler import Sampler
 from actors.sampling.sessions import SampleSession
-from areal.base.errors import UserError, explain
+from areal.base.errors import ToolError, UserError, explain
 from areal.data.rows import Row
-from areal.extensions.programs.outside import SandboxError
-from areal.extensions.sandboxes.sandbox_tasks import task_of
 from areal.generation.routing import groups_that_fit, plan_moves
 from areal.samples.pictures import digests_in
 from areal.samples.trajectory import Note, Trajectory, row_text
@@ -200,7 +198,7 @@ class RolloutManager(Sampler):
         """Sample a group, or what is missing of it, and have the trainer store its samples soon after they are scored.
         Raises SampleFailed if the group cannot be finished."""
         row = self._read_row(permit.row)
-        self._pull_ahead(permit.row)
+        self._prepare_ahead(permit.row)
         all_or_none = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
         stored = await self._ask_stored(permit, all_or_none)
         places = [place for place in range(self._samples) if place not in stored.places]
@@ -277,12 +275,12 @@ class RolloutManager(Sampler):
             raise SampleFailed("long", too_long)
         return row
 
-    def _pull_ahead(self, index: int) -> None:
-        """Begin to pull the images of the next rows, if samples run in containers."""
-        if self.services.sandboxes.containers:
+    def _prepare_ahead(self, index: int) -> None:
+        """Have the tools prepare for the next rows: their images are pulled, if samples run in containers."""
+        for tool in self.services.tools.expecting():
             for later in range(index + 1, index + 1 + ROWS_AHEAD):
-                with contextlib.suppress(SampleFailed, SandboxError):  # heard again once the row is used
-                    self.services.sandboxes.pull_ahead(task_of(self._read_row(later).fields))
+                with contextlib.suppress(SampleFailed, ToolError):  # heard again once the row is used
+                    tool.expect(self._read_row(later))
 
     async def _first_scored(
         self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None] | None

@@ -45,7 +45,7 @@ from helpers import dealer, find_free_port, keys_folder  # noqa: E402
 from malformed import Malformed, MalformedHttp  # noqa: E402
 from scripted_policy import Session, byte_tokenizer  # noqa: E402
 
-from actors.sampling.openai_endpoint import OpenAIEndpoint  # noqa: E402
+from areal.extensions.agents.openai_endpoint import OpenAIEndpoint  # noqa: E402
 from protocols.bus_errors import MalformedError, ProtocolVersionError  # noqa: E402
 from protocols.codec import Header, decode_body, decode_header, encode  # noqa: E402
 from protocols.messages import AskSnapshot, AskStatus, Failure, Join, Message, Welcome  # noqa: E402

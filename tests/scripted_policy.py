@@ -62,9 +62,8 @@ class Recorded:
         self.sandboxes = Sandboxes("test", Programs(SandboxConfig()))
         self._credit = credit, discount
 
-    @property
-    def parsers(self) -> Parsers:
-        return Parsers(self.tokenizer)
+    def tool(self, name: str) -> Parsers:
+        return {"parsers": Parsers(self.tokenizer)}[name]
 
     @property
     def calls(self) -> list[Generation]:

@@ -96,10 +96,11 @@ def test_the_public_names_are_those_of_the_architecture_page():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     message = {
         room: set(re.findall(r"`(\w+)`", names))
-        for room, names in re.findall(r"^\| `(areal\.\w+)` \| (.*) \|$", page, re.M)
+        for room, names in re.findall(r"^\| `(areal\.[\w.]+)` \| (.*) \|$", page, re.M)
     }
-    rooms = [path.parent.name for path in (ROOT / "areal").glob("*/__init__.py")]
-    public = {f"areal.{room}": getattr(importlib.import_module(f"areal.{room}"), "__all__", None) for room in rooms}
+    files = [*(ROOT / "areal").glob("*/__init__.py"), *(ROOT / "areal").glob("extensions/*/__init__.py")]
+    rooms = [".".join(file.parent.relative_to(ROOT).parts) for file in files]
+    public = {room: getattr(importlib.import_module(room), "__all__", None) for room in rooms}
     assert message == {room: set(names) for room, names in public.items() if names}
 
 

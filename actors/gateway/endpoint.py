@@ -23,10 +23,10 @@ from pydantic import BaseModel, Field
 
 from actors.gateway.keys import UserKeys
 from actors.gateway.user_sessions import SessionCall, UserSession
-from actors.sampling.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
 from areal.config.role_sections import GatewayConfig
 from areal.extensions.agents.anthropic_api import CountRequest
 from areal.extensions.agents.openai_api import ApiError, prompt_tokens
+from areal.extensions.agents.openai_endpoint import OpenAIEndpoint, OpenSample, body_of, key_of, parse
 
 SESSION_ID = re.compile(r"[\w.@+-]{1,100}")
 NO_SESSION = "-"

@@ -28,10 +28,8 @@ from actors.gateway.user_sessions import UserSession, note_error
 from actors.runtime.membership import Membership
 from actors.sampling.calls import SampleFailed
 from actors.sampling.sampler import Sampler
-from actors.sampling.services import load_parsers
 from areal.base.errors import UserError, explain
 from areal.extensions.agents.openai_api import ApiError
-from areal.extensions.agents.parsers import Parsers
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import row_text
 from protocols.bus_errors import BusError, RefusedError
@@ -83,9 +81,10 @@ class Gateway(Sampler):
         if not config.gateway.keys:
             raise UserError("The run has no gateway.keys, so that nobody could make a call: add one (docs/gateway.md).")
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
-        parsers = await load_parsers(config, tokenizer, Parsers)
         nothing = cast(Any, None)  # it has no rows, and users are the workflow
-        return cls(member, nothing, nothing, tokenizer, parsers)
+        gateway = cls(member, nothing, nothing, tokenizer)
+        await gateway.services.load_parsers()
+        return gateway
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)

@@ -17,11 +17,11 @@ import numpy as np
 
 from actors.gateway.keys import UserKeys
 from actors.sampling.calls import SampleFailed
-from actors.sampling.openai_endpoint import OpenSample
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.extensions.agents.openai_api import Answer, ApiError, ChatRequest, ChatSession, message_of
+from areal.extensions.agents.openai_endpoint import OpenSample
 from areal.samples.table import Generation, Tokens
 from areal.storage.saved_calls import notes_of, packed, unpacked
 from areal.workflows.conversation import Keep

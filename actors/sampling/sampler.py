@@ -12,16 +12,13 @@ from actors.sampling.calls import SampleFailed
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards, Servers
 from actors.sampling.policy_judges import PolicyJudges
 from actors.sampling.router import Router
-from actors.sampling.services import Endpoint, Services, load_parsers
+from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
+from areal.base.errors import ToolError
 from areal.base.text import error_text
 from areal.config.data_section import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
-from areal.extensions.agents.parsers import Parsers
-from areal.extensions.programs.outside import SandboxError
-from areal.extensions.programs.slots import Programs
-from areal.extensions.sandboxes.sandbox_tasks import RowError
 from areal.generation.routing import GeneratorLoad
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
@@ -59,13 +56,12 @@ class Sampler(Actor):
         config, settings = member.config, member.config.rollout_manager
         source = await asyncio.to_thread(open_source, config.data, config.seed)
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
-        parsers = await load_parsers(config, tokenizer, Parsers)
         workflow = workflow or resolve_workflow(settings.workflow, settings.workflow_options)
-        return cls(member, source, workflow, tokenizer, parsers)
+        sampler = cls(member, source, workflow, tokenizer)
+        await sampler.services.load_parsers()
+        return sampler
 
-    def __init__(
-        self, member: Membership, source: Prompts, workflow: Workflow, tokenizer: Any, parsers: Parsers
-    ) -> None:
+    def __init__(self, member: Membership, source: Prompts, workflow: Workflow, tokenizer: Any) -> None:
         self.member = member
         self.config = config = member.config
         self.directory = member.directory
@@ -90,17 +86,14 @@ class Sampler(Actor):
         self.services = Services(
             config=config,
             tokenizer=tokenizer,
-            parsers=parsers,
             generators=generators,
             rewards=self._scoring,
-            programs=Programs(config.sandbox),
-            endpoint=Endpoint(config),
             place=f"{self.role}/{member.index}",
         )
         member.used.push_async_callback(self.services.close)
 
     def stats(self) -> dict[str, float]:
-        return {"samples_scored": self.services.succeeded} | self.services.sandboxes.stats()
+        return {"samples_scored": self.services.succeeded} | self.services.tools.stats()
 
     def works(self) -> tuple[Work, ...]:
         own_code = self.services.own_code
@@ -158,10 +151,9 @@ class Sampler(Actor):
             if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
                 self.report_failure(failure.cause, f"{failure}")
             raise
-        except SandboxError as error:
-            cause: Cause = "row" if isinstance(error, RowError) else "sandbox"
-            self.report_failure(cause, f"{error}")
-            raise SampleFailed(cause, f"{error}") from error
+        except ToolError as error:
+            self.report_failure(error.cause, f"{error}")
+            raise SampleFailed(error.cause, f"{error}") from error
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # it may call sys.exit, which would end this process

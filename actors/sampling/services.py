@@ -1,33 +1,22 @@
-"""What the samples of an actor may use, as one object: generators, rewards, a sandbox, an endpoint for agents."""
+"""What the samples of an actor may use, as one object: generators, rewards, tools."""
 
 import asyncio
-import hashlib
-import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
 from actors.sampling.calls import Call
 from areal.config import Config
 from areal.data.rows import Row
-from areal.extensions.agents.openai_api import Access
-from areal.extensions.agents.parsers import Parsers
-from areal.extensions.programs.slots import Programs
-from areal.extensions.sandboxes.sandbox_owner import Sandboxes
 from areal.rewards.result import Result, overlong_penalty
 from areal.samples.table import Generation
 from areal.samples.trajectory import TokenScores, Trajectory
 from areal.staleness.standstills import UNKNOWN, Standstills
 from areal.workflows.conversation import begin
-from areal.workflows.session import Session
+from areal.workflows.tools import Tools
 
-if TYPE_CHECKING:
-    from actors.sampling.openai_endpoint import OpenAIEndpoint
-
-P = TypeVar("P", bound=Parsers)
 # The least limit of a workflow's own code, in `master.hang_seconds`. One sample may wait far longer than all before it.
 OWN_CODE = 5.0
 
@@ -52,27 +41,6 @@ class Rewards(Protocol):
         """What the scorer `name` gives int32 [T] tokens. Raises SampleFailed."""
 
 
-class Endpoint:
-    """The endpoint for agents, which starts for the first one. on_refusal: as of OpenAIEndpoint."""
-
-    def __init__(self, config: Config, on_refusal: Callable[[str], None] = lambda request: None) -> None:
-        self._config = config
-        self._on_refusal = on_refusal
-        self._endpoint: OpenAIEndpoint | None = None
-
-    def serve(self, session: Session) -> AbstractAsyncContextManager[Access]:
-        if self._endpoint is None:
-            from actors.sampling.openai_endpoint import OpenAIEndpoint  # imports a web server, which few runs need
-
-            host = self._config.rollout_manager.endpoint_host
-            self._endpoint = OpenAIEndpoint(self._config.model, host, self._on_refusal)
-        return self._endpoint.serve(session)
-
-    async def close(self) -> None:
-        if self._endpoint is not None:
-            await self._endpoint.close()
-
-
 @dataclass(eq=False)
 class Services:
     """See the module. `place`: who samples, as in rollout_manager/0. `succeeded`: number of samples that were finished
@@ -81,19 +49,16 @@ class Services:
 
     config: Config
     tokenizer: Any
-    parsers: Parsers
     generators: Generators
     rewards: Rewards
-    programs: Programs
-    endpoint: Endpoint
     place: str = "trial"
     succeeded: int = 0
     own_code: dict[object, float] = field(default_factory=dict)
     own_limits: Standstills = field(init=False)
-    sandboxes: Sandboxes = field(init=False)
+    tools: Tools = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sandboxes = Sandboxes(_label(self.config, self.place), self.programs)
+        self.tools = Tools(self.config, self.tokenizer, self.place)
         seconds = self.config.master.hang_seconds
         self.own_limits = Standstills(OWN_CODE * seconds, UNKNOWN * seconds)
 
@@ -128,22 +93,10 @@ class Services:
         limit, buffer = self.config.sampling.max_new_tokens, self.config.reward.overlong_tokens
         return overlong_penalty(int(sample.sampled.sum()), limit, buffer) if buffer else 0.0
 
+    async def load_parsers(self) -> None:
+        """Load the parsers that the configuration names, which takes seconds. Raises UserError."""
+        if self.config.rollout_manager.names_parsers:
+            await asyncio.to_thread(self.tools["parsers"].load)
+
     async def close(self) -> None:
-        await self.endpoint.close()
-        await self.sandboxes.close()
-        await self.programs.close()
-
-
-def _label(config: Config, place: str) -> str:
-    """What marks sandboxes of this place in the run, whichever process has it."""
-    names = f"{socket.gethostname()}:{config.folder.absolute()}:{place}"
-    return f"{config.name}-{hashlib.blake2b(names.encode(), digest_size=8).hexdigest()}"
-
-
-async def load_parsers(config: Config, tokenizer: Any, make: type[P]) -> P:
-    """The parsers of the run; those that the configuration names are loaded. Raises UserError."""
-    settings = config.rollout_manager
-    parsers = make(tokenizer, settings.tool_call_parser, settings.reasoning_parser, config.data.chat_template_kwargs)
-    if settings.names_parsers:
-        await asyncio.to_thread(parsers.load)
-    return parsers
+        await self.tools.close()

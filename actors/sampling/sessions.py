@@ -19,18 +19,16 @@ from areal.base.errors import UserError, explain
 from areal.base.text import LIBRARIES, error_text, place_in
 from areal.config.engine_sections import SamplingConfig
 from areal.data.rows import Row, prompt_text
-from areal.extensions.agents.openai_api import Access, Json
-from areal.extensions.programs.slots import waiting
-from areal.extensions.sandboxes.sandbox_owner import Sandboxes
 from areal.rewards.result import all_scored, combined
 from areal.samples.pictures import part_of
 from areal.samples.table import Generation, Tokens
 from areal.samples.trajectory import Trajectory
 from areal.samples.vision import check_pictures, sight_of
 from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
-from areal.workflows.chat_templates import parts_of
+from areal.workflows.chat_templates import Message, parts_of
 from areal.workflows.conversation import Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
+from areal.workflows.tools import waiting
 from protocols.messages import Member
 
 NO_CHANGES: Mapping[str, float] = {}
@@ -64,13 +62,12 @@ class SampleSession(SampleState):
         super().__init__(sampling, min_version, home, slot, on_start)
         self._changed_weights = rewards
         self.tokenizer = services.tokenizer
-        self.parsers = services.parsers
         self._services = services
         self._generators = generators or services.generators
         self._row = row
         messages = [] if isinstance(row.prompt, str) or not row.pictures else row.prompt
         self._of_row = parts_of(messages)
-        self.shown: Mapping[str, Json] = {part["digest"]: part for part in self._of_row}
+        self.shown: Mapping[str, Message] = {part["digest"]: part for part in self._of_row}
         self.pictures = {part["digest"]: file for part, file in zip(self._of_row, row.pictures, strict=True)}
         self.reward_parts: dict[str, float] = {}
         self.running: dict[Call, _CallKey] = {}
@@ -83,7 +80,7 @@ class SampleSession(SampleState):
         self._next_look: asyncio.TimerHandle | None = None
         self._longest = 0.0  # stretch of its own code
 
-    def show(self, content: bytes) -> Json:
+    def show(self, content: bytes) -> Message:
         """See areal.workflows.Session."""
         with explain(UserError, "{why}", ValueError):
             check_pictures(self._services.config)
@@ -97,7 +94,7 @@ class SampleSession(SampleState):
         tokens: Tokens,
         max_new_tokens: int | None = None,
         keep: Keep | None = None,
-        pictures: Sequence[Json] | None = None,
+        pictures: Sequence[Message] | None = None,
     ) -> Generation:
         """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
         where `keep` or one of `sampling.stop` ends it. Calls at the same time run at the same time.
@@ -261,14 +258,18 @@ class SampleSession(SampleState):
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SandboxError if the sandbox fails, not if the code does."""
         with self._waiting():
-            return await self._services.programs.run(code)
+            return str(await self.tool("python").run(code))
+
+    def tool(self, name: str) -> Any:
+        return self._services.tools[name]
 
     @property
-    def sandboxes(self) -> Sandboxes:
-        return self._services.sandboxes
+    def sandboxes(self) -> Any:
+        return self.tool("sandboxes")
 
-    def endpoint(self) -> AbstractAsyncContextManager[Access]:
-        return self._services.endpoint.serve(self)
+    def endpoint(self) -> AbstractAsyncContextManager[Any]:
+        endpoint: AbstractAsyncContextManager[Any] = self.tool("endpoint").serve(self)
+        return endpoint
 
     async def score(self, completion: str, tokens: Tokens | None = None, reward: str | None = None) -> float:
         """The weighted sum of the row's rewards on this completion, or the score of one `reward`. Raises SampleFailed

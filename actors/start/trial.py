@@ -25,7 +25,7 @@ from rich.console import Console
 from actors.runtime.logs import configure_logging
 from actors.sampling.calls import Call, SampleFailed, score_with_retries
 from actors.sampling.policy_judges import PolicyJudges
-from actors.sampling.services import Endpoint, Services, load_parsers
+from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession, place_of
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.base.command_line import output
@@ -37,8 +37,8 @@ from areal.config.reading import merged, read_values
 from areal.data.rows import Row
 from areal.data.sources import open_source, read_row
 from areal.extensions.agents.agents import AgentFailed
+from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from areal.extensions.agents.parsers import Json, Parsed, Parsers
-from areal.extensions.programs.slots import Programs
 from areal.generation.generation_engine import EngineError, GenerationEngine
 from areal.models import resolve_model
 from areal.rewards import functions as rewards
@@ -233,7 +233,6 @@ class Trial:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
         async with contextlib.AsyncExitStack() as used:
             with self._clock.timed("start"):
-                self._parsers = await load_parsers(config, tokenizer, _Recorded)
                 served = tuple(name for name in names if name not in config.policy_judges)
                 pool = await used.enter_async_context(RewardPool(served, one_worker))
                 engine = await GenerationEngine.start(Path(config.model), config.generator, version=0, seed=config.seed)
@@ -241,16 +240,13 @@ class Trial:
             generators = OneEngine(engine, config.model, self._clock)
             judges = PolicyJudges(config, generators, tokenizer)
             self._rewards = OnePool(pool, config.reward.retries, self._clock, judges)
-            self._services = Services(
-                config=config,
-                tokenizer=tokenizer,
-                parsers=self._parsers,
-                generators=generators,
-                rewards=self._rewards,
-                programs=Programs(config.sandbox),
-                endpoint=Endpoint(config, self._note_refusal),
-            )
+            self._services = Services(config, tokenizer, generators, self._rewards)
             used.push_async_callback(self._services.close)
+            settings, kwargs, tools = config.rollout_manager, config.data.chat_template_kwargs, self._services.tools
+            parsers = (settings.tool_call_parser, settings.reasoning_parser)
+            tools["parsers"] = self._parsers = _Recorded(tokenizer, *parsers, kwargs)
+            tools["endpoint"] = OpenAIEndpoint(config.model, settings.endpoint_host, self._note_refusal)
+            await self._services.load_parsers()
             self._used = used.pop_all()
         return self
 

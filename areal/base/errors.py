@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from areal.base.text import reason_of
 
@@ -10,6 +11,13 @@ Causes = type[BaseException] | tuple[type[BaseException], ...]
 
 class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
+
+
+class ToolError(Exception):
+    """A tool failed, and with it the sample that uses the tool. `cause`: what is reported to the master; "row" if
+    another attempt at the row would fail as well."""
+
+    cause: Literal["sandbox", "row"] = "sandbox"
 
 
 NOT_PERMITTED = "This user has no right to do that ({why}): start it as the owner of the folder, or change its rights."

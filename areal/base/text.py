@@ -32,6 +32,11 @@ _CONTROLS = {
 }
 
 
+def cut_text(text: str, limit: int) -> str:
+    """The text, or its first `limit` characters and a line that says how many more it has."""
+    return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"
+
+
 def python_call(text: str) -> str | None:
     """The code in the first complete ```python block or pair of <tool> tags; None where there is none."""
     calls = [call for call in (_fenced_python(text), _between(text, "<tool>", "</tool>")) if call is not None]

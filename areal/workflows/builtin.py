@@ -9,31 +9,37 @@ decoded only for rewards, tools and environments. See docs/workflows.md.
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, Protocol, get_type_hints
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from areal.base import extensions
 from areal.base.errors import UserError, explain
-from areal.base.plugins import load
-from areal.base.text import python_call
 from areal.data.rows import Row, prompt_text
-from areal.extensions.agents import mcp_tools
-from areal.extensions.agents.agents import agent
-from areal.extensions.agents.agents import check as check_agent
-from areal.extensions.agents.openai_api import ChatRequest, ChatSession
-from areal.extensions.environments import environments, verifiers_agent
-from areal.extensions.sandboxes.sandbox_environments import SandboxEnvironment
-from areal.samples.trajectory import LARGEST_REWARD, Trajectory
+from areal.samples.trajectory import Trajectory
 from areal.workflows.chat_templates import Message, parts_of
-from areal.workflows.conversation import Conversation, Keep, begin, check_shown, keep_until, messages_of, user
+from areal.workflows.conversation import Conversation, Keep, begin, user
 from areal.workflows.session import Session
 
 Workflow = Callable[..., Awaitable[Trajectory]]
+W = TypeVar("W", bound=Workflow)
 
 Turns = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+FEEDBACK = "That is not correct. Try again."
+
+
+def with_hooks(**hooks: Callable[[Mapping[str, Any]], Any]) -> Callable[[W], W]:
+    """Give a workflow functions of its options. `check` and `rehearse` raise UserError: `check` for options that do not
+    fit, `rehearse` if what the samples will do fails, once and before the run. `texts` returns the texts that the
+    workflow itself gives to the policy, for any row."""
+
+    def hooked(workflow: W) -> W:
+        vars(workflow).update(hooks)
+        return workflow
+
+    return hooked
 
 
 async def single_turn(session: Session, row: Row) -> Trajectory:
@@ -44,13 +50,18 @@ async def single_turn(session: Session, row: Row) -> Trajectory:
     return session.trajectory(await session.score(completion, sampled.tokens))
 
 
+def _feedback(options: Mapping[str, Any]) -> list[str]:
+    return [options.get("feedback", FEEDBACK).replace("{prompt}", "")]
+
+
+@with_hooks(texts=_feedback)
 async def multi_turn(
     session: Session,
     row: Row,
     *,
     max_turns: Turns = 2,
     discount: Share = 1.0,
-    feedback: str = "That is not correct. Try again.",
+    feedback: str = FEEDBACK,
     pass_score: float = 1.0,
 ) -> Trajectory:
     """Attempts until one scores at least `pass_score`, at most `max_turns`. After each attempt that does not, the
@@ -64,120 +75,6 @@ async def multi_turn(
             break
         messages.append(user(feedback.replace("{prompt}", prompt_text(row.prompt))))
     return session.trajectory(score * discount ** (len(session.calls) - 1))
-
-
-async def python_tool(session: Session, row: Row, *, max_calls: Turns = 4, max_output: Turns = 2000) -> Trajectory:
-    """The policy may write Python, in a ```python block or between <tool> and </tool>. The code is run, and the policy
-    continues with its output (at most `max_output` characters). After `max_calls` calls, one more turn follows. The
-    first turn without code is scored, or else the last turn."""
-    talk, messages = begin(session.tokenizer, row.prompt)
-    answer = ""
-    async for answer in turns(session, talk, messages, max_calls + 1, _until_call(session.tokenizer)):
-        code = python_call(answer)
-        if code is None:
-            break
-        messages.append(user(_output_block(_cut(await session.run_python(code), max_output))))
-    return session.trajectory(await session.score(answer, session.calls[-1].tokens))
-
-
-async def environment(
-    session: Session,
-    row: Row,
-    *,
-    environment: str,
-    environment_options: dict[str, Any] | None = None,
-    max_turns: Turns = 8,
-) -> Trajectory:
-    """The policy acts in an environment (environments.py) until it is done, or for `max_turns` turns. The
-    reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`)."""
-    async with environments.opened(environment, environment_options or {}, session.sandboxes) as world:
-        talk, messages = begin(session.tokenizer, await world.reset(row))
-        async for action in turns(session, talk, messages, max_turns):
-            observation, reward, is_last = await world.step(action)
-            session.reward(session.calls[-1], reward)
-            if is_last:
-                break
-            messages.append(user(observation))
-    return session.trajectory(0.0)
-
-
-async def tools(
-    session: Session,
-    row: Row,
-    *,
-    servers: dict[str, mcp_tools.Server],
-    max_turns: Turns = 8,
-    max_output: Turns = 4000,
-    timeout_seconds: Seconds = mcp_tools.TIMEOUT_SECONDS,
-) -> Trajectory:
-    """The policy may call the tools of MCP servers (mcp_tools.py), and continues with their results (each
-    at most `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
-    async with mcp_tools.opened(servers, timeout_seconds) as offered:
-        answer = await _use_tools(session, messages_of(row.prompt), offered, max_turns, max_output)
-    return session.trajectory(await session.score(answer, session.calls[-1].tokens))
-
-
-async def sandbox_tools(
-    session: Session,
-    row: Row,
-    *,
-    environment: str,
-    environment_options: dict[str, Any] | None = None,
-    max_turns: Turns = 30,
-) -> Trajectory:
-    """The policy has a shell and an editor in a sandbox (sandbox_tools.py), until a turn without a call,
-    or for `max_turns` turns. Then the row's tests give the reward. environment: one that is a sandbox."""
-    async with environments.opened(environment, environment_options or {}, session.sandboxes) as world:
-        if not isinstance(world, SandboxEnvironment):
-            raise UserError(f"The environment {environment!r} of the workflow sandbox_tools is no sandbox.")
-        prompt = await world.reset(row)
-        await _use_tools(session, messages_of(prompt), world.tools, max_turns)
-        reward = await world.judge()
-    return session.trajectory(reward)
-
-
-class OffersTools(Protocol):
-    """Tools, as chat templates take them, and their calls: their arguments are JSON, their results texts."""
-
-    @property
-    def shown(self) -> Sequence[dict[str, Any]]: ...
-
-    async def call(self, name: str, arguments: str) -> str: ...
-
-
-async def _use_tools(
-    session: Session, messages: list[Message], offered: OffersTools, max_turns: int, max_output: int | None = None
-) -> str:
-    """The policy's last turn, after it has called tools: one without a call, or the last of `max_turns`."""
-    check_shown(session.tokenizer, messages, [*offered.shown])
-    chat = ChatSession(session)
-    answer = ""
-    for remaining_turns in reversed(range(max_turns)):
-        completion = await chat.complete(ChatRequest(messages=messages, tools=[*offered.shown]))
-        if not len(completion.sampled.tokens):
-            break
-        answer = session.tokenizer.decode(completion.sampled.tokens, skip_special_tokens=True)
-        calls = completion.message.get("tool_calls", [])
-        if not calls or not remaining_turns or completion.sampled.finish == "length":
-            break
-        messages.append(completion.message)
-        for call in calls:
-            result = await offered.call(call["function"]["name"], call["function"]["arguments"])
-            message = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
-            messages.append(message | {"content": _cut(result, max_output) if max_output else result})
-    return answer
-
-
-async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 600.0) -> Trajectory:
-    """Does a task of the verifiers library, which also gives the rows (data.source verifiers:NAME)."""
-    return await agent(
-        session,
-        row,
-        agent=f"{verifiers_agent.__name__}:solve",
-        timeout_seconds=timeout_seconds,
-        agent_reward=True,
-        reward_range=[-LARGEST_REWARD, LARGEST_REWARD],
-    )
 
 
 async def turns(
@@ -196,47 +93,31 @@ async def turns(
             return
 
 
-def _until_call(tokenizer: Any) -> Keep:
-    """Ends a turn after the first call in it. The policy would otherwise go on with an invented output of that call."""
-    return keep_until(tokenizer, ("```", "</tool>"), lambda text: python_call(text) is not None)
-
-
-def _output_block(output: str) -> str:
-    return f"```output\n{output}\n```\n"
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"
-
-
-BUILT_IN: dict[str, Workflow] = {
-    "single_turn": single_turn,
-    "multi_turn": multi_turn,
-    "python_tool": python_tool,
-    "environment": environment,
-    "tools": tools,
-    "sandbox_tools": sandbox_tools,
-    "agent": agent,
-    "verifiers": verifiers,
-}
-
-
 def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
-    """A workflow by built-in name or `package.module:function`, with its options set. Raises UserError."""
-    if name not in BUILT_IN and ":" not in name:
-        raise UserError(
-            f"Unknown workflow {name!r} in rollout_manager.workflow: "
-            f"known are {', '.join(BUILT_IN)}, or write package.module:function."
-        )
-    workflow = BUILT_IN.get(name) or load(name, "The workflow")
+    """The workflow of this name, or `package.module:function`, with its options set. Raises UserError."""
+    workflow = extensions.find("workflow", name, "The workflow")
     bound = bound_workflow(name, workflow, options)
-    if workflow in (environment, sandbox_tools):
-        environments.resolve(bound.keywords["environment"], bound.keywords.get("environment_options") or {})
-    if workflow is tools:
-        mcp_tools.check(bound.keywords["servers"])
-    if workflow is agent:
-        check_agent(bound.keywords)
+    if check := getattr(workflow, "check", None):
+        check(bound.keywords)
     return bound
+
+
+def texts_of(name: str, options: Mapping[str, Any]) -> list[str]:
+    """The texts that a workflow of the table itself gives to the policy, for any row."""
+    texts = _hook(name, "texts")
+    return texts(options) if texts else []
+
+
+def rehearse(name: str, options: Mapping[str, Any]) -> None:
+    """Try once what the samples of a workflow of the table will do, which may take a while: make an environment, start
+    MCP servers. Raises UserError."""
+    if rehearsal := _hook(name, "rehearse"):
+        rehearsal(options)
+
+
+def _hook(name: str, kind: str) -> Callable[[Mapping[str, Any]], Any] | None:
+    entry = None if ":" in name else extensions.entry("workflow", name)
+    return getattr(entry.load(), kind, None) if entry else None
 
 
 def bound_workflow(name: str, workflow: Any, options: Mapping[str, Any]) -> functools.partial[Any]:
@@ -255,31 +136,14 @@ def _is_async(workflow: Any) -> bool:
     return workflow is not None
 
 
-def texts_of(name: str, options: Mapping[str, Any]) -> list[str]:
-    """The texts that a built-in workflow itself gives to the policy, for whatever row."""
-    if name == "multi_turn":
-        default = inspect.signature(multi_turn).parameters["feedback"].default
-        return [options.get("feedback", default).replace("{prompt}", "")]
-    return [_output_block("")] if name == "python_tool" else []
-
-
-def rehearse(name: str, options: Mapping[str, Any]) -> None:
-    """Tries, once, what the workflow's samples will do, which may take a while: makes an environment from
-    outside, starts MCP servers. Raises UserError."""
-    if name in ("environment", "sandbox_tools"):
-        environments.rehearse(options["environment"], options.get("environment_options") or {})
-    if name == "tools":
-        mcp_tools.rehearse(options)
-
-
 def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options; those of a built-in workflow as the types that it wants. Raises UserError."""
+    """The options; those of a workflow of the table have the types of its parameters. Raises UserError."""
     where = f"rollout_manager.workflow_options: workflow {name!r}"
     signature = inspect.signature(workflow)
     known = ", ".join([*signature.parameters][2:]) or "no options"
     with explain(TypeError, f"{where}: {{why}}: besides a session and a row it takes {known}."):
         signature.bind(None, None, **options)
-    if BUILT_IN.get(name) is not workflow:
+    if ":" in name or not (entry := extensions.entry("workflow", name)) or entry.load() is not workflow:
         return options
     hints = get_type_hints(workflow, include_extras=True)
     checked = {}

@@ -15,10 +15,8 @@ from actors.gateway.gateway import Gateway
 from actors.rollout_manager import RolloutManager
 from actors.runtime.membership import Membership
 from actors.sampling.sampler import Sampler
-from actors.sampling.services import load_parsers
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
-from areal.extensions.agents.parsers import Parsers
 from areal.samples.trajectory import Group, Trajectory
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
@@ -239,9 +237,8 @@ class WatchedGateway(Gateway):
 
     @classmethod
     async def start(cls, member: Membership, *parts: Any, **options: Any) -> Self:
-        tokenizer = TalkTokenizer()
         nothing: Any = None
-        gateway = cls(member, nothing, nothing, tokenizer, await load_parsers(member.config, tokenizer, Parsers))
+        gateway = cls(member, nothing, nothing, TalkTokenizer())
         gateway.oracle, gateway.toil = options["oracle"], options["toil"]
         return gateway
 

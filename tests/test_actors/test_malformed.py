@@ -135,7 +135,7 @@ async def test_the_http_endpoint_answers_malformed_requests_with_4xx_and_logs_no
     seen: Counter[str] = await flood_http(1000, seed=1)
     assert seen["400"] > 200 and seen["200"] > 10
     assert not seen["hung"] and not [status for status in seen if status.startswith("5")]
-    assert not [record for record in caplog.records if record.name == "actors.sampling.openai_endpoint"]
+    assert not [record for record in caplog.records if record.name == "areal.extensions.agents.openai_endpoint"]
 
 
 def test_what_the_codec_does_not_refuse_comes_out_the_same_when_it_is_sent_on():

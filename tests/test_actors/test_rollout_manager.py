@@ -69,7 +69,7 @@ def alone(role, overlong_tokens=0, workflow=workflow):
         sampling={"max_new_tokens": 10},
         reward={"functions": ["addition"], "overlong_tokens": overlong_tokens},
     )
-    actor.services = Services(actor.config, *[None] * 6, succeeded=1)
+    actor.services = Services(actor.config, *[None] * 3, succeeded=1)
     actor._causes = {"workflow"}  # was reported before
     return actor
 
@@ -137,11 +137,11 @@ def test_the_images_of_the_next_rows_are_pulled_ahead_once_samples_run_in_contai
     manager = alone(RolloutManager)
     manager._source = SimpleNamespace(row=lambda index: Row(index, "", None, None, {"image": f"image {index}"}))
     pulled = []
-    manager.services.sandboxes = SimpleNamespace(containers=[], pull_ahead=lambda task: pulled.append(task.image))
-    manager._pull_ahead(3)
-    assert not pulled
-    manager.services.sandboxes.containers = ["docker"]
-    manager._pull_ahead(3)
+    sandboxes = manager.services.tools["sandboxes"]
+    manager._prepare_ahead(3)
+    sandboxes._swept["docker"] = None
+    sandboxes._pull = lambda provider, task: pulled.append(task.image)
+    manager._prepare_ahead(3)
     assert pulled == [f"image {index}" for index in range(4, 4 + ROWS_AHEAD)]
 
 

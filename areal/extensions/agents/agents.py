@@ -26,12 +26,14 @@ from areal.base.processes import plain_environment, tied
 from areal.data.rows import Row
 from areal.extensions.agents.openai_api import Access
 from areal.samples.trajectory import Trajectory
+from areal.workflows.builtin import with_hooks
 from areal.workflows.session import Session
 
 # How long an agent that is cancelled or killed may take to end.
 END_SECONDS = 5.0
 # The end of a program's stderr that an error message quotes.
 ERROR_BYTES = 1000
+Seconds = Annotated[float, Field(gt=0)]
 Range = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
 REWARD_RANGE = [0.0, 1.0]
 # What an agent that is a function gets if it has a parameter of that name.
@@ -41,57 +43,6 @@ _WHERE = "rollout_manager.workflow_options"
 
 class AgentFailed(Exception):
     """An agent did not complete its work. Its sample has failed; it does not get a low score."""
-
-
-async def agent(
-    session: Session,
-    row: Row,
-    *,
-    agent: str | None = None,
-    command: str | None = None,
-    timeout_seconds: float = 600.0,
-    agent_reward: bool = False,
-    reward_range: Range | None = None,
-    pass_env: Sequence[str] = (),
-) -> Trajectory:
-    """Everything that an agent sampled, with the rewards that the agent gave. If it gave none, the row's reward
-    functions score its last answer.
-
-    agent: `package.module:function`. command: a program and its arguments. pass_env: the environment variables of this
-    process that the program gets besides the plain ones. timeout_seconds: time limit of one sample.
-    agent_reward: whether the agent may give rewards. reward_range: the lowest and the highest, of each reward and of
-    their sum; default: 0 and 1.
-    Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
-    """
-    async with session.endpoint() as api:
-        arguments = api, row, api.reward_key if agent_reward else ""
-        called = _call(agent, session, *arguments) if agent else _execute(command or "", pass_env, *arguments)
-        work = asyncio.create_task(called)
-        try:
-            ends: set[asyncio.Future[Any]] = {work, api.chat.failure}
-            await asyncio.wait(ends, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if api.chat.failure.done():
-                raise api.chat.failure.result()
-            if not work.done():
-                raise AgentFailed(f"the agent did not end within timeout_seconds ({timeout_seconds:g} s)")
-            if work.cancelled():
-                raise AgentFailed("the agent cancelled itself")
-            reward = work.result()
-        finally:
-            work.cancel()
-            await asyncio.wait({work}, timeout=END_SECONDS)
-    if not session.calls:
-        raise AgentFailed("the agent ended without a single call to the policy")
-    rewards = api.chat.rewards if reward is None else api.chat.rewards | {None: reward}
-    if not rewards:
-        return session.trajectory(await session.score(api.chat.last_text))
-    if not agent_reward:
-        raise AgentFailed(
-            f"the agent returned the reward {reward}, but the run's reward functions score its sample: have it return "
-            f"None, or set {_WHERE}.agent_reward=true"
-        )
-    _check_rewards(list(rewards.values()), *reward_range or REWARD_RANGE)
-    return session.trajectory(rewards.get(None))
 
 
 def _check_rewards(rewards: Sequence[float], low: float, high: float) -> None:
@@ -197,3 +148,55 @@ def _end_of(file: IO[bytes], size: int) -> str:
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - size))
     return file.read().decode(errors="replace").strip()
+
+
+@with_hooks(check=check)
+async def agent(
+    session: Session,
+    row: Row,
+    *,
+    agent: str | None = None,
+    command: str | None = None,
+    timeout_seconds: float = 600.0,
+    agent_reward: bool = False,
+    reward_range: Range | None = None,
+    pass_env: Sequence[str] = (),
+) -> Trajectory:
+    """Everything that an agent sampled, with the rewards that the agent gave. If it gave none, the row's reward
+    functions score its last answer.
+
+    agent: `package.module:function`. command: a program and its arguments. pass_env: the environment variables of this
+    process that the program gets besides the plain ones. timeout_seconds: time limit of one sample.
+    agent_reward: whether the agent may give rewards. reward_range: the lowest and the highest, of each reward and of
+    their sum; default: 0 and 1.
+    Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
+    """
+    async with session.endpoint() as api:
+        arguments = api, row, api.reward_key if agent_reward else ""
+        called = _call(agent, session, *arguments) if agent else _execute(command or "", pass_env, *arguments)
+        work = asyncio.create_task(called)
+        try:
+            ends: set[asyncio.Future[Any]] = {work, api.chat.failure}
+            await asyncio.wait(ends, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if api.chat.failure.done():
+                raise api.chat.failure.result()
+            if not work.done():
+                raise AgentFailed(f"the agent did not end within timeout_seconds ({timeout_seconds:g} s)")
+            if work.cancelled():
+                raise AgentFailed("the agent cancelled itself")
+            reward = work.result()
+        finally:
+            work.cancel()
+            await asyncio.wait({work}, timeout=END_SECONDS)
+    if not session.calls:
+        raise AgentFailed("the agent ended without a single call to the policy")
+    rewards = api.chat.rewards if reward is None else api.chat.rewards | {None: reward}
+    if not rewards:
+        return session.trajectory(await session.score(api.chat.last_text))
+    if not agent_reward:
+        raise AgentFailed(
+            f"the agent returned the reward {reward}, but the run's reward functions score its sample: have it return "
+            f"None, or set {_WHERE}.agent_reward=true"
+        )
+    _check_rewards(list(rewards.values()), *reward_range or REWARD_RANGE)
+    return session.trajectory(rewards.get(None))

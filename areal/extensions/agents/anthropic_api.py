@@ -32,7 +32,7 @@ class InputMessage(BaseModel):
     content: str | Blocks
 
 
-class Tool(BaseModel):
+class OfferedTool(BaseModel):
     name: str
     input_schema: Json
     description: str | None = None
@@ -68,7 +68,7 @@ class CountRequest(BaseModel):
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     model: str = "policy"
     system: str | Blocks | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
 

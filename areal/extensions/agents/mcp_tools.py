@@ -1,4 +1,4 @@
-"""Tools of MCP servers (Model Context Protocol), for the workflow `tools`.
+"""Tools of MCP servers (Model Context Protocol), and the workflow `tools`.
 
 A server that is named by a command is a program, started for each sample, so that no sample sees what another one has
 left there. A server that is named by a URL (streamable HTTP) runs elsewhere and serves all samples.
@@ -19,6 +19,13 @@ from pydantic import BaseModel
 
 from areal.base.errors import UserError, explain
 from areal.base.processes import plain_environment, tied
+from areal.data.rows import Row
+from areal.extensions.agents.agents import Seconds
+from areal.extensions.agents.tool_calls import use_tools
+from areal.samples.trajectory import Trajectory
+from areal.workflows.builtin import Turns, with_hooks
+from areal.workflows.conversation import messages_of
+from areal.workflows.session import Session
 
 # What each start of a server and each call of a tool may take, unless the user sets it.
 TIMEOUT_SECONDS = 60.0
@@ -43,7 +50,7 @@ class ServerFailed(Exception):
     """A server did not start, was lost, or says what no text shows. Its sample has failed; it gets no low score."""
 
 
-class Tools:
+class ServerTools:
     """The tools of some servers, in one sample.
 
     shown: the tools as chat templates take them.
@@ -115,10 +122,10 @@ def rehearse(options: Mapping[str, Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(servers: Mapping[str, Server], timeout_seconds: float) -> AsyncIterator[Tools]:
+async def opened(servers: Mapping[str, Server], timeout_seconds: float) -> AsyncIterator[ServerTools]:
     """The tools of new sessions with the servers, closed at the end of the block. Each start and each call of a tool
     has `timeout_seconds`. Raises ServerFailed."""
-    tools = Tools()
+    tools = ServerTools()
     async with contextlib.AsyncExitStack() as stack:
         for name, server in servers.items():
             tools.add(name, *await stack.enter_async_context(_session(name, server, timeout_seconds)))
@@ -221,3 +228,20 @@ def _is_repeated(structured: Any, texts: list[str]) -> bool:
         with contextlib.suppress(ValueError, RecursionError):
             said.append(json.loads(text))
     return structured is None or any(value in said for value in values)
+
+
+@with_hooks(check=lambda options: check(options["servers"]), rehearse=rehearse)
+async def tools(
+    session: Session,
+    row: Row,
+    *,
+    servers: dict[str, Server],
+    max_turns: Turns = 8,
+    max_output: Turns = 4000,
+    timeout_seconds: Seconds = TIMEOUT_SECONDS,
+) -> Trajectory:
+    """The policy may call the tools of MCP servers, and continues with their results (each at most
+    `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
+    async with opened(servers, timeout_seconds) as offered:
+        answer = await use_tools(session, messages_of(row.prompt), offered, max_turns, max_output)
+    return session.trajectory(await session.score(answer, session.calls[-1].tokens))

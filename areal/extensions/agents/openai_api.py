@@ -8,7 +8,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,9 +24,10 @@ from areal.config.engine_sections import SamplingConfig
 from areal.data.pictured import from_url
 from areal.data.rows import PICTURE_PARTS
 from areal.extensions.agents.parsers import Parsed, Parsers, cut
-from areal.samples.table import Generation, Tokens
+from areal.samples.table import Generation
 from areal.workflows.chat_templates import parts_of
 from areal.workflows.conversation import THINKING, Conversation, GrownText, Keep, compared, first_of, keep_until_text
+from areal.workflows.session import Session
 
 Json = dict[str, Any]
 # An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
@@ -50,40 +51,6 @@ class ApiError(Exception):
         super().__init__(message)
         self.code = code
         self.status = status
-
-
-class CallsPolicy(Protocol):
-    """The part of a session that an agent's calls need. `parsers` read what the policy says, `sampling` is how it is
-    sampled. `shown`: parts of messages with pictures, by their digests: those of the row, and what `show` gave."""
-
-    tokenizer: Any
-    shown: Mapping[str, Json]
-
-    @property
-    def parsers(self) -> Parsers: ...
-
-    @property
-    def sampling(self) -> SamplingConfig: ...
-
-    def show(self, content: bytes) -> Json:
-        """A part of a message that shows the picture in a file. Raises ValueError."""
-
-    async def generate(
-        self,
-        tokens: Tokens,
-        max_new_tokens: int | None = None,
-        keep: Keep | None = None,
-        pictures: Sequence[Json] | None = None,
-    ) -> Generation:
-        """Continue `tokens` with the policy, at the run's sampling settings. pictures: the parts of its messages whose
-        placeholders are the first among the tokens, in order; None: those of the row, or none.
-
-        All calls of a sample share `sampling.max_new_tokens`; `max_new_tokens` limits this call further. If nothing of
-        it is left, or the conversation is too long for the model, the generation is empty and its finish is "length".
-        If `keep` ended the generation, its finish is "stop".
-        """
-
-    def reward(self, call: Generation, value: float) -> None: ...
 
 
 def only_text(form: str | Json | None) -> str | Json | None:
@@ -180,10 +147,10 @@ class ChatSession:
     of this sample fails.
     """
 
-    def __init__(self, session: CallsPolicy) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         self.tokenizer = session.tokenizer
-        self._parsers = session.parsers
+        self._parsers: Parsers = session.tool("parsers")
         # After each answer, by the digest of all messages and the tools.
         self._conversations: dict[bytes, Conversation] = {}
         self._answers: dict[str, Generation] = {}
@@ -402,7 +369,7 @@ def error_body(message: str, code: str | None) -> Json:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def prompt_tokens(request: ChatRequest, tokenizer: Any, session: CallsPolicy | None = None) -> int:
+def prompt_tokens(request: ChatRequest, tokenizer: Any, session: Session | None = None) -> int:
     """How many tokens the chat template makes of the messages and tools. session: shows pictures. Raises ApiError."""
     return len(_rendered(Conversation(tokenizer, request.offered), messages_of(request, session)))
 
@@ -431,12 +398,12 @@ def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json
     return {"content": content, "refusal": None}
 
 
-def messages_of(request: ChatRequest, session: CallsPolicy | None) -> list[Json]:
+def messages_of(request: ChatRequest, session: Session | None) -> list[Json]:
     """The messages of a request, whose pictures the session shows. Raises ApiError."""
     return [message_of(raw, session) for raw in request.messages]
 
 
-def message_of(raw: Json, session: CallsPolicy | None = None) -> Json:
+def message_of(raw: Json, session: Session | None = None) -> Json:
     """A chat message in the form that templates take, without fields that clients add to the messages they received.
     session: shows its pictures. Raises ApiError."""
     role = "system" if raw.get("role") == "developer" else raw.get("role")
@@ -452,7 +419,7 @@ def message_of(raw: Json, session: CallsPolicy | None = None) -> Json:
     return message
 
 
-def _content(content: Any, session: CallsPolicy | None) -> str | list[Json]:
+def _content(content: Any, session: Session | None) -> str | list[Json]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -462,7 +429,7 @@ def _content(content: Any, session: CallsPolicy | None) -> str | list[Json]:
     return "".join(part["text"] for part in parts) if is_text else parts
 
 
-def _part(part: Json, session: CallsPolicy | None) -> Json:
+def _part(part: Json, session: Session | None) -> Json:
     if isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if part.get("type") not in PICTURE_PARTS:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from areal.base.errors import UserError
 from areal.config.role_sections import TOOL_CALL_PARSER
 from areal.samples.table import Generation
+from areal.workflows.tools import Tool, Tools
 
 log = structlog.get_logger()
 
@@ -59,7 +60,7 @@ class _Kind:
     special: bool
 
 
-class Parsers:
+class Parsers(Tool):
     """Reads turns by the parsers of these names, the keys of vLLM's --tool-call-parser and --reasoning-parser.
 
     template_kwargs: `data.chat_template_kwargs`, which tell some parsers whether the policy thinks.
@@ -191,6 +192,12 @@ class Parsers:
                 log.warning("a parser fails on what the policy writes", error=repr(error), text=text[-200:])
             self._has_warned = True
             return None
+
+
+def open_parsers(tools: Tools) -> Parsers:
+    """The parsers that the configuration of the run names."""
+    names, data = tools.config.rollout_manager, tools.config.data
+    return Parsers(tools.tokenizer, names.tool_call_parser, names.reasoning_parser, data.chat_template_kwargs)
 
 
 def _request(tools: list[Json] | None) -> Any:

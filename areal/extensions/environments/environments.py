@@ -1,4 +1,4 @@
-"""Environments in which a policy acts turn by turn, in the style of Gym. Used by the workflow `environment`.
+"""Environments in which a policy acts turn by turn, in the style of Gym. With the workflow `environment`.
 
     class MyEnvironment:
         async def reset(self, row: Row) -> Prompt: ...
@@ -16,13 +16,13 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
-from areal.base import plugins
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.data.rows import Prompt, Row
-from areal.extensions.environments.gymnasium_environments import GymnasiumEnvironment
-from areal.extensions.environments.openenv_environments import OpenEnvEnvironment
-from areal.extensions.sandboxes.sandbox_environments import SandboxEnvironment
-from areal.extensions.sandboxes.sandbox_owner import CONTAINERS, Sandboxes
+from areal.samples.trajectory import Trajectory
+from areal.workflows.builtin import Turns, turns, with_hooks
+from areal.workflows.conversation import begin, user
+from areal.workflows.session import Session
 
 
 class Environment(Protocol):
@@ -60,55 +60,69 @@ class ColumnAddition:
         return "" if is_last else f"{self._columns[self._right]}=", 1 / len(self._columns), is_last
 
 
-BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddition}
-
-
-# PREFIX:NAME makes an environment of another program or library, which it calls NAME. Those of NAMELESS need no name.
-NAMELESS = (*CONTAINERS, "bubble")
-OUTSIDE: dict[str, Callable[..., SandboxEnvironment | GymnasiumEnvironment | OpenEnvEnvironment]] = {
-    "gymnasium": GymnasiumEnvironment,
-    "openenv": OpenEnvEnvironment,
-    **{kind: functools.partial(SandboxEnvironment, kind) for kind in (*NAMELESS, "http", "https", "sandbox")},
-}
-
-
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """A factory of the environment `name`: built in, from outside, or `package.module:Class`. Raises UserError."""
+    """A factory of the environment `name`: of the table, or `package.module:Class`. Raises UserError."""
     prefix, _, outside_name = name.partition(":")
-    if name not in (*BUILT_IN, *NAMELESS) and not outside_name:
-        raise UserError(
-            f"Unknown environment {name!r} in rollout_manager.workflow_options: known are {', '.join(BUILT_IN)} and "
-            f"{', '.join(f'{prefix}:NAME' for prefix in OUTSIDE)}, or write package.module:Class."
-        )
-    make: Any = functools.partial(OUTSIDE[prefix], outside_name) if prefix in OUTSIDE else _load_class(name)
+    if outside_name and (entry := extensions.entry("environment", f"{prefix}:")):
+        make: Any = functools.partial(entry.load(), outside_name)
+    else:
+        make = _load_class(name)
     with explain(TypeError, f"The environment {name!r} does not take these environment_options: {{why}}."):
         inspect.signature(make).bind(**options)
     return functools.partial(make, **options)
 
 
 def _load_class(name: str) -> Any:
-    make = BUILT_IN.get(name) or plugins.load(name, "The environment")
+    make = extensions.find("environment", name, "The environment")
     for method in "reset", "step":
-        if not inspect.iscoroutinefunction(getattr(make, method, None)):
+        if not inspect.iscoroutinefunction(getattr(getattr(make, "func", make), method, None)):
             raise UserError(f"The environment {name!r} has no async {method}: docs/workflows.md has what it needs.")
     return make
 
 
-def rehearse(name: str, options: Mapping[str, Any]) -> None:
-    """Tries whether an environment from outside can be made. Raises UserError."""
-    world = resolve(name, options)()
-    if isinstance(world, SandboxEnvironment | GymnasiumEnvironment | OpenEnvEnvironment):
+def check(options: Mapping[str, Any]) -> None:
+    """Check the options of a workflow that has an environment. Raises UserError."""
+    resolve(options["environment"], options.get("environment_options") or {})
+
+
+def rehearse(options: Mapping[str, Any]) -> None:
+    """Try whether the environment of these workflow options can be made. Raises UserError."""
+    world = resolve(options["environment"], options.get("environment_options") or {})()
+    if hasattr(world, "rehearse"):
         world.rehearse()
 
 
 @contextlib.asynccontextmanager
-async def opened(name: str, options: Mapping[str, Any], sandboxes: Sandboxes) -> AsyncIterator[Environment]:
-    """A new environment, closed at the end of the block. sandboxes: the owner of its sandbox, if it has one."""
+async def opened(name: str, options: Mapping[str, Any], session: Session) -> AsyncIterator[Environment]:
+    """A new environment, closed at the end of the block. An environment with an attribute `sandboxes` gets the owner of
+    sandboxes there."""
     world = resolve(name, options)()
-    if isinstance(world, SandboxEnvironment):
-        world.sandboxes = sandboxes
+    if hasattr(world, "sandboxes"):
+        world.sandboxes = session.sandboxes
     try:
         yield world
     finally:
         if hasattr(world, "close"):
             await world.close()
+
+
+@with_hooks(check=check, rehearse=rehearse)
+async def environment(
+    session: Session,
+    row: Row,
+    *,
+    environment: str,
+    environment_options: dict[str, Any] | None = None,
+    max_turns: Turns = 8,
+) -> Trajectory:
+    """The policy acts in an environment until it is done, or for `max_turns` turns. The
+    reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`)."""
+    async with opened(environment, environment_options or {}, session) as world:
+        talk, messages = begin(session.tokenizer, await world.reset(row))
+        async for action in turns(session, talk, messages, max_turns):
+            observation, reward, is_last = await world.step(action)
+            session.reward(session.calls[-1], reward)
+            if is_last:
+                break
+            messages.append(user(observation))
+    return session.trajectory(0.0)

@@ -1,10 +1,14 @@
-"""An agent (areal.extensions.agents.agents) that does a task of the verifiers library and reports its reward."""
+"""The workflow `verifiers`, and its agent, which does a task of the verifiers library and reports the reward."""
 
 import json
 import os
 from typing import Any
 
+from areal.data.rows import Row
+from areal.extensions.agents.agents import Seconds, agent
 from areal.extensions.environments import verifiers_tasks
+from areal.samples.trajectory import LARGEST_REWARD, Trajectory
+from areal.workflows.session import Session
 
 
 async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
@@ -28,3 +32,15 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
             f"task set {row['environment']!r}: {trace.errors[-1].message if trace.errors else 'no result'}"
         )
     return float(trace.reward)
+
+
+async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 600.0) -> Trajectory:
+    """Does a task of the verifiers library, which also gives the rows (data.source verifiers:NAME)."""
+    return await agent(
+        session,
+        row,
+        agent=f"{__name__}:solve",
+        timeout_seconds=timeout_seconds,
+        agent_reward=True,
+        reward_range=[-LARGEST_REWARD, LARGEST_REWARD],
+    )

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from areal.base.children import Output
-from areal.base.errors import UserError, explain
+from areal.base.errors import ToolError, UserError, explain
 from areal.config.scoring import SandboxConfig
 from areal.extensions.programs import inside as sandbox_init
 
@@ -52,7 +52,7 @@ ADVICE = (
 )
 
 
-class SandboxError(Exception):
+class SandboxError(ToolError):
     """The sandbox failed, not the program."""
 
 

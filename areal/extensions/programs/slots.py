@@ -4,19 +4,16 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 
 from areal.base.errors import UserError, explain
 from areal.config.scoring import SandboxConfig
 from areal.extensions.programs.outside import LocalSandbox, ProgramSandbox, SandboxError, open_sandbox
+from areal.workflows.tools import Tool, Tools, waiting
 
 NO_NAMESPACES = "The sandbox `bubble` is namespaces of this machine: leave out sandbox.url and sandbox.mode."
-# Makes a block in which a sample waits for others.
-waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("waiting", default=contextlib.nullcontext)
 
 
-class Programs:
+class Programs(Tool):
     """The sandbox of a process, opened for the first program, and a slot for each of its cores. More programs at once
     would only delay each other, up to their time limits. These count from when a program has a slot."""
 
@@ -60,3 +57,7 @@ class Programs:
         if self._sandbox is not None:
             with contextlib.suppress(UserError):
                 (await self._sandbox).close()
+
+
+def open_programs(tools: Tools) -> Programs:
+    return Programs(tools.config.sandbox)

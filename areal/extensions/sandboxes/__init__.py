@@ -1,1 +1,10 @@
-"""Sandboxes of tasks: containers in which a policy works on files, and the tests that judge its work."""
+"""Sandboxes of tasks: containers in which a policy works on files, and the tests that judge its work.
+
+The names in `__all__` are public, for agents and sandboxes of users.
+"""
+
+from areal.extensions.sandboxes.sandbox_tasks import Task, task_of
+from areal.extensions.sandboxes.sandbox_tools import SandboxTools
+from areal.extensions.sandboxes.sandboxes import Limits, Ran, Sandbox
+
+__all__ = ["Limits", "Ran", "Sandbox", "SandboxTools", "Task", "task_of"]

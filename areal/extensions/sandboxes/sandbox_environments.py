@@ -6,20 +6,28 @@ which one folder is copied.
 """
 
 import contextlib
+import functools
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from areal.base import plugins
+from areal.base import extensions
 from areal.base.errors import UserError, explain
 from areal.data.rows import Prompt, Row
+from areal.extensions.agents.tool_calls import use_tools
+from areal.extensions.environments import environments
 from areal.extensions.sandboxes.sandbox_owner import CONTAINERS, PROVIDER, Sandboxes, is_url, run_own, written
 from areal.extensions.sandboxes.sandbox_tasks import RowError, task_of
 from areal.extensions.sandboxes.sandbox_tools import SandboxTools
 from areal.extensions.sandboxes.sandboxes import Limits, Sandbox, copy_folder
+from areal.samples.trajectory import Trajectory
+from areal.workflows.builtin import Turns, with_hooks
+from areal.workflows.conversation import messages_of
+from areal.workflows.session import Session
 
 _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 # What is read of a file with a reward.
@@ -61,7 +69,7 @@ class SandboxEnvironment:
             raise UserError(f"{named}: folder is {folder}, but has to be the absolute path of a folder below /.")
         if self.provider not in CONTAINERS:
             if self.provider != "bubble" and not is_url(self.provider):
-                plugins.load(self.provider, PROVIDER)
+                extensions.find("provider", self.provider, PROVIDER)
             return
         if not shutil.which(self.provider):
             raise UserError(f"{named} needs {self.provider}, which is not installed here: install it.")
@@ -141,3 +149,31 @@ class SandboxEnvironment:
     async def close(self) -> None:
         """End the sandbox, with all that runs in it."""
         await self._sandbox_stack.aclose()
+
+
+# The environments of the table, by what is before the colon of their names, and without a name after it.
+docker, podman, bubble, http, https, sandbox = (
+    functools.partial(SandboxEnvironment, prefix)
+    for prefix in ("docker", "podman", "bubble", "http", "https", "sandbox")
+)
+any_docker, any_podman, any_bubble = (functools.partial(named, "") for named in (docker, podman, bubble))
+
+
+@with_hooks(check=environments.check, rehearse=environments.rehearse)
+async def sandbox_tools(
+    session: Session,
+    row: Row,
+    *,
+    environment: str,
+    environment_options: dict[str, Any] | None = None,
+    max_turns: Turns = 30,
+) -> Trajectory:
+    """The policy has a shell and an editor in a sandbox until a turn without a call,
+    or for `max_turns` turns. Then the row's tests give the reward. environment: one that is a sandbox."""
+    async with environments.opened(environment, environment_options or {}, session) as world:
+        if not isinstance(world, SandboxEnvironment):
+            raise UserError(f"The environment {environment!r} of the workflow sandbox_tools is no sandbox.")
+        prompt = await world.reset(row)
+        await use_tools(session, messages_of(prompt), world.tools, max_turns)
+        reward = await world.judge()
+    return session.trajectory(reward)

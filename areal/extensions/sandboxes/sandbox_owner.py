@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import structlog
 
-from areal.base import plugins
+from areal.base import extensions
+from areal.data.rows import Row
 from areal.extensions.programs.outside import SandboxError
 from areal.extensions.programs.slots import Programs
 from areal.extensions.sandboxes.sandbox_providers import (
@@ -23,8 +24,9 @@ from areal.extensions.sandboxes.sandbox_providers import (
     end_containers,
     pull_image,
 )
-from areal.extensions.sandboxes.sandbox_tasks import RowError, Task
+from areal.extensions.sandboxes.sandbox_tasks import RowError, Task, task_of
 from areal.extensions.sandboxes.sandboxes import Limits, Sandbox
+from areal.workflows.tools import Tool, Tools
 
 CONTAINERS = ("docker", "podman")
 PROVIDER = "The provider of sandboxes"
@@ -39,7 +41,7 @@ def is_url(provider: str) -> bool:
     return provider.startswith(("http://", "https://"))
 
 
-class Sandboxes:
+class Sandboxes(Tool):
     """label: of this run and place. programs: the namespaces of `bubble`, and the slots of commands on this machine.
     `running`: sandboxes that are open."""
 
@@ -64,8 +66,13 @@ class Sandboxes:
         """The container programs in use."""
         return [provider for provider in self._swept if provider in CONTAINERS]
 
-    def pull_ahead(self, task: Task) -> None:
-        """Begin to pull the image of a task that comes soon, unless that has failed. Whoever needs it tries again."""
+    @property
+    def expects_rows(self) -> bool:
+        return bool(self.containers)
+
+    def expect(self, row: Row) -> None:
+        """Begin to pull the image of the row, unless that has failed. A sample that needs the image tries again."""
+        task = task_of(row.fields)
         for provider in self.containers if task.image else ():
             if not self._failures[provider, str(task.image)]:
                 self._pull(provider, task)
@@ -95,7 +102,7 @@ class Sandboxes:
         elif is_url(provider):
             sandbox = HttpSandbox(self._service(provider), image, label, limits)
         else:
-            sandbox = await plugins.load(provider, PROVIDER)(image, label, limits, seconds)
+            sandbox = await extensions.find("provider", provider, PROVIDER)(image, label, limits, seconds)
         self.running += 1
         try:
             await sandbox.start(seconds)
@@ -160,3 +167,7 @@ async def run_own(sandbox: Sandbox, task: Task, code: str, seconds: float) -> No
     ran = await sandbox.exec(*task.shell(code), seconds=seconds, most_bytes=2000)
     if ran.status != 0:
         raise SandboxError(f"the row's code {code!r:.80} ends with status {ran.status}: {ran.text}")
+
+
+def open_sandboxes(tools: Tools) -> Sandboxes:
+    return Sandboxes(tools.label, tools["python"])

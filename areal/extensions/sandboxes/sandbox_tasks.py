@@ -51,6 +51,8 @@ sys.exit(not all(map(passes, names)))
 class RowError(SandboxError):
     """The row is at fault: another attempt would fail as well."""
 
+    cause = "row"
+
 
 @dataclass(frozen=True)
 class Task:

@@ -187,7 +187,7 @@ class City:
                 become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
             )
-            gateway = Gateway(member, None, None, TOKENIZER, Parsers(TOKENIZER))
+            gateway = Gateway(member, None, None, TOKENIZER)
             gateway.services.generators = self
             gateway.ask_trainer = self.ask_trainer
             await gateway.main()
@@ -547,7 +547,7 @@ async def test_the_call_of_a_tool_has_the_same_id_at_the_next_gateway_and_its_co
     body = {"model": "m", "tools": [{"type": "function", "function": {"name": "add"}}], "messages": [question]}
 
     async def ask(user):
-        user.gateway.services.parsers = CallsOfTools(TOKENIZER)
+        user.gateway.services.tools["parsers"] = CallsOfTools(TOKENIZER)
         headers = {"X_Session_Id": "s", "Idempotency_Key": f"{len(body['messages'])}"}
         choice = (await user.ask("chat/completions", body, **headers))[1]["choices"][0]
         assert choice["finish_reason"] == "tool_calls"

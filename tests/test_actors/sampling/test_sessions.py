@@ -20,12 +20,11 @@ from actors.sampling.group_scores import GroupScores
 from actors.sampling.jobs import RoutedGenerators, RoutedRewards
 from actors.sampling.router import Router
 from actors.sampling.sampler import Sampler
-from actors.sampling.services import Endpoint, Services
+from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession, contained_task
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.data.rows import Row
-from areal.extensions.agents.parsers import Parsers
 from areal.extensions.programs.outside import Outcome, SandboxError, open_sandbox
 from areal.extensions.programs.slots import Programs
 from areal.generation.routing import GeneratorLoad
@@ -71,7 +70,6 @@ class Cluster:
         self.services = Services(
             self.config,
             Characters(),
-            Parsers(Characters()),
             RoutedGenerators(self.router, self),
             RoutedRewards(
                 self.router,
@@ -80,8 +78,6 @@ class Cluster:
                 {*self.config.rewards},
                 self.report_failure,
             ),
-            Programs(self.config.sandbox),
-            Endpoint(self.config),
         )
 
     def report_failure(self, cause: str, reason: str) -> None:
@@ -672,7 +668,7 @@ async def test_python_runs_in_the_sandbox_and_what_it_prints_is_told(tmp_path):
     cluster = Cluster(generator(0))
     _, session = session_at(cluster, generator(0))
     with contextlib.closing(open_sandbox(cluster.config.sandbox)) as sandbox:
-        cluster.services.programs = Programs(cluster.config.sandbox, lambda config: sandbox)
+        cluster.services.tools["python"] = Programs(cluster.config.sandbox, lambda config: sandbox)
         assert await session.run_python("print(6 * 7)") == "42\n"
         assert (await session.run_python("1 / 0")).rstrip().endswith("ZeroDivisionError: division by zero")
         assert "FileNotFoundError" in await session.run_python(f"open({str(tmp_path)!r})")
@@ -697,7 +693,7 @@ class Running:
 async def test_only_so_many_programs_run_at_once_and_a_sample_that_is_cancelled_leaves_the_queue(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     cluster, programs = Cluster(generator(0)), Running()
-    cluster.services.programs = Programs(cluster.config.sandbox, lambda config: programs)
+    cluster.services.tools["python"] = Programs(cluster.config.sandbox, lambda config: programs)
     tasks = {name: asyncio.create_task(session_at(cluster, generator(0))[1].run_python(name)) for name in "abcde"}
 
     async with asyncio.timeout(60):
@@ -717,7 +713,7 @@ async def test_without_a_sandbox_the_sample_that_needs_one_fails():
     def sandbox(config):
         raise UserError("namespaces are forbidden")
 
-    cluster.services.programs = Programs(cluster.config.sandbox, sandbox)
+    cluster.services.tools["python"] = Programs(cluster.config.sandbox, sandbox)
     with pytest.raises(SandboxError, match="namespaces are forbidden"):
         await session.run_python("print(1)")
 

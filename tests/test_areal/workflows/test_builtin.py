@@ -192,13 +192,13 @@ async def test_a_workflow_of_the_users_own_gets_its_options():
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("triple_turn", {}, "known are single_turn, multi_turn"),
+        ("triple_turn", {}, "there is no workflow 'triple_turn': name one of single_turn, multi_turn"),
         ("single_turn", {"max_turns": 2}, "it takes no options"),
         ("multi_turn", {"turns": 2}, "it takes max_turns, discount"),
         ("multi_turn", {"max_turns": 0}, "max_turns is 0: Input should be greater"),
         ("multi_turn", {"discount": "much"}, "discount is 'much'"),
         ("environment", {}, "'environment': besides a session and a row it takes environment, environment_options"),
-        ("environment", {"environment": "chess"}, "known are column_addition"),
+        ("environment", {"environment": "chess"}, "name one of column_addition, gymnasium:, openenv:, docker"),
         ("environment", {"environment": "areal.data:Row"}, "has no async reset"),
         (
             "environment",

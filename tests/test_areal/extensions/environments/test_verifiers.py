@@ -1,4 +1,4 @@
-"""Task sets of the verifiers library; tests/test_actors/sampling/test_openai_endpoint.py does their tasks."""
+"""Task sets of the verifiers library; tests/test_areal/extensions/agents/test_openai_endpoint.py does their tasks."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from conftest import ROOT
 from imitated_docker import make_docker, make_image
 
 from areal.config.scoring import SandboxConfig
+from areal.data.rows import Row
 from areal.extensions.programs.outside import SandboxError
 from areal.extensions.programs.slots import Programs
 from areal.extensions.sandboxes import sandbox_owner, sandbox_providers
@@ -211,10 +212,10 @@ def log_of(docker: Path) -> list[str]:
 
 async def test_an_image_is_pulled_once_and_ahead_of_its_use(owner, docker):
     make_image(docker / "registry/far")
-    task = Task(image="far")
+    task, row = Task(image="far"), Row(0, "", None, None, {"image": "far"})
     async with owner.opened("docker", Task(image="image"), Limits(), SECONDS):
-        owner.pull_ahead(task)
-        owner.pull_ahead(task)
+        owner.expect(row)
+        owner.expect(row)
     async with owner.opened("docker", task, Limits(), SECONDS), owner.opened("docker", task, Limits(), SECONDS):
         assert owner.stats() == {"sandboxes": 2, "images_pulling": 0, "images_failed": 0}
     assert log_of(docker).count("pull") == 1

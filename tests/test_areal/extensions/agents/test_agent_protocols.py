@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from scripted_policy import Session, byte_tokenizer
 
-from actors.sampling import openai_endpoint
-from actors.sampling.openai_endpoint import OpenAIEndpoint
 from areal.data.rows import Row
+from areal.extensions.agents import openai_endpoint
 from areal.extensions.agents.agents import agent
 from areal.extensions.agents.anthropic_api import MessageReply, MessagesRequest
 from areal.extensions.agents.openai_api import Answer, ApiError, ChatReply, ChatRequest, ChatSession
+from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from areal.extensions.agents.responses_api import ResponseReply, ResponsesRequest
 from areal.samples.table import Generation
 

@@ -36,6 +36,7 @@ from areal.extensions.agents.openai_api import (
 )
 from areal.extensions.agents.responses_api import ResponseReply, Responses, ResponsesRequest
 from areal.workflows.session import Session
+from areal.workflows.tools import Tool, Tools
 
 MAX_BODY_BYTES = 32 * 2**20
 # Time for unfinished responses when the endpoint closes. Calls that still generate are cancelled before.
@@ -77,7 +78,7 @@ class OpenSample:
         return {}
 
 
-class OpenAIEndpoint:
+class OpenAIEndpoint(Tool):
     """Serves calls for open samples. It starts to listen when the first sample is opened.
 
     model: the name that /v1/models returns; requests may use any name. host: the interface to listen on. on_refusal is
@@ -201,6 +202,10 @@ class OpenAIEndpoint:
         self._sample(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "areal"}
         return web.json_response({"object": "list", "data": [model]})
+
+
+def open_endpoint(tools: Tools) -> OpenAIEndpoint:
+    return OpenAIEndpoint(tools.config.model, tools.config.rollout_manager.endpoint_host)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

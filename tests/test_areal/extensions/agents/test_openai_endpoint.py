@@ -25,16 +25,16 @@ from scripted_policy import END, Recorded, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from actors.runtime.actor import Notifier
-from actors.sampling import openai_endpoint
-from actors.sampling.openai_endpoint import OpenAIEndpoint
 from areal.base.errors import UserError
 from areal.config.data_section import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.extensions.agents import openai_endpoint
 from areal.extensions.agents.agents import AgentFailed, agent
+from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
 from areal.extensions.agents.parsers import Parsers
+from areal.extensions.sandboxes import Limits, SandboxTools, Task
 from areal.samples.table import Generation
-from areal.workflows import Limits, SandboxTools, Task
 from areal.workflows.builtin import resolve_workflow
 
 WEATHER = {
@@ -72,9 +72,8 @@ class Policy(Recorded):
         self._endpoint = OpenAIEndpoint("policy", "127.0.0.1", self.refused.append)
         self._parsers = parsers or Parsers(tokenizer)
 
-    @property
-    def parsers(self) -> Parsers:
-        return self._parsers
+    def tool(self, name: str) -> Parsers:
+        return {"parsers": self._parsers}[name]
 
     async def generate(self, tokens, max_new_tokens=None, keep=None, pictures=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens))

@@ -1,0 +1,105 @@
+"""The table of extensions: the objects that a configuration, a row or a workflow names, by their kind and name.
+
+| kind | the object |
+|---|---|
+| `tool` | a function of `areal.workflows.tools.Tools` that returns what `session.tool(NAME)` gives |
+
+The entries of the core are in `extension.toml` beside this file, the entries of an extension in `extension.toml` in its
+folder. The entries of an installed package are its entry points in the group `areal.extensions`, whose names are
+`KIND.NAME`. An object is imported when it is first looked up. An entry of this project hides an entry of a package with
+the same kind and name.
+"""
+
+import functools
+import importlib.metadata
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal.base import plugins
+from areal.base.errors import UserError
+
+GROUP = "areal.extensions"
+FILE = "extension.toml"
+_ROOT = Path(__file__).parents[2]
+# The core, extensions of the library, and roles that are extensions.
+_FOLDERS = ("areal/base", "areal/extensions/*", "actors/*")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of the table. target: `package.module:object`. source: the folder of this project that has the object,
+    or the installed package and its version."""
+
+    kind: str
+    name: str
+    target: str
+    source: str
+
+    def load(self, what: str | None = None) -> Any:
+        """Return the object. what: the object, in messages. Raises UserError that names the source if the object cannot
+        be imported."""
+        return plugins.load(self.target, f"{what or self.kind} {self.name!r} of {self.source},")
+
+
+@functools.cache
+def own_entries() -> dict[tuple[str, str], Entry]:
+    """The entries of this project by kind and name."""
+    entries = {}
+    for file in (file for folder in _FOLDERS for file in sorted(_ROOT.glob(f"{folder}/{FILE}"))):
+        for kind, named in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            for name, target in named.items():
+                folder = Path(*target.partition(":")[0].split(".")[:-1])
+                entries[kind, name] = Entry(kind, name, target, folder.as_posix())
+    return entries
+
+
+@functools.cache
+def installed_entries() -> tuple[Entry, ...]:
+    """The entries of installed packages, sorted. Raises UserError if a name of an entry point has no kind."""
+    entries = []
+    for point in importlib.metadata.entry_points(group=GROUP):
+        kind, dot, name = point.name.partition(".")
+        source = f"{point.dist.name} {point.dist.version}" if point.dist else "an installed package"
+        if not (kind and dot and name):
+            raise UserError(
+                f"The entry point {point.name!r} in the group {GROUP} of {source} is not of the form KIND.NAME: "
+                f"correct it there, or uninstall {source.partition(' ')[0]}"
+            )
+        entries.append(Entry(kind, name, point.value, source))
+    return tuple(sorted(entries, key=lambda entry: (entry.kind, entry.name, entry.source)))
+
+
+def names(kind: str) -> list[str]:
+    """The names of all entries of this kind: of this project, then of installed packages."""
+    entries = [*own_entries().values(), *installed_entries()]
+    return [*dict.fromkeys(entry.name for entry in entries if entry.kind == kind)]
+
+
+def entry(kind: str, name: str) -> Entry | None:
+    """The entry of this kind and name, None if there is none. Raises UserError if two packages have one."""
+    if (kind, name) in own_entries():
+        return own_entries()[kind, name]
+    installed = [entry for entry in installed_entries() if (entry.kind, entry.name) == (kind, name)]
+    if len(installed) > 1:
+        packages = " and ".join(entry.source for entry in installed)
+        raise UserError(f"Both {packages} have a {kind} {name!r}: uninstall one of them, or name package.module:object")
+    return installed[0] if installed else None
+
+
+def find(kind: str, name: str, what: str | None = None) -> Any:
+    """Return the object that `name` stands for: an entry of the table, or an object of the user's own, which is named
+    `package.module:object` or `path/to/file.py:object`.
+
+    what: the object in messages, such as "The workflow"; the kind by default. Raises UserError if there is no such
+    object, or if it cannot be imported.
+    """
+    if ":" in name:
+        return plugins.load(name, what or kind)
+    if named := entry(kind, name):
+        return named.load(what)
+    raise UserError(
+        f"there is no {kind} {name!r}: name one of {', '.join(names(kind))}, or your own as package.module:object or "
+        f"path/to/file.py:object"
+    )

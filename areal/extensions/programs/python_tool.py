@@ -1,0 +1,39 @@
+"""The workflow `python_tool`: the policy writes Python, which is run in the sandbox for programs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal.base.text import cut_text, python_call
+from areal.data.rows import Row
+from areal.samples.trajectory import Trajectory
+from areal.workflows.builtin import Turns, turns, with_hooks
+from areal.workflows.conversation import Keep, begin, keep_until, user
+from areal.workflows.session import Session
+
+
+def _texts(options: Mapping[str, Any]) -> list[str]:
+    return [_output_block("")]
+
+
+@with_hooks(texts=_texts)
+async def python_tool(session: Session, row: Row, *, max_calls: Turns = 4, max_output: Turns = 2000) -> Trajectory:
+    """The policy may write Python, in a ```python block or between <tool> and </tool>. The code is run, and the policy
+    continues with its output (at most `max_output` characters). After `max_calls` calls, one more turn follows. The
+    first turn without code is scored, or else the last turn."""
+    talk, messages = begin(session.tokenizer, row.prompt)
+    answer = ""
+    async for answer in turns(session, talk, messages, max_calls + 1, _until_call(session.tokenizer)):
+        code = python_call(answer)
+        if code is None:
+            break
+        messages.append(user(_output_block(cut_text(await session.run_python(code), max_output))))
+    return session.trajectory(await session.score(answer, session.calls[-1].tokens))
+
+
+def _until_call(tokenizer: Any) -> Keep:
+    """Ends a turn after the first call in it. The policy would otherwise go on with an invented output of that call."""
+    return keep_until(tokenizer, ("```", "</tool>"), lambda text: python_call(text) is not None)
+
+
+def _output_block(output: str) -> str:
+    return f"```output\n{output}\n```\n"
