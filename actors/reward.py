@@ -60,16 +60,24 @@ class Reward(Serving):
     def __init__(self, member: Membership, names: tuple[str, ...], pool: Pool) -> None:
         super().__init__(member, names)
         self._pool = pool
+        self._in_hand = 0  # completions that are being scored
+        self._says = [f"{doing} with {', '.join(names)}" for doing in ("waiting to score", "scoring")]
 
     async def main(self) -> None:
         await self.member.become_healthy()
-        self.member.activity = f"scoring with {', '.join(self.serves())}"
+        self._take(0)
+
+    def _take(self, count: int) -> None:
+        """Of a reward that needs a moment for each completion, most of the time is spent waiting."""
+        self._in_hand += count
+        self.member.activity = self._says[self._in_hand > 0]
 
     async def score_completions(
         self, key: str, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
         """Raises RefusedError."""
         self.check_served(completion.function)
+        self._take(1)
         try:
             with self.member.working(f"scoring with {completion.function}"):
                 results = await self._pool.score_all(
@@ -80,6 +88,8 @@ class Reward(Serving):
             log.warning("reward failed", function=completion.function, error=str(error))
             harmful = error.kind in ("timeout", "died", "quarantined")
             raise (HarmfulError if harmful else RefusedError)(str(error)) from None
+        finally:
+            self._take(-1)
         scores, parts = zip(*results, strict=True)
         scored = Scored(job=completion.job, scores=scores, parts=parts)
         if self.size(scored) > PART_BYTES:

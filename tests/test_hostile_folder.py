@@ -13,11 +13,12 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import areal
 from actors.master.run_state import RunState
-from actors.watching.dashboard import RunView, application
+from actors.watching.dashboard import application
 from areal.__main__ import main
 from areal.base.plugins import announce_code
 from areal.base.processes import ROOT
 from areal.config import dump_config, load_config
+from areal.extensions.desk.run_view import RunView
 from areal.storage.journal import Journal
 from areal.storage.records import line_of, read_records
 
@@ -104,7 +105,7 @@ async def test_who_looks_at_the_folder_in_a_browser_or_a_notebook_runs_nothing_a
     run = await asyncio.to_thread(areal.join, hostile)
     assert "checkpoint" in run.summary and len(run.metrics) == 1
     shown.append((await asyncio.to_thread(run.report)).read_text())
-    assert "private text" not in "".join(shown) and '"reward_mean": 0.5' in shown[1]
+    assert "private text" not in "".join(shown) and '"points": [0.5]' in shown[1]
     assert (private / "private.json").read_text() == PRIVATE
     assert not armed.exists()
 

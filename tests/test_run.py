@@ -28,6 +28,8 @@ from actors.start.run_command import keep_report, main, port_is_named
 from actors.start.start_checks import own_port
 from areal.base.processes import KEYS
 from areal.config import load_config
+from areal.extensions.desk.grafana import dashboard
+from areal.extensions.desk.panels import panels
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 CONFIG = str(CONFIGS / "quickstart.yaml")
@@ -109,7 +111,10 @@ def check_finished(folder: Path, steps: int, max_staleness: int) -> tuple[list[d
     assert 0 <= summary["accuracy_before"] <= 1
     assert 0 <= summary["accuracy_after"] <= 1
     assert (folder / "config.yaml").is_file()
-    assert "<svg" in (folder / "report.html").read_text()
+    assert '"title": "Reward"' in (folder / "report.html").read_text()
+    of_steps, of_versions = ({m for p in panels() if p.of == of for m in p.metrics} for of in ("step", "version"))
+    assert {name for name in of_steps if not name.startswith("sessions_")} <= metrics[-1].keys()
+    assert of_versions <= read_jsonl(folder / "evaluations.jsonl")[-1].keys()
     assert list((folder / "logs").glob("generator-0.jsonl"))
     return metrics, summary
 
@@ -193,10 +198,8 @@ def test_weights_go_from_a_trainer_with_zero_3_straight_into_generators_one_of_w
 
 def numbers_of(folder: Path, started) -> list:
     """What all actors serve to Prometheus, once a run serves all that the dashboard for Grafana shows."""
-    panels = json.loads((CONFIGS / "deploy" / "grafana.json").read_text())["panels"]
-    queries = " ".join(target["expr"] for panel in panels for target in panel["targets"])
-    # A step without fresh tokens has no logprob_gap.
-    shown = set(re.findall(r"areal_\w+", queries)) - {f"areal_step_{name}" for name in METRICS}
+    queries = " ".join(target["expr"] for panel in dashboard()["panels"] for target in panel["targets"])
+    shown = {name for name in re.findall(r"areal_\w+", queries) if not name.startswith("areal_step_")}
     deadline = time.monotonic() + 280
     while True:
         logs = "".join(path.read_text() for path in (folder / "logs").glob("*.jsonl"))

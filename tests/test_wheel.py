@@ -56,6 +56,14 @@ def test_a_wheel_checks_a_run_finds_its_configurations_and_refuses_what_is_not_t
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_wheel_writes_a_report_and_has_the_licence_of_what_draws_in_it(installed, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: demo\n")
+    written = call(tmp_path, installed / "areal", "report", ".")
+    assert written.returncode == 0 and "uPlot" in (tmp_path / "report.html").read_text(), written
+    (licence,) = (installed.parent / "lib").rglob("desk/pages/uplot/LICENSE")
+    assert licence.read_text().startswith("The MIT License") and "1.6." in licence.with_name("VERSION").read_text()
+
+
 @pytest.mark.slow  # tests/test_run.py has runs of a clone
 def test_a_wheel_trains_a_step(installed, tiny_model, tmp_path):
     small = [

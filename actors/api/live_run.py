@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import html
 import inspect
 import os
 import shutil
@@ -205,11 +206,11 @@ class LiveRun:
 
         return write_report(self.folder)
 
-    def figure(self) -> Any:
-        """The curves of the run as a figure of matplotlib."""
-        from areal.extensions.desk.report import figure_of, panels
+    def figure(self) -> "NotebookPage":
+        """The report as it would be now, in the output of a notebook."""
+        from areal.extensions.desk.report import report_of
 
-        return figure_of(*(panel for panel in panels(Record(self.folder)) if not panel.empty))
+        return NotebookPage(report_of(self.folder))
 
     # --- its progress
 
@@ -369,6 +370,14 @@ class LiveRun:
         if self._member is None or self._ended:
             raise UserError(f"The run in {self.folder} is over: {self._reason}")
         return self._member
+
+
+class NotebookPage(str):
+    """A page that stands alone, as HTML. A notebook shows it in a frame, whose scripts reach nothing else."""
+
+    def _repr_html_(self) -> str:
+        style = "width: 100%; height: 50rem; border: 0"
+        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self)}"></iframe>'
 
 
 class RolloutTable:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.watching.health import status_of
-from areal.base.text import shown
+from areal.base.text import duration, shown
 from areal.config import Config
 from areal.data import addition
 from areal.observe.alert_inputs import alerts_of
@@ -222,7 +222,7 @@ def _rate(metrics: dict[str, Any], key: str) -> str:
 def _left(m: dict[str, Any], steps: int) -> str:
     """The time that the steps after this one of `steps` will take, in words."""
     seconds = m.get("step_seconds_median", 0.0) * (steps - m.get("step", steps))
-    return f"  about {seconds / 60:.0f} min left" if seconds >= 120 else f"  about {seconds:.0f} s left" * (seconds > 0)
+    return f"  about {duration(seconds)} left" if seconds > 0 else ""
 
 
 def print_summary(folder: Path, console: Console) -> None:

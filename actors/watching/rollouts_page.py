@@ -8,14 +8,16 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from actors.watching.answers import answer, finite, page
+from actors.watching.answers import answer, page
 from areal.base.errors import UserError, explain
 from areal.base.text import all_shown, shown
 from areal.extensions.desk.rollout_queries import Rollouts, condition, picture_shown, pictures_of
+from areal.extensions.desk.run_view import finite
 from areal.samples.tokenizer import token_texts
 from areal.samples.trajectory import pieces
 from areal.storage.record import Record
@@ -27,6 +29,8 @@ QUERIES = 2
 LONGEST_NUMBER = 9
 DIGITS = 5
 """Decimals of log-probs, advantages and returns of tokens."""
+
+PAGE = Path(__file__).with_name("rollouts.html")
 
 
 class RolloutPages:
@@ -40,7 +44,7 @@ class RolloutPages:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/rollouts", page("rollouts.html")),
+            web.get("/rollouts", page(PAGE)),
             web.get("/rollouts/list", self._list),
             web.get("/rollouts/row", self._row),
             web.get("/rollouts/group", self._group),

@@ -1,16 +1,20 @@
 """The dashboard's page of sessions: those of users that are alive, and how many have ended, and how."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from actors.watching.answers import answer, finite, page
+from actors.watching.answers import answer, page
 from areal.base.errors import UserError, explain
 from areal.base.text import all_shown, shown
 from areal.extensions.desk.audit import read_journal
+from areal.extensions.desk.run_view import finite
 from areal.staleness.ledger_state import LedgerError
 from areal.storage.record import Record
+
+PAGE = Path(__file__).with_name("sessions.html")
 
 
 class SessionPages:
@@ -21,7 +25,7 @@ class SessionPages:
         self._reading = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.get("/sessions", page("sessions.html")), web.get("/sessions/list", self._list)]
+        return [web.get("/sessions", page(PAGE)), web.get("/sessions/list", self._list)]
 
     async def _list(self, request: web.Request) -> web.Response:
         async with self._reading:

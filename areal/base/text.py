@@ -116,6 +116,18 @@ def without_code() -> Iterator[None]:
         raise ValueError("it needs Python code of its own, which is never run") from error
 
 
+def duration(seconds: float) -> str:
+    """A time in words, such as `45 s`, `12 min` or `3 h 5 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
 def all_shown(value: Any) -> Any:
     """`value` with all texts in it as they may be shown: actors report what they like."""
     match value:

@@ -43,8 +43,7 @@ def alerts_of(record: Record) -> list[tuple[Alert, str]]:
     """The alerts of a run, each with the command that prints its rollouts; without one if the run keeps none."""
     digests = Digests(record.folder)
     alerts = digests.alerts(record.records, record.evaluations, record.settings, ROLLOUTS_SECONDS)
-    shows = f"python -m areal rollouts {shlex.quote(str(record.folder))} --where"
-    return [(alert, f'{shows} "{alert.where}"' if digests.has_rollouts else "") for alert in alerts]
+    return [(alert, digests.command(alert)) for alert in alerts]
 
 
 class Digests:
@@ -58,6 +57,11 @@ class Digests:
         self._seen: tuple[int, ...] = ()
         self._alerts: list[Alert] = []
         self._tokenizer = functools.cache(tokenizer_in)
+
+    def command(self, alert: Alert) -> str:
+        """The command that prints the rollouts of an alert; empty if the run keeps none."""
+        folder = shlex.quote(str(self._folder.parent))
+        return f'python -m areal rollouts {folder} --where "{alert.where}"' if self.has_rollouts else ""
 
     def alerts(
         self,

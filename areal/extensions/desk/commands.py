@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from areal.base.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
+from areal.base.command_line import CONFIG, OVERRIDES, RUN, RoomTools
 
 
 def declare(tools: RoomTools) -> None:
@@ -27,6 +27,9 @@ def _declare_readers(tools: RoomTools) -> None:
 
     trace = tools.add("trace", "trace:write_trace", "write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", **RUN)
+
+    grafana = "print a dashboard to import into Grafana, with every curve of a step"
+    tools.add("grafana", "grafana:print_dashboard", grafana)
 
     track = tools._replace(room="areal.observe").add(
         "track", "tracking:track", "send a run's numbers to TensorBoard and others (its master does it)"
@@ -53,8 +56,6 @@ def _declare_readers(tools: RoomTools) -> None:
 def _declare_planning(tools: RoomTools) -> None:
     reports = tools.add("report", "commands:report", "write the report of a run, report.html")
     reports.add_argument("folders", nargs="+", **RUN)
-    figure = "draw learning and staleness into FILE instead; of several runs, by the settings in which they differ"
-    reports.add_argument("--figure", type=Path, metavar="FILE.svg", help=figure)
 
     add = tools.add("config", "settings_list:print_keys", "list the keys, their values and meaning").add_argument
     schema = "print the JSON schema of a configuration, by which editors complete YAML"
@@ -114,14 +115,7 @@ def replay(options: Namespace) -> int:
 
 
 def report(options: Namespace) -> None:
-    from areal.extensions.desk.report import write_figure, write_report
+    from areal.extensions.desk.report import write_report
 
-    if options.figure is None:
-        for folder in options.folders:
-            print(write_report(folder))
-    elif len(options.folders) == 1:
-        write_figure(options.folders[0], options.figure)
-    else:
-        from areal.extensions.desk.comparison import write_comparison
-
-        output(120).print(write_comparison(options.folders, options.figure))
+    for folder in options.folders:
+        print(write_report(folder))

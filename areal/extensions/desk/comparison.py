@@ -1,7 +1,7 @@
 """Runs side by side: the settings in which they differ, and their figures, as means over seeds.
 
-`python -m areal compare RUN RUN ...` prints them, the page of several runs shows them, and `python -m areal report RUNS
---figure FILE` draws them by a setting. Of a run that goes on, they are the figures so far.
+`python -m areal compare RUN RUN ...` prints them, and the page of several runs shows them. Of a run that goes on, they
+are the figures so far.
 """
 
 import json
@@ -10,24 +10,20 @@ import statistics
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from areal.base.command_line import output
-from areal.base.errors import UserError
-from areal.config.settings import SPEED_ONLY, differences, is_under
-from areal.extensions.desk.report import figure_of_points, fork_lines, write_svg
+from areal.config.settings import differences, is_under
+from areal.extensions.desk.account import fork_lines
 from areal.observe.alerts import Curve
 from areal.storage.record import Record, number_or_nan
 
 # Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
 LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe")
 LAST_STEPS = 10
-# Of lines, each of which is a setting: here colours have no meaning of their own.
-COLOURS = ("#e07b28", "#3b82d6", "#2e9e6b", "#a05bd6", "#c4a000", "#d64f7b")
 
 
 class Figure(NamedTuple):
@@ -39,21 +35,6 @@ class Figure(NamedTuple):
 
     def shown(self, n: int) -> str:
         return mean_text(self.values[n], math.nan, self.form)
-
-
-class Point(NamedTuple):
-    """The runs at one point x of the axis: how many, their mean held-out accuracy with the half width of its interval,
-    and the mean of their second figure."""
-
-    x: float
-    runs: int
-    accuracy: float
-    error: float
-    second: float
-
-
-AxisPoint = tuple[str, float, list[tuple[float, float]]]
-"""The label of a line, a point on the axis, and of each run there its held-out accuracy and its second figure."""
 
 
 def compare(options: Namespace) -> None:
@@ -85,79 +66,6 @@ def table_of(runs: Sequence[Record]) -> Table:
         cells = means([figure.values[n] for n in numbers] for numbers in groups.values())
         table.add_row(figure.name, *(mean_text(mean, 2 * error, figure.form) for mean, error in cells))
     return table
-
-
-def write_comparison(folders: Sequence[Path], path: Path) -> Table:
-    """Draw the runs in `folders` into the SVG file `path`. Returns the numbers as a table.
-
-    The horizontal axis is the setting with the most numeric values, each combination of the other settings is a line,
-    and runs that differ in their seed alone are one point, with its interval (`means`). Runs that differ in no setting
-    with numeric values are drawn by step. Raises UserError if a folder holds no finished run.
-    """
-    runs = [Record(folder) for folder in folders]
-    for folder, run in zip(folders, runs, strict=True):
-        if not run.settings or run.summary.get("accuracy_after") is None:
-            raise UserError(f"The run in {folder} has no final held-out accuracy: leave it out, or let it finish.")
-    settings = [run.settings for run in runs]
-    keys = _dividing(settings, differing_settings(settings, (*LEFT_OUT, *SPEED_ONLY)))
-    numeric = [key for key in keys if all(type(value_of(config, key)) in (int, float) for config in settings)]
-    axis = max(numeric, key=lambda key: len({value_of(config, key) for config in settings}), default="")
-    groups: list[tuple[str, list[Record]]] = []
-    for numbers in by_settings(settings, keys).values():
-        label = ", ".join(_text(key, value_of(settings[numbers[0]], key)) for key in keys if key != axis)
-        groups.append((label, [runs[n] for n in numbers]))
-    if axis:
-        lines, second, form = _lines(_at_the_end(groups, axis)), "staleness", ".2f"
-        titles = "Held-out accuracy at the end", "Staleness, mean"
-    else:
-        axis, lines, second, form = "step", _lines(_by_step(groups)), "reward", ".3f"
-        titles = "Held-out accuracy", "Reward of the steps"
-    accurate = {label: [(p.x, p.accuracy, p.error) for p in line] for label, line in lines.items()}
-    seconds = {label: [(p.x, p.second, math.nan) for p in line] for label, line in lines.items()}
-    panels = list(zip(titles, (accurate, seconds), strict=True))
-    write_svg(path, "comparison", lambda: figure_of_points(panels, axis, COLOURS))
-    table = Table("", axis, "runs", "held-out accuracy", second)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for label, line in lines.items():
-        for p in line:
-            cells = mean_text(p.accuracy, p.error, ".3f"), mean_text(p.second, math.nan, form)
-            table.add_row(label, f"{p.x:g}", f"{p.runs}", *cells)
-    return table
-
-
-def _at_the_end(groups: Iterable[tuple[str, Sequence[Record]]], axis: str) -> list[AxisPoint]:
-    """The groups of runs by their value of the setting `axis`: final accuracies, and mean stalenesses."""
-
-    def figures(group: Sequence[Record]) -> list[tuple[float, float]]:
-        return [(run.summary["accuracy_after"], staleness_of(run)) for run in group]
-
-    return [(label, value_of(group[0].settings, axis), figures(group)) for label, group in groups]
-
-
-def _by_step(groups: Iterable[tuple[str, Sequence[Record]]]) -> list[AxisPoint]:
-    """The accuracies at each evaluation, and the mean rewards of the steps since the one before it."""
-    points: list[AxisPoint] = []
-    for label, group in groups:
-        values: dict[int, list[tuple[float, float]]] = {}
-        for run in group:
-            rewards, earlier = dict(zip(run.steps, run.series("reward_mean"), strict=True)), 0
-            for evaluation in sorted(run.evaluations, key=lambda evaluation: evaluation["version"]):
-                version = evaluation["version"]
-                since = _mean([reward for step, reward in rewards.items() if earlier < step <= version])
-                values.setdefault(version, []).append((number_or_nan(evaluation.get("accuracy")), since))
-                earlier = version
-        points += [(label, version, of_runs) for version, of_runs in values.items()]
-    return points
-
-
-def _lines(points: Sequence[AxisPoint]) -> dict[str, list[Point]]:
-    accuracies = means([accuracy for accuracy, _ in values] for _, _, values in points)
-    lines: dict[str, list[Point]] = {}
-    for (label, x, values), (accuracy, error) in zip(points, accuracies, strict=True):
-        second = _mean([second for _, second in values])
-        lines.setdefault(label, []).append(Point(x, len(values), accuracy, 2 * error, second))
-    return {label: sorted(line) for label, line in lines.items()}
 
 
 def value_of(settings: Mapping[str, Any], key: str, missing: Any = None) -> Any:
@@ -248,21 +156,8 @@ def staleness_of(run: Record) -> float:
     return _mean([number_or_nan(record.get("staleness_mean")) for record in run.steady])
 
 
-def _dividing(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
-    """Of several keys that divide the runs alike, such as an objective and what it brings along, only the first."""
-    by_division: dict[tuple[int, ...], str] = {}
-    for key in keys:
-        texts = [json.dumps(value_of(config, key)) for config in settings]
-        by_division.setdefault(tuple(map(texts.index, texts)), key)
-    return list(by_division.values())
-
-
 def _title(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}\n{len(names)} seeds"
-
-
-def _text(key: str, value: Any) -> str:
-    return value if isinstance(value, str) else f"{key.rpartition('.')[2]} {json.dumps(value)}"
 
 
 def _to_reward(runs: Sequence[Record]) -> list[Figure]:
@@ -287,9 +182,9 @@ def _at_tokens(runs: Sequence[Record]) -> list[Figure]:
     curves = []
     for run in runs:
         tokens = dict(zip(run.steps, np.nancumsum(run.series("tokens_generated")), strict=True)) | {0: 0.0}
-        known = [e for e in run.evaluations if e.get("accuracy") is not None and e["version"] in tokens]
-        known.sort(key=lambda e: e["version"])
-        curves.append(([float(tokens[e["version"]]) for e in known], [e["accuracy"] for e in known]))
+        scored = [e for e in run.evaluations if e.get("accuracy") is not None and e["version"] in tokens]
+        scored.sort(key=lambda e: e["version"])
+        curves.append(([float(tokens[e["version"]]) for e in scored], [e["accuracy"] for e in scored]))
     least = min((tokens[-1] for tokens, _ in curves if tokens), default=0.0)
     if not least or not all(tokens for tokens, _ in curves):
         return []

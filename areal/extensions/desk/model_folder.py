@@ -19,7 +19,6 @@ from areal.base.secrets import without_secrets
 from areal.config import Config
 from areal.config.data_section import SourceConfig
 from areal.config.reading import write_yaml
-from areal.extensions.desk.report import write_figure
 from areal.models import hub_id, label_of, name_of
 from areal.storage.disk import leaves, within
 from areal.storage.record import Record
@@ -30,7 +29,6 @@ from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder, link
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*")
 LINKED = "*.safetensors"
 ADAPTER = "adapter"
-FIGURE = "training.svg"
 CARD = str(Path(__file__).with_name("model_card.jinja"))
 PAPER = "https://arxiv.org/abs/2505.24298"
 
@@ -60,7 +58,6 @@ def write_model(record: Record, output: Path) -> None:
         (target / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         for file in record.number_files:
             shutil.copyfile(file, target / file.name)
-        write_figure(record.folder, target / FIGURE)
         _card(record, config, record.versions[-1], target).save(target / "README.md")
 
 
@@ -138,7 +135,7 @@ def _card(run: Record, config: Config, version: int, target: Path) -> ModelCard:
         eval_results=list(_evaluations(results)) or None,
     )
     return ModelCard.from_template(
-        data, template_path=CARD, name=config.name, config=config, version=version, results=results, figure=FIGURE,
+        data, template_path=CARD, name=config.name, config=config, version=version, results=results,
         base=label_of(config.model), hub_base=base, adapter=(target / ADAPTER).is_dir(), paper=PAPER, score=_score,
         name_of=label_of, sources=list(map(label_of, sources)), summary=run.summary,
         rewards=[label_of(reward) for reward in config.reward.functions],

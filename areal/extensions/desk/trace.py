@@ -13,6 +13,7 @@ from typing import Any
 
 from areal.config.roles import ROLES
 from areal.extensions.desk import timeline
+from areal.extensions.desk.panels import with_others
 from areal.extensions.desk.timeline import TimelineSpan
 from areal.storage.disk import replace
 from areal.storage.events import TOTALS
@@ -20,12 +21,6 @@ from areal.storage.record import Record
 
 RUN = "run"
 ORDER = (RUN, "master", *ROLES)
-COUNTERS = {
-    "reward": ("reward_mean", "reward_mean_all"),
-    "staleness": ("staleness_mean", "staleness_max"),
-    "groups": ("groups_ready", "groups_alive", "groups_left_over"),
-    "completion tokens": ("completion_tokens_mean", "completion_tokens_max"),
-}
 # The row of the activities that an actor reports. The spans that it measured are in the rows below.
 ACTIVITIES = 0
 # Spans that follow each other may seem to overlap by this much.
@@ -99,10 +94,11 @@ Counter = tuple[str, str, float, dict[str, float]]
 
 
 def step_counters(run: Record) -> Iterator[Counter]:
+    panels = with_others(run.records)
     for record, end in zip(run.records, run.times, strict=True):
-        for name, keys in COUNTERS.items():
-            if values := {key: record[key] for key in keys if isinstance(record.get(key), int | float)}:
-                yield RUN, name, end, values
+        for panel in panels:
+            if values := {key: record[key] for key in panel.metrics if isinstance(record.get(key), int | float)}:
+                yield RUN, panel.title, end, values
 
 
 def actor_counters(events: Iterable[dict[str, Any]]) -> Iterator[Counter]:

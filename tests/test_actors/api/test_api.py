@@ -457,3 +457,4 @@ def test_a_run_from_python_ends_with_a_workflow_and_a_reward_that_stay_here(tmp_
     assert list(run.metrics["step"]) == [1, 2] and len(seen) >= 16 + 2 * 4
     assert run.rollouts.sql("SELECT count(*) AS n FROM rollouts")["n"][0] >= 16
     assert run.checkpoint and run.report().exists() and run.summary["ok"]
+    assert "uPlot" in run.figure() and run.figure()._repr_html_().startswith('<iframe sandbox="allow-scripts"')

@@ -13,7 +13,8 @@ from PIL import Image
 from rollout_files import write_model, write_pictured_run, write_run
 from tiny_pictures import bomb, png
 
-from actors.watching.dashboard import RunView, application
+from actors.watching.dashboard import application
+from areal.extensions.desk.run_view import RunView
 from areal.samples.pictures import digest_of
 
 

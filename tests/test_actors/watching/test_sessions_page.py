@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from actors.watching.dashboard import RunView, application
+from actors.watching.dashboard import application
+from areal.extensions.desk.run_view import RunView
 from areal.staleness.ledger import Ledger
 from areal.staleness.ledger_state import LedgerSettings, LedgerState, event_record
 from areal.storage.journal import Journal

@@ -69,7 +69,6 @@ def test_the_folder_is_the_last_checkpoint_with_a_card_and_nothing_private(run, 
         "summary.json",
         "tokenizer.json",
         "tokenizer_config.json",
-        "training.svg",
     }
     for path in files - {"model.safetensors"}:
         assert SECRET not in (text := (folder / path).read_text())

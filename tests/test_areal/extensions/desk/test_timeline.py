@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal.extensions.desk.timeline import TimelineSpan, activities, spans
+from areal.extensions.desk.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities, spans
 from areal.storage.events import GONE, EventLog
 from areal.storage.record import Record
 from areal.storage.records import line_of
@@ -119,3 +119,23 @@ def test_an_activity_lasts_until_the_next_one_the_departure_or_the_end():
         TimelineSpan("trainer/0", "waiting", 7.0, 2.0),
         TimelineSpan("reward/0", "scoring", 8.0, 1.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("purpose", "names"),
+    [
+        (WORK, "train, fetch, training step 3, generating at version 2, scoring with addition, nobody waits"),
+        (
+            WEIGHTS,
+            "load, pause, resume, write, snapshot, save, saving a checkpoint of version 9, loading version 3, "
+            "receiving version 4, fetching version 4, checkpoint",
+        ),
+        (
+            WAITING,
+            "trainer_wait, publish_wait, save_wait, waiting for permits from the master, finished, "
+            "the generators are full, waiting for completions to score them with loader",
+        ),
+    ],
+)
+def test_each_span_is_work_weights_or_waiting(purpose, names):
+    assert {TimelineSpan("a", name, 0.0, 1.0).purpose for name in names.split(", ")} <= {purpose}

@@ -1,4 +1,4 @@
-"""Several runs are drawn by the setting in which they differ, and averaged over seeds."""
+"""The figures of the docs: a run, or several by the setting in which they differ, averaged over seeds."""
 
 import json
 import statistics
@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from figures import main
 
-from areal.__main__ import main
 from areal.storage.records import line_of
 
 
@@ -34,7 +34,7 @@ def run_of(tmp_path):
 def shown(capsys, tmp_path, *runs):
     """The rows of the table, and the texts of the figure."""
     figure = tmp_path / "figure.svg"
-    code = main(["report", "--figure", str(figure), *runs])
+    code = main([str(figure), *runs])
     out, error = capsys.readouterr()
     assert code == 0, error
     texts = [text.text for text in ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}text")]
@@ -95,6 +95,20 @@ def test_runs_that_differ_in_no_number_are_drawn_by_step(run_of, capsys, tmp_pat
 
 def test_what_cannot_be_drawn_is_one_sentence(run_of, capsys, tmp_path):
     figure, unfinished = tmp_path / "figure.svg", run_of(None, model="c")
-    assert main(["report", "--figure", str(figure), run_of(0.5, model="a"), unfinished]) == 2
+    assert main([str(figure), run_of(0.5, model="a"), unfinished]) == 2
     assert unfinished in capsys.readouterr().err
     assert not figure.exists()
+
+
+def test_a_run_is_its_learning_curve_and_its_staleness_on_no_page(run_of, tmp_path):
+    figure = tmp_path / "figure.svg"
+    assert main([str(figure), run_of(0.5, evaluations=[(0, 0.25), (4, 0.5)], max_staleness=4)]) == 0
+    svg = figure.read_text()
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+    assert all(text in svg for text in ("reward, mean of 5 steps", "held-out accuracy", "Staleness", "bound"))
+
+
+def test_a_run_without_a_step_has_no_figure(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("name: early\n")
+    assert main([str(tmp_path / "run.svg"), str(tmp_path)]) == 2
+    assert "no step yet" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""What a run has done, in words, and the numbers that stand first on its page."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal.base.text import duration, percent
+from areal.storage.record import Record, number_or_nan
+
+HELD_OUT = "held-out accuracy"
+
+
+def account(run: Record) -> str:
+    """What the run has done, in sentences: what it trained, from where to where, how stale, and what was lost."""
+    summary, rewards = run.ending or {}, run.series("reward_mean")
+    if not rewards:
+        return ""
+    few = max(1, min(10, len(rewards) // 3))
+    first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))
+    early, late = ("first step", "last") if few == 1 else (f"first {few} of them", f"last {few}")
+    model = Path(run.settings.get("model", "The model")).name
+    seconds = math.fsum(filter(math.isfinite, run.series("step_seconds")))
+    says = [
+        f"{model} was trained for {run.trained:,} steps in {duration(seconds)}. Its mean reward was {first:.3f} in the "
+        f"{early} and {last:.3f} in the {late}."
+    ]
+    if ages := [*filter(math.isfinite, run.series("staleness_max"))]:
+        bound = number_or_nan(run.settings.get("max_staleness", summary.get("max_staleness")))
+        versions = "version" if max(ages) == 1 else "versions"
+        allowed = "" if math.isnan(bound) else f"; {bound:g} were allowed"
+        says.append(f"No group was more than {max(ages):g} {versions} behind the weights that it trained{allowed}.")
+    if isinstance(lost := summary.get("tokens_untrained_share"), int | float):
+        says.append(f"{percent(lost)} of the generated tokens were not trained on.")
+    return " ".join(says)
+
+
+def headlines(run: Record) -> list[tuple[str, str]]:
+    """The numbers at the top of the page, as (name, value): first the held-out accuracy, from the first evaluation to
+    the newest, with two standard errors of the newest. What is not known is left out."""
+    scores: dict[str, list[dict[str, Any]]] = {}
+    for evaluation in sorted(run.evaluations, key=lambda evaluation: evaluation["version"]):
+        for name, scored in {HELD_OUT: evaluation, **(evaluation.get("benchmarks") or {})}.items():
+            if scored.get("accuracy") is not None:
+                scores.setdefault(name, []).append(scored)
+    cards = [(name, _from_to(scored)) for name, scored in scores.items()]
+    summary = run.ending or {}
+    forms = {
+        "samples a second": ("samples_per_second", "{:,.1f}".format),
+        "samples trained": ("samples_trained", "{:,.0f}".format),
+        "trainer idle": ("trainer_idle", percent),
+        "log-prob gap, max": ("logprob_gap_max", "{:.1e}".format),
+    }
+    known_forms = ((name, summary.get(key), form) for name, (key, form) in forms.items())
+    return cards + [(name, form(value)) for name, value, form in known_forms if isinstance(value, int | float)]
+
+
+def _from_to(scores: Sequence[Mapping[str, Any]]) -> str:
+    shares = dict.fromkeys(percent(scored["accuracy"]) for scored in (scores[0], scores[-1]))
+    error = scores[-1].get("standard_error")
+    return " → ".join(shares) + (f" ± {percent(2 * error)}" if error else "")
+
+
+def fork_lines(runs: Iterable[Record]) -> list[str]:
+    """Forks among these runs as a tree: a line for each run, below the one that it goes on from. Empty without any."""
+    tree: dict[tuple[tuple[int, str], ...], str] = {}
+    for run in runs:
+        identity = run.records[-1].get("run", run.name) if run.records else run.name
+        names = [*((origin.run, origin.name) for origin in run.origins), (identity, run.name)]
+        path: tuple[tuple[int, str], ...] = ()
+        for (run_id, name), step in zip(names, [0, *(origin.step for origin in run.origins)], strict=True):
+            tree[*path, (step, run_id)] = "    " * len(path) + name + f", from step {step} on" * bool(step)
+            path = (*path, (step, run_id))
+    return [tree[path] for path in sorted(tree)] if any(len(path) > 1 for path in tree) else []
