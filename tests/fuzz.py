@@ -37,19 +37,16 @@ from urllib.parse import urlsplit
 import psutil
 import yaml
 import zmq
+from helpers import dealer, find_free_port, keys_folder
+from malformed import Malformed, MalformedHttp
+from scripted_policy import Session, byte_tokenizer
+
+from areal.extensions.agents.openai_endpoint import OpenAIEndpoint
+from protocols.bus_errors import MalformedError, ProtocolVersionError
+from protocols.codec import Header, decode_body, decode_header, encode
+from protocols.messages import AskSnapshot, AskStatus, Failure, Join, Message, Welcome
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from helpers import dealer, find_free_port, keys_folder  # noqa: E402
-from malformed import Malformed, MalformedHttp  # noqa: E402
-from scripted_policy import Session, byte_tokenizer  # noqa: E402
-
-from areal.extensions.agents.openai_endpoint import OpenAIEndpoint  # noqa: E402
-from protocols.bus_errors import MalformedError, ProtocolVersionError  # noqa: E402
-from protocols.codec import Header, decode_body, decode_header, encode  # noqa: E402
-from protocols.messages import AskSnapshot, AskStatus, Failure, Join, Message, Welcome  # noqa: E402
-
 ACTORS = ("master", "trainer", "generator", "reward", "rollout_manager", "evaluator")
 DOORS = (*ACTORS, "http", "codec")
 # Frames over one connection: between two, streams that nobody reads are given up.
@@ -425,9 +422,10 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=1_000_000, help="of all doors together")
     parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a hundred frames a door: does it run?")
     arguments = parser.parse_args()
     doors, unharmed = arguments.doors, True
-    frames = arguments.frames // len(doors)
+    frames = 100 if arguments.quick else arguments.frames // len(doors)
     print(f"{'door':16} {'frames':>8} {'per s':>8} {'answered':>9} {'refused':>9} {'log':>6} {'RSS in MiB':>26}")
     if "codec" in doors:
         print(f"{'codec':16} {frames:8}", dict(flood_codec(frames, arguments.seed)))

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # before tests/, which has folders of the packages' names
+from dataclasses import replace
 
 from areal.base.command_line import output
 from areal.base.errors import UserError
@@ -29,11 +27,15 @@ def main() -> None:
     add("--steps", type=int, default=8, metavar="N", help="training steps to measure (default: 8)")
     add("--warm-up", type=int, default=4, metavar="N", help="training steps before the measured ones (default: 4)")
     add("--seed", type=int, default=0, metavar="N", help="of the lengths of completions (default: 0)")
+    add("--quick", action="store_true", help="8 devices, one step of 64 samples: does it run?")
     options = parser.parse_args()
     llm = MODELS[options.model]
     sizes = parse_devices(options.devices) if options.devices else [devices_for(options.generators, llm)]
     settings = options.eta, options.run_ahead, options.warm_up, options.steps
-    run_sizes([Setup(devices, llm, *settings, seed=options.seed) for devices in sizes], output(200))
+    setups = [Setup(devices, llm, *settings, seed=options.seed) for devices in sizes]
+    if options.quick:
+        setups = [replace(setups[0], devices=8, warm_up=1, steps=1, batch_size=16, group_size=4)]
+    run_sizes(setups, output(200))
 
 
 if __name__ == "__main__":

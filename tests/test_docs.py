@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import configuration
 import pytest
 import yaml
+from markdown_tables import cut_tables
 
 ROOT = Path(__file__).parents[1]
 OURS = ("areal", "actors", "protocols")
@@ -41,6 +42,17 @@ def test_every_file_that_is_named_exists(page):
     named = re.findall(r"`((?:areal|actors|protocols|tests|configs|docs)/[\w./-]+)`", page.read_text(encoding="utf-8"))
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_is_cut_in_two(page):
+    assert not cut_tables(page.read_text(encoding="utf-8")), "a blank line before these lines"
+
+
+def test_a_table_that_a_blank_line_cuts_is_seen_and_a_fence_is_no_table():
+    table = "| a | b |\n|---|:-:|\n| 1 | 2 |\n"
+    assert not cut_tables(f"{table}\ntext\n\n```\n| x |\n```\n\n{table}")
+    assert cut_tables(f"{table}\n| 3 | 4 |\n| 5 | 6 |\n\n{table}\n| 7 | 8 |\n") == [5, 12]
 
 
 def python_examples() -> list[Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import configuration
+from markdown_tables import cut_tables
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -22,4 +24,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return configuration.reference() if page.file.src_uri == "configuration.md" else markdown
+    """Raises PluginError for a table that would show as raw text."""
+    markdown = configuration.reference() if page.file.src_uri == "configuration.md" else markdown
+    if lines := cut_tables(markdown):
+        raise PluginError(f"{page.file.src_uri}: a blank line cuts a table in two before line {lines[0]}.")
+    return markdown

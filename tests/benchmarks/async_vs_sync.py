@@ -29,7 +29,7 @@ from typing import Any
 from results import kept_runs, ratio
 from rich.console import Console
 from rich.table import Table
-from runs import run
+from runs import SMALL, run
 
 from areal.data import quickstart
 
@@ -71,7 +71,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eval-size", type=int, default=512, help="held-out problems")
     parser.add_argument("--headline", action="store_true", help="that row only")
     parser.add_argument("--model", type=Path, help="the quickstart's model, if it is there already")
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="one pair of small runs in one setting: does it work?")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps, options.trial_steps, options.eval_size, options.headline = 1, 4, 4, 4, True
+    return options
 
 
 class Benchmark:
@@ -86,6 +90,8 @@ class Benchmark:
         """How the mode generates and trains fastest. In the synchronous mode the phases do not touch each other, so
         that each can be chosen by itself."""
         generation, training = TRIED[mode]
+        if self._options.quick:
+            return generation[0], training[0]
 
         def speed(*setting: str) -> float:
             return self.measured(cell, mode, *setting, seed=None)["samples_per_second"]
@@ -115,6 +121,7 @@ class Benchmark:
                 f"batch_size={cell['samples'] // GROUP_SIZE}",
                 f"group_size={GROUP_SIZE}",
                 f"generator.max_concurrent_rollouts={CONCURRENT}",
+                *(SMALL if self._options.quick else ()),
                 *MODES[mode],
                 *GENERATION[generation],
                 *TRAINING[training],

@@ -18,11 +18,10 @@ from typing import Any
 from results import ratio
 from rich.console import Console
 from rich.table import Table
-from runs import run
+from runs import SMALL, run
 
 from areal.data import quickstart
 
-SMALL = ("batch_size=4", "group_size=4", "sampling.max_new_tokens=32")
 PARTS = ("pause", "load", "resume")
 
 

@@ -56,7 +56,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--json", type=Path, help="where the numbers go")
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="a hundred steps: does it run?")
+    options = parser.parse_args()
+    options.steps = 100 if options.quick else options.steps
+    return options
 
 
 async def live(config: Config, folder: Path) -> list[list[object]]:

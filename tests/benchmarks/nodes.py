@@ -20,12 +20,12 @@ from contextlib import closing
 from pathlib import Path
 
 from results import show, write
-from runs import QUICKSTART, ROOT, Run, read, run
+from runs import QUICKSTART, SMALL, Run, read, run
 
 from areal.data import quickstart
 
-sys.path.insert(0, str(ROOT / "tests"))
-from hosts import SpreadRun, wire
+# isort: split
+from hosts import SpreadRun, wire  # of the tests, which `runs` makes known
 
 ROLES = (("master",), ("trainer", "reward"), ("generator",), ("rollout_manager", "evaluator"))
 TRAINER = 1
@@ -99,7 +99,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cut", type=float, default=30.0, metavar="SECONDS", help="that the partition lasts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the quickstart's configuration")
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="small runs, cut for seconds: does it work?")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.cut = 8, 3.0
+        options.overrides = [*SMALL, "data.eval_size=4", *options.overrides]
+    return options
 
 
 if __name__ == "__main__":

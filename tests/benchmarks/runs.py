@@ -23,13 +23,15 @@ from areal.config import Config
 from areal.data.rows import Prompt, prompt_text
 from areal.rewards.functions import resolve
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from helpers import find_free_port
-
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests"))  # what benchmarks share with tests
+from helpers import find_free_port  # noqa: E402
+
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 # Steps before this share of a run fill the pipeline: they say nothing of its throughput.
 FILLING = 0.4
+# A run of seconds, of which --quick makes: it says whether a benchmark works, and nothing about speed.
+SMALL = ("batch_size=4", "group_size=4", "sampling.max_new_tokens=32")
 LOOK_SECONDS = 10
 
 

@@ -101,7 +101,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--programs", type=int, default=100, help="in a round, of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--quick", action="store_true", help="one round of two programs: does it run?")
     options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.programs = 1, 2
     rates = asyncio.run(measure(options.rounds, options.programs))
     ratios = {name: ratio(*pair) for name, pair in rates.items()}
     rows = [

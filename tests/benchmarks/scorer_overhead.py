@@ -1,6 +1,6 @@
 """Samples per second, and CPU time of a sample, of the quickstart with and without a scorer that answers at once.
 
-    python tests/benchmarks/scorer_overhead.py --model runs/models/quickstart-... --rounds 3
+    python tests/benchmarks/scorer_overhead.py --json scorer_overhead.json
 
 The scorer is the real actor in a process of its own, with an engine that gives zeros: what remains is the way of the
 tokens to it and of the log-probs back, through spool and rollouts into the step, which measures them and learns nothing
@@ -25,11 +25,13 @@ from typing import Any
 import numpy as np
 import psutil
 import uvloop
-from runs import QUICKSTART, ROOT, find_free_port, read
+from results import write
+from runs import QUICKSTART, ROOT, SMALL, find_free_port, read
 
+from areal.data import quickstart
 from areal.samples.trajectory import TokenScores
 
-STEPS, FIRST = 32, 8
+STEPS, FIRST, LAST = 32, 8, 28
 
 
 class AtOnce:
@@ -78,7 +80,7 @@ def cpu_seconds(root: psutil.Process) -> Counter[str]:
     return results
 
 
-def measure(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> dict[str, float]:
+def measure(model: Path, folder: Path, name: str, overrides: Sequence[str], *, scored: bool) -> dict[str, float]:
     """Samples/s, and CPU milliseconds of a sample by role."""
     command = [
         sys.executable,
@@ -96,10 +98,10 @@ def measure(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> d
     ]
     records, looks = folder / name / "metrics.jsonl", {}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as started:
-        servers = [] if not overrides else [psutil.Popen([sys.executable, __file__, "--serve", str(folder / name)])]
+        servers = [] if not scored else [psutil.Popen([sys.executable, __file__, "--serve", str(folder / name)])]
         while started.poll() is None:
             step_count = len(records.read_text().splitlines()) if records.is_file() else 0
-            if step_count in (FIRST, STEPS - 4) and step_count not in looks:
+            if step_count in (FIRST, LAST) and step_count not in looks:
                 looks[step_count] = cpu_seconds(psutil.Process(started.pid))
                 looks[step_count].update({"scorer": sum(sum(process.cpu_times()[:2]) for process in servers)})
             time.sleep(0.05)
@@ -113,26 +115,33 @@ def measure(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="the quickstart's model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--model", type=Path, help="the quickstart's model (default: it is built, 80 s on two cores)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round of small steps: does it run?")
     parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve)
         return
-    scorer = ["trainer.teacher=idle", f"scorers.idle={{model: {options.model.resolve()}, count: 0}}"]
     results: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.rounds):
+        model = (options.model or quickstart.ensure(Path(folder) / "models")).resolve()
+        scorer = ["trainer.teacher=idle", f"scorers.idle={{model: {model}, count: 0}}"]
+        small = SMALL if options.quick else ()
+        for number in range(1 if options.quick else options.rounds):
             for kind, rounds in results.items():
-                overrides = scorer if kind == "with" else []
-                rounds.append(measure(options.model, Path(folder), f"{kind}-{number}", overrides))
+                overrides = [*small, *(scorer if kind == "with" else ())]
+                rounds.append(measure(model, Path(folder), f"{kind}-{number}", overrides, scored=kind == "with"))
                 print(kind, {name: round(value, 2) for name, value in rounds[-1].items()}, flush=True)
-    for kind, rounds in results.items():
-        print(f"{kind}, medians:", {name: round(median(item[name] for item in rounds), 2) for name in rounds[0]})
+    medians = {
+        kind: {name: median(of[name] for of in rounds) for name in rounds[0]} for kind, rounds in results.items()
+    }
+    for kind, values in medians.items():
+        print(f"{kind}, medians:", {name: round(value, 2) for name, value in values.items()})
+    write(medians, options.json)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sys.path.insert(0, str(ROOT))
     main()

@@ -117,7 +117,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, help="where the plot goes")
     parser.add_argument("--json", type=Path, help="where the numbers go (default: results.json in the folder)")
     parser.add_argument("--only-report", action="store_true", help="from the readings in the folder")
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="two minutes with four faults: does it work?")
+    options = parser.parse_args()
+    if options.quick:
+        options.hours, options.every = 1 / 30, 30.0
+    return options
 
 
 def live(folder: Path, model: Path, seconds: float, every: float, seed: int) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 
 import vs_trl
 from results import kept_runs, ratio, show, write
-from runs import QUICKSTART, reward_of, run, score
+from runs import QUICKSTART, SMALL, reward_of, run, score
 
 from areal.config import Config, load_config
 from areal.data import quickstart
@@ -109,7 +109,12 @@ def parse() -> argparse.Namespace:
         metavar="NAMES",
         help=f"of {', '.join(CONTESTANTS)}, and {AS_CONFIGURED}: the configuration as it stands",
     )
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="one small run with each bound, no TRL: does it work?")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps, options.checkpoint_every, options.eval_size = 1, 4, 2, 8
+        options.only = [name for name in options.only if name in OURS]
+    return options
 
 
 def numbers(words: str) -> tuple[float, ...]:
@@ -152,6 +157,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 def ours(name: str, seed: int, options: argparse.Namespace, folder: Path) -> tuple[dict[str, float], Checkpoints]:
     """Trains. Returns samples per second and memory, and the checkpoints, which are in `folder`/run."""
     words = [str(options.config), f"seed={seed}", f"steps={options.steps}", "data.eval_size=0", *OURS[name]]
+    words += SMALL if options.quick else ()
     words += [f"trainer.checkpoint_every={options.checkpoint_every}", f"trainer.checkpoints_kept={options.steps}"]
     outcome = run(options.model, folder, "run", words, keep=True)
     began = outcome.steps[0]["time"]

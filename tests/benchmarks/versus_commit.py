@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from bench import machine
 from results import ratio, show, write
-from runs import FILLING, ROOT, find_free_port
+from runs import FILLING, ROOT, SMALL, find_free_port
 
 from areal.data import quickstart
 
@@ -113,7 +113,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs")
     parser.add_argument("--steps", type=int, default=40, help="training steps of a run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="one pair of small runs: does it work?")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps, options.overrides = 1, 6, [*SMALL, *options.overrides]
+    return options
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from statistics import median
 from typing import Any
 
 from results import kept_runs, ratio, show, write
-from runs import FILLING, ROOT, Run, find_free_port, finish, run
+from runs import FILLING, Run, find_free_port, finish, run
 
 from areal.data import quickstart
 
@@ -67,7 +67,7 @@ def start(mode: str, seed: int, out: Path, model: Path, *arguments: Any) -> floa
     script = Path(__file__).with_name("trl_runs.py")
     own_command = [script, mode, "--seed", seed, "--port", find_free_port(), "--out", out, "--model", model.resolve()]
     command = [sys.executable, *map(str, (*own_command, *arguments))]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     return finish(command, environment, RUN_SECONDS)
 
 

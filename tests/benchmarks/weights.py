@@ -32,6 +32,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import runs  # noqa: F401  # it makes the tests' modules known
 import structlog
 import uvloop
 from results import ratio, show, write
@@ -46,7 +47,7 @@ from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder
 from protocols.messages import FetchWeights, Member, Policy
 from protocols.transport import Bus, Request
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+# isort: split
 from helpers import network
 from transfer_end import TransferEnd
 
