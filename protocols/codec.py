@@ -148,11 +148,11 @@ def decode_header(frames: Sequence[Frame]) -> Header:
     values = _unpack(frames[0], MAX_HEADER_BYTES)
     if not isinstance(values, dict):
         raise MalformedError("the header is not a map")
-    version = values.pop("v", None)
+    version, name = values.pop("v", None), values.pop("program", None)
     if type(version) is not int:
         raise MalformedError("the header has no valid protocol version")
     if version != PROTOCOL_VERSION:
-        raise ProtocolVersionError(difference(values.get("program"), program()))
+        raise ProtocolVersionError(difference(name, program()))
     try:
         header = Header(**values)
     except TypeError:
