@@ -13,28 +13,32 @@ folder, as this actor sees it (areal.storage.samples), and none of them is made 
 """
 
 import asyncio
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
 
 import structlog
 
-from actors.runtime.actor import first_error
-from actors.sampling.calls import SampleFailed
-from actors.sampling.jobs import RoutedGenerators
-from actors.sampling.router import Router
-from actors.sampling.sampler import Sampler
+from actors.runtime.actor import Actor, first_error
+from actors.runtime.directory import Directory
+from actors.runtime.membership import Membership
+from actors.sampling.flows import Choose
+from actors.sampling.jobs import SampleFailed
+from actors.sampling.sampling import Prompts, Sampling, open_rows
 from actors.sampling.sessions import SampleSession
 from areal.config import Config
-from areal.config.data_section import BenchmarkConfig
+from areal.config.data_section import BenchmarkConfig, DataConfig
 from areal.config.engine_sections import SamplingConfig
 from areal.config.role_sections import EvaluatorConfig
 from areal.config.roles import ROLES
 from areal.data.rows import Row, prompt_text
-from areal.data.sources import open_benchmark
+from areal.data.sources import open_benchmark, open_source
 from areal.rewards.pass_at_k import scorecard
+from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
 from areal.storage.samples import SampleFile
+from areal.workflows.builtin import Workflow
 from protocols.bus_errors import text_of
 from protocols.messages import (
     AskEvaluation,
@@ -43,10 +47,12 @@ from protocols.messages import (
     EvaluationAbandoned,
     EvaluationAnswer,
     EvaluationDone,
+    LoadColumns,
     Member,
     RowScores,
     RowsScored,
     Sample,
+    Work,
 )
 
 ASK_SECONDS = 20.0
@@ -74,19 +80,19 @@ class NotExact(SampleFailed):
         super().__init__("workflow", why)
 
 
-class HolderRouter(Router):
-    """Sends every sequence to the generator that holds the version under evaluation; routes other roles as usual."""
+class HeldSample(SampleSession):
+    """A sample of the version under evaluation, all calls of which go to the generator that holds the version."""
 
-    def __init__(self, holder: Member, *routes: Any) -> None:
-        super().__init__(*routes)
+    def __init__(self, directory: Directory, holder: Member, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._directory = directory
         self._holder = holder
 
-    async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
-        if role != "generator":
-            return await super().choose(role, serves)
-        now = self.directory.members.get(self._holder.identity)
+    async def place(self, choose: Choose) -> Member:
+        now = self._directory.members.get(self._holder.identity)
         if now is None or now.state != "healthy" or now.held != self._holder.held:
-            raise NotExact(f"{self._holder.identity} has left, is unhealthy, or no longer holds version {min_version}")
+            gone = f"{self._holder.identity} has left, is unhealthy, or no longer holds version {self.min_version}"
+            raise NotExact(gone)
         return now
 
 
@@ -214,19 +220,43 @@ def _settings_of(benchmark: BenchmarkConfig, sampling: SamplingConfig, config: C
     return settings | config.rollout_manager.model_dump(mode="json", include={"workflow", "workflow_options"})
 
 
-class Evaluator(Sampler):
+class Evaluator(Actor):
     role = "evaluator"
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    @classmethod
+    async def start(
+        cls,
+        member: Membership,
+        open_source: Callable[[DataConfig, int], Prompts] = open_source,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer,
+        workflow: Workflow | None = None,
+    ) -> Self:
+        rows = await open_rows(member, open_source, workflow)
+        return cls(member, await Sampling.start(member, load_tokenizer), *rows)
+
+    def __init__(self, member: Membership, sampling: Sampling, source: Prompts, workflow: Workflow) -> None:
+        self.member = member
+        self.config, self.directory = member.config, member.directory
+        self.sampling = sampling
+        self._source = source
+        self._workflow = workflow
         settings = self.config.evaluator
         conditions = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0, "min_p": 0.0}
         self._sampling = self.config.sampling.model_copy(update=conditions)
         rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
-        self._rows = [row for row in rows if not self.services.too_long(row)]
+        self._rows = [row for row in rows if not self.sampling.services.too_long(row)]
         if len(self._rows) < len(rows):
             log.warning("held-out rows are left out, as their prompts are too long", count=len(rows) - len(self._rows))
         self._benchmark_rows: dict[str, list[Row]] = {}
+
+    def stats(self) -> dict[str, float]:
+        return self.sampling.stats()
+
+    def works(self) -> tuple[Work, ...]:
+        return self.sampling.works()
+
+    def note_loads(self, loads: LoadColumns) -> None:
+        self.sampling.dispatch.loads.note(loads)
 
     async def catch_up(self) -> None:
         for name, benchmark in self.config.evaluator.benchmarks.items():
@@ -289,14 +319,13 @@ class Evaluator(Sampler):
     async def _sample_all(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> None:
         """Sample and score all unfinished samples, and tell the master which rows are done. Raises NotExact."""
         home = evaluation.holder
-        router = HolderRouter(home, *self._routes) if home else self._router
         # Generators that have not joined yet take their share later.
         generators = 1 if home else max(len(self.directory.with_role("generator")), self.config.generator.count)
         gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
 
         async def take_sample(row: Row, sampling: SamplingConfig) -> Trajectory | None:
             async with gate:
-                return await self._sample(row, sampling, evaluation.version, router, home)
+                return await self._sample(row, sampling, evaluation.version, home)
 
         async def sample_heldout(number: int) -> None:
             evaluation.add(number, await take_sample(evaluation.rows[number], self._sampling))
@@ -330,14 +359,17 @@ class Evaluator(Sampler):
             if rows := evaluation.take_finished_rows():
                 await self.member.ask_master(RowsScored(version=evaluation.version, scored=RowScores.of(rows)), Done)
 
+    async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
+        return await self.sampling.run_workflow(session, self._workflow, row)
+
     async def _sample(
-        self, row: Row, sampling: SamplingConfig, version: int, router: Router, home: Member | None
+        self, row: Row, sampling: SamplingConfig, version: int, holder: Member | None
     ) -> Trajectory | None:
         """One scored sample; None if it could not be scored, which is a failure, not a score of 0. Raises NotExact."""
-        home = home or await router.choose("generator", min_version=version)
-        generators = RoutedGenerators(router, self._servers)
-        session = SampleSession(
-            self.services, row, sampling, version, home=home, slot=router.slot_at(home), generators=generators
+        home = holder or await self.sampling.dispatch.choose("generator", min_version=version)
+        make = functools.partial(HeldSample, self.directory, holder) if holder else SampleSession
+        session = make(
+            self.sampling.services, row, sampling, version, home=home, slot=self.sampling.dispatch.loads.slot_at(home)
         )
         try:
             sample = await self.run_workflow(session, row)
@@ -378,7 +410,7 @@ class Evaluator(Sampler):
         """The text before the first sampled token, and from there on."""
         first = int(sample.sampled.argmax())
         prompt, completion = (
-            self.services.tokenizer.decode(part, skip_special_tokens=True)
+            self.sampling.services.tokenizer.decode(part, skip_special_tokens=True)
             for part in (sample.tokens[:first], sample.tokens[first:])
         )
         return prompt, completion

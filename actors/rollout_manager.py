@@ -19,22 +19,28 @@ import functools
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import structlog
 
-from actors.sampling.calls import SampleFailed
-from actors.sampling.group_scores import GroupScores
-from actors.sampling.sampler import Sampler
+from actors.runtime.actor import Actor
+from actors.runtime.membership import Membership
+from actors.sampling.jobs import SampleFailed
+from actors.sampling.sampling import Prompts, Sampling, open_rows
+from actors.sampling.scores import GroupScores
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import ToolError, UserError, explain
+from areal.config.data_section import DataConfig
 from areal.data.rows import Row
+from areal.data.sources import open_source
 from areal.generation.routing import groups_that_fit, plan_moves
 from areal.samples.pictures import digests_in
+from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Note, Trajectory, row_text
 from areal.samples.vision import check_pictures
 from areal.storage.saved_calls import SavedCall, packed, unpacked
+from areal.workflows.builtin import Workflow
 from protocols.bus_errors import RefusedError, text_of
 from protocols.messages import (
     AskCalls,
@@ -45,6 +51,7 @@ from protocols.messages import (
     GroupFailed,
     GroupStarted,
     LackingPictures,
+    LoadColumns,
     LostLeases,
     Member,
     OfferPictures,
@@ -57,6 +64,7 @@ from protocols.messages import (
     StoredSamples,
     StorePictures,
     StoreSamples,
+    Work,
 )
 
 S = TypeVar("S")
@@ -75,11 +83,26 @@ SAVES = 4
 log = structlog.get_logger()
 
 
-class RolloutManager(Sampler):
+class RolloutManager(Actor):
     role = "rollout_manager"
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    @classmethod
+    async def start(
+        cls,
+        member: Membership,
+        open_source: Callable[[DataConfig, int], Prompts] = open_source,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer,
+        workflow: Workflow | None = None,
+    ) -> Self:
+        rows = await open_rows(member, open_source, workflow)
+        return cls(member, await Sampling.start(member, load_tokenizer), *rows)
+
+    def __init__(self, member: Membership, sampling: Sampling, source: Prompts, workflow: Workflow) -> None:
+        self.member = member
+        self.config, self.directory = member.config, member.directory
+        self.sampling = sampling
+        self._source = source
+        self._workflow = workflow
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._unfinished: dict[str, int] = {}  # number of unfinished samples, by group
         self._sessions: dict[str, list[SampleSession]] = {}
@@ -95,7 +118,7 @@ class RolloutManager(Sampler):
             self.member.activity = "waiting for a healthy generator"
             await self.directory.until(lambda: self.directory.with_role("generator"))
             self.member.activity = f"the generators are full: no new group starts, {self._running} samples run"
-            await self._router.room.until(lambda: self._free_groups() > 0)
+            await self.sampling.dispatch.loads.room.until(lambda: self._free_groups() > 0)
             self.member.activity = "waiting for permits from the master"
             permits = await self.member.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
             for permit in permits.permits:
@@ -115,21 +138,27 @@ class RolloutManager(Sampler):
                 await asyncio.wait(saves, timeout=HAND_OVER_SECONDS)
             for group in self._groups.values():
                 group.cancel()
-        await self._router.room.until(lambda: not self._groups)
+        await self.sampling.dispatch.loads.room.until(lambda: not self._groups)
 
     def stats(self) -> dict[str, float]:
-        return super().stats() | {
+        return self.sampling.stats() | {
             "groups_running": len(self._groups),
             "samples_running": self._running,
             "samples_finished": self._samples_finished,
             "moved": self._moved,
         }
 
+    def works(self) -> tuple[Work, ...]:
+        return self.sampling.works()
+
+    def note_loads(self, loads: LoadColumns) -> None:
+        self.sampling.dispatch.loads.note(loads)
+
     def _free_groups(self) -> int:
         """Number of groups to start now. It is at least 1 if no group is in progress."""
-        slots = self._router.places / self._router.askers
+        slots = self.sampling.dispatch.loads.places / self.sampling.dispatch.askers
         beginning = self._samples * sum(not sessions for sessions in self._sessions.values())
-        requests = self._router.sequences + beginning
+        requests = self.sampling.dispatch.loads.sequences + beginning
         free = groups_that_fit(self._samples, slots, requests, self._running)
         if not self._groups:
             free = max(1, free)
@@ -149,13 +178,14 @@ class RolloutManager(Sampler):
         """Every BALANCE_SECONDS, move sequences to generators where they finish sooner."""
         while True:
             await asyncio.sleep(BALANCE_SECONDS)
+            dispatch = self.sampling.dispatch
             loads = {
                 m.identity: load
                 for m in self.directory.with_role("generator")
-                if (load := self._router.loads.get(m.identity)) and self._router.trusts(m)
+                if (load := dispatch.loads.reported.get(m.identity)) and dispatch.avoidance.trusts(m)
             }
             calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
-            moves = plan_moves(loads, calls, self._router.askers, asyncio.get_running_loop().time())
+            moves = plan_moves(loads, calls, dispatch.askers, asyncio.get_running_loop().time())
             for call, target in moves:
                 call.move(self.directory.members[target])
             self._moved += len(moves)
@@ -173,7 +203,7 @@ class RolloutManager(Sampler):
     # --- one group
 
     def _begin_group(self, permit: Permit) -> None:
-        self.awaited_rewards.update(permit.rewards)
+        self.sampling.awaited_rewards.update(permit.rewards)
         self._unfinished[permit.group] = self._samples
         self._sessions[permit.group] = []
         self._groups[permit.group] = task = self.member.spawn(self._run_group(permit), permit.group)
@@ -184,7 +214,7 @@ class RolloutManager(Sampler):
         del self._groups[group]
         del self._unfinished[group]
         del self._sessions[group]
-        self._router.room.notify()
+        self.sampling.dispatch.loads.room.notify()
 
     async def _run_group(self, permit: Permit) -> None:
         try:
@@ -199,17 +229,17 @@ class RolloutManager(Sampler):
         Raises SampleFailed if the group cannot be finished."""
         row = self._read_row(permit.row)
         self._prepare_ahead(permit.row)
-        all_or_none = bool(self.services.of_groups(self.services.weights(row, permit.rewards)))
+        all_or_none = bool(self.sampling.services.of_groups(self.sampling.services.weights(row, permit.rewards)))
         stored = await self._ask_stored(permit, all_or_none)
         places = [place for place in range(self._samples) if place not in stored.places]
         needed = self.config.group_size - len(stored.places)
         self._unfinished[permit.group] = len(places) if needed > 0 else 0
         if needed <= 0:
             return
-        home = await self._router.choose("generator", min_version=permit.min_version)
+        home = await self.sampling.dispatch.choose("generator", min_version=permit.min_version)
         start = _GroupStart(len(places), stored.start_version, functools.partial(self._report_start, permit))
         sessions = self._open_sessions(permit, row, places, home, start)
-        group = GroupScores(self.services.rewards, row, sessions, needed) if all_or_none else None
+        group = GroupScores(self.sampling.services.rewards, row, sessions, needed) if all_or_none else None
         for session in sessions:
             session.group = group
         work = [
@@ -238,12 +268,12 @@ class RolloutManager(Sampler):
         """A session for the sample at each of these places."""
         sessions = self._sessions[permit.group] = [
             SampleSession(
-                self.services,
+                self.sampling.services,
                 row,
                 self.config.sampling,
                 permit.min_version,
                 home=home,
-                slot=self._router.slot_at(home),
+                slot=self.sampling.dispatch.loads.slot_at(home),
                 on_start=start.count,
                 rewards=permit.rewards,
             )
@@ -271,13 +301,13 @@ class RolloutManager(Sampler):
         if row.pictures:
             with explain(UserError, "{why}", functools.partial(SampleFailed, "row")):
                 check_pictures(self.config)
-        if too_long := self.services.too_long(row):
+        if too_long := self.sampling.services.too_long(row):
             raise SampleFailed("long", too_long)
         return row
 
     def _prepare_ahead(self, index: int) -> None:
         """Have the tools prepare for the next rows: their images are pulled, if samples run in containers."""
-        for tool in self.services.tools.expecting():
+        for tool in self.sampling.services.tools.expecting():
             for later in range(index + 1, index + 1 + ROWS_AHEAD):
                 with contextlib.suppress(SampleFailed, ToolError):  # heard again once the row is used
                     tool.expect(self._read_row(later))
@@ -331,21 +361,23 @@ class RolloutManager(Sampler):
         finally:
             self._unfinished[permit.group] -= 1
             self._samples_finished += 1
-            self._router.room.notify()
+            self.sampling.dispatch.loads.room.notify()
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample, lower its reward if the completion is too long (`reward.overlong_tokens`),
         and have scorers score its tokens. Only training samples get this, not those of an evaluation."""
-        sample = await super().run_workflow(session, row)
+        sample = await self.sampling.run_workflow(session, self._workflow, row)
         for column, name in self._scorers(row).items():
-            branches = [self._scoring.score_tokens(name, branch.tokens) for branch in sample.sequences()]
+            branches = [
+                self.sampling.services.rewards.score_tokens(name, branch.tokens) for branch in sample.sequences()
+            ]
             scores = await asyncio.gather(*branches)
             with explain(ValueError, f"scorer {name!r}: {{why}}", functools.partial(SampleFailed, "scorer")):
                 sample = sample.with_scores(column, [score.logprobs for score in scores])
                 if column == "teacher_logprobs" and self.config.trainer.teacher_top_k:
                     sample = sample.with_scores("teacher_top_tokens", [score.top_tokens for score in scores])
                     sample = sample.with_scores("teacher_top_logprobs", [score.top_logprobs for score in scores])
-        penalty = self.services.overlong(sample)
+        penalty = self.sampling.services.overlong(sample)
         return sample.lowered(penalty) if penalty else sample
 
     def _scorers(self, row: Row) -> dict[str, str]:
@@ -367,12 +399,12 @@ class RolloutManager(Sampler):
             return StoredSamples(places=(), start_version=None)
         request = AskSamples(group=permit.group, prompt_index=permit.prompt_index, all_or_none=all_or_none)
         with explain(RefusedError, "the trainer refused the group: {why}", functools.partial(SampleFailed, "trainer")):
-            return await self.ask_trainer(request, StoredSamples)
+            return await self.sampling.ask_trainer(request, StoredSamples)
 
     async def _calls(self, permit: Permit, place: int) -> list[SavedCall]:
         """The calls that the trainer has of a sample. Without them it is sampled anew."""
         try:
-            stored = await self.ask_trainer(AskCalls(group=permit.group, place=place), StoredCalls)
+            stored = await self.sampling.ask_trainer(AskCalls(group=permit.group, place=place), StoredCalls)
         except RefusedError as error:
             log.warning("the trainer gives no calls of a sample", group=permit.group, error=str(error))
             return []
@@ -391,7 +423,7 @@ class RolloutManager(Sampler):
             frame = np.frombuffer(packed(calls), np.uint8)
             request = StoreCalls(group=permit.group, prompt_index=permit.prompt_index, place=place, frame=frame)
             try:
-                await self.ask_trainer(request, Done)
+                await self.sampling.ask_trainer(request, Done)
                 session.unsaved -= tokens
             except RefusedError as error:
                 session.save_every = math.inf
@@ -413,7 +445,7 @@ class RolloutManager(Sampler):
         )
         try:
             await self._store_pictures(scored)
-            await self.ask_trainer(request, GroupAccepted)
+            await self.sampling.ask_trainer(request, GroupAccepted)
         except RefusedError as error:
             return error
         return None
@@ -421,10 +453,12 @@ class RolloutManager(Sampler):
     async def _store_pictures(self, scored: "Sequence[_Scored]") -> None:
         """Have the trainer store those of the samples' pictures that it lacks. Raises RefusedError."""
         files = {name: item.pictures[name] for item in scored for name in digests_in(item.sample.pictures)}
-        lacking = (await self.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names if files else ()
+        lacking = (
+            (await self.sampling.ask_trainer(OfferPictures(names=tuple(files)), LackingPictures)).names if files else ()
+        )
         if lacking:
             contents = tuple(np.frombuffer(files[name], np.uint8) for name in lacking)
-            await self.ask_trainer(StorePictures(files=contents), Done)
+            await self.sampling.ask_trainer(StorePictures(files=contents), Done)
 
     @property
     def _keeps_rollouts(self) -> bool:

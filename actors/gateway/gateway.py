@@ -17,7 +17,7 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import structlog
@@ -25,12 +25,12 @@ import structlog
 from actors.gateway.endpoint import NO_SESSION, GatewayEndpoint
 from actors.gateway.keys import UserKeys
 from actors.gateway.user_sessions import UserSession, note_error
+from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
-from actors.sampling.calls import SampleFailed
-from actors.sampling.sampler import Sampler
+from actors.sampling.jobs import SampleFailed
+from actors.sampling.sampling import Sampling
 from areal.base.errors import UserError, explain
 from areal.extensions.agents.openai_api import ApiError
-from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import row_text
 from protocols.bus_errors import BusError, RefusedError
 from protocols.messages import (
@@ -42,6 +42,7 @@ from protocols.messages import (
     Done,
     GroupAccepted,
     GroupStarted,
+    LoadColumns,
     LostLeases,
     Message,
     RenewLeases,
@@ -53,6 +54,7 @@ from protocols.messages import (
     StoredCalls,
     StoredSamples,
     StoreSamples,
+    Work,
 )
 
 WATCH_SECONDS = 1.0
@@ -72,29 +74,26 @@ M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
 
 
-class Gateway(Sampler):
+class Gateway(Actor):
     role = "gateway"
 
     @classmethod
-    async def start(cls, member: Membership, *parts: Any, **options: Any) -> Self:
-        config = member.config
-        if not config.gateway.keys:
+    async def start(cls, member: Membership, **options: Any) -> Self:
+        settings = member.config.gateway
+        if not settings.keys:
             raise UserError("The run has no gateway.keys, so that nobody could make a call: add one (docs/gateway.md).")
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
-        nothing = cast(Any, None)  # it has no rows, and users are the workflow
-        gateway = cls(member, nothing, nothing, tokenizer)
-        await gateway.services.load_parsers()
-        return gateway
+        return cls(member, await Sampling.start(member, users=settings.serve == "evaluated"))
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, member: Membership, sampling: Sampling) -> None:
+        self.member = member
+        self.config, self.directory = member.config, member.directory
+        self.sampling = sampling
         self._settings = self.config.gateway
         self._sessions: dict[str, UserSession] = {}
         self._unnamed: dict[str, str] = {}  # the session of calls that name none, by key
         self._works: set[asyncio.Task[Any]] = set()
         self._opening: dict[str, asyncio.Lock] = {}
         self._counts = Counter[str]()
-        self._router.users = self._settings.serve == "evaluated"
         self._first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
         self._keys = UserKeys(self._settings.keys, asyncio.get_running_loop().time)
         port = self._settings.port and self._settings.port + (self.member.index or 0)
@@ -141,7 +140,13 @@ class Gateway(Sampler):
         numbers["sessions_open"] = float(sum(session.group is not None for session in self._sessions.values()))
         if self._first_tokens:
             numbers["first_token_seconds"] = sum(self._first_tokens) / len(self._first_tokens)
-        return super().stats() | numbers
+        return self.sampling.stats() | numbers
+
+    def works(self) -> tuple[Work, ...]:
+        return self.sampling.works()
+
+    def note_loads(self, loads: LoadColumns) -> None:
+        self.sampling.dispatch.loads.note(loads)
 
     def _count(self, name: str) -> None:
         self._counts[name] += 1
@@ -150,13 +155,13 @@ class Gateway(Sampler):
 
     @property
     def tokenizer(self) -> Any:
-        return self.services.tokenizer
+        return self.sampling.services.tokenizer
 
     async def open_session(self, name: str, train: bool) -> UserSession:
         """The session of this name, which takes calls. Raises ApiError."""
         if self.member.state == "draining":
             raise ApiError("this gateway is leaving: ask another one", "leaving", 503)
-        if self._router.users and not any(m.serving for m in self.directory.with_role("generator")):
+        if self.sampling.dispatch.users and not any(m.serving for m in self.directory.with_role("generator")):
             raise ApiError("no evaluated version is served now: try again later", "no_version", 503)
         key = name.partition(":")[0]
         if name == f"{key}:{NO_SESSION}":
@@ -195,7 +200,7 @@ class Gateway(Sampler):
         return self._add(name, group)
 
     def _add(self, name: str, group: SessionGroup | None) -> UserSession:
-        session = UserSession(self.services, name, group, self._save, self._report_start)
+        session = UserSession(self.sampling.services, name, group, self._save, self._report_start)
         self._sessions[name] = session
         return session
 
@@ -205,7 +210,7 @@ class Gateway(Sampler):
         if here is not None and here.group is not None and here.group.group == group.group:
             return here
         session = self._add(group.session, group)
-        stored = await self.ask_trainer(AskCalls(group=group.group, place=0), StoredCalls)
+        stored = await self.sampling.ask_trainer(AskCalls(group=group.group, place=0), StoredCalls)
         self._count("adopted")
         if len(stored.frame):
             try:
@@ -216,7 +221,7 @@ class Gateway(Sampler):
                 return self._add(group.session, None)
         else:  # its gateway may have been lost before the master heard that the sample is stored
             question = AskSamples(group=group.group, prompt_index=group.prompt_index)
-            if (await self.ask_trainer(question, StoredSamples)).places:
+            if (await self.sampling.ask_trainer(question, StoredSamples)).places:
                 self._drop(session)
                 return None
         log.info("a session goes on here", session=group.session, group=group.group)
@@ -309,7 +314,7 @@ class Gateway(Sampler):
         try:
             score = await session.sample.score(session.chat.last_text)
         except SampleFailed as failure:
-            self.report_failure(failure.cause, f"{failure}")
+            self.sampling.report_failure(failure.cause, f"{failure}")
             await self._discard(session, "failed")
         else:
             if session.running or not session.ended:  # who came back meanwhile goes on
@@ -349,7 +354,7 @@ class Gateway(Sampler):
         accepted = (await self._store(session, request, GroupAccepted)).accepted
         session.rewarded = True
         self._count("rewarded" if accepted else "expired")
-        self.services.succeeded += accepted
+        self.sampling.services.succeeded += accepted
         self._drop(session)
         return accepted
 
@@ -391,7 +396,7 @@ class Gateway(Sampler):
         """Raises ApiError if the trainer refuses it. Then the session is forgotten here: it goes on from what is
         stored, where it is asked for again, or at another gateway already."""
         try:
-            return await self.ask_trainer(request, answer)
+            return await self.sampling.ask_trainer(request, answer)
         except RefusedError as error:
             self._drop(session)
             raise ApiError(f"the session cannot be stored: {error}", "not_stored", 507) from None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from actors.gateway.keys import UserKeys
-from actors.sampling.calls import SampleFailed
+from actors.sampling.jobs import SampleFailed
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row

@@ -138,8 +138,8 @@ class Members:
 
     def _fitting_entry(self, member: Member) -> bytes:
         """Raises BusyError if the directory has no room for the entry."""
-        before, entry = self._entries.get(member.identity, b""), _entry(member)
-        if self._size - len(before) + len(entry) > MAX_DIRECTORY_BYTES:
+        earlier, entry = self._entries.get(member.identity, b""), _entry(member)
+        if self._size - len(earlier) + len(entry) > MAX_DIRECTORY_BYTES:
             raise BusyError(f"the directory of the run has no room for what {member.identity} tells of itself")
         return entry
 

@@ -59,8 +59,8 @@ class Progress:
         name = self.absent[0]
         role = self._needed[name]
         hand = f"run.py --role {role}" + f" --scorer {name}" * (role == "scorer")
-        own = "run.serve_reward in the notebook that did, or " * (role == "reward")
-        return f"admission pauses: no actor serves the {role} {name!r} any more. Start one again: {own}{hand}"
+        serving = "run.serve_reward in the notebook that did, or " * (role == "reward")
+        return f"admission pauses: no actor serves the {role} {name!r} any more. Start one again: {serving}{hand}"
 
     @property
     def _needed(self) -> dict[str, str]:

@@ -83,8 +83,8 @@ class Works:
         """The evidence `value` of work that is not expected to move during work of another kind or in `waiting`."""
 
         def evidence() -> float | None:
-            others = self._waits or len(self._operations) > self._kinds[kind]
-            return None if others else value()
+            busy = self._waits or len(self._operations) > self._kinds[kind]
+            return None if busy else value()
 
         return evidence
 

@@ -1,1 +1,9 @@
-"""What a sample takes: sessions, calls, flows to generators and rewards, routing, agents' endpoints."""
+"""How a rollout manager, an evaluator and a gateway get tokens and scores, through three objects.
+
+In: calls of workflows (`SampleSession`). Out: tokens with their log-probs and versions, and scores.
+
+    SampleSession ──job──▶ Dispatch ──job──▶ Flow ──batches of jobs──▶ a generator, reward actor or scorer
+    what a workflow sees   chooses the actor; goes on elsewhere if it dies; does not know what a job is
+
+Read `dispatch.py` first, then `jobs.py`. `Sampling` (`sampling.py`) is the part that the three roles have.
+"""

@@ -27,7 +27,7 @@ from protocols.bus_errors import (
     StreamBrokenError,
     from_code,
 )
-from protocols.messages import EndJobs, JobFailed, LackingPictures, Message, OpenFlow
+from protocols.messages import EndJobs, JobFailed, LackingPictures, Member, Message, OpenFlow
 from protocols.transport import Peer, Request
 
 # Timeout of a flow's stream, which breaks much earlier if its server falls silent.
@@ -44,6 +44,8 @@ MAX_FLOWS, MAX_JOBS = 64, 16_384
 J = TypeVar("J", bound="Job")
 R = TypeVar("R")
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+Choose = Callable[[str, str | None, int], Awaitable[Member]]
+"""Chooses an actor: of this role, that serves this name (None: any), with weights of this version or newer."""
 JobFunction = Callable[[Callable[[R], None]], Awaitable[None]]
 """A job at its server: gets the function that adds results, and may raise a BusError."""
 
@@ -51,8 +53,15 @@ JobFunction = Callable[[Callable[[R], None]], Awaitable[None]]
 class Job:
     """A job of an asker. One that has ended may be begun again, on any flow. From its beginning on it has `number`, its
     name there, which the asker never uses again, and `_done`, which is set or failed when it ends. `files`: those of
-    its pictures, by name, which are sent to servers that lack them."""
+    its pictures, by name, which are sent to servers that lack them.
 
+    `role`, `serves`: an actor of this role does it, which serves this name; None: any actor. `target`: the actor on
+    which it is to continue; None: any.
+    """
+
+    role = ""
+    serves: str | None = None
+    target: Member | None = None
     files: Mapping[str, bytes] = {}
     number = -1
     _flow: "Flow[Any] | None" = None
@@ -80,6 +89,33 @@ class Job:
         """Have the server end the job where it is. Its results so far still come, and then it fails."""
         if self._flow is not None and self.runs:
             self._flow.stop(self.number)
+
+    # What actors.sampling.dispatch.Dispatch calls, in this order; from `check` on, for each actor that it tries.
+
+    def begin_dispatch(self) -> Member | None:
+        """The actor on which it begins; None: any."""
+        return None
+
+    def check(self) -> None:
+        """Raises SampleFailed if it is not wanted any more."""
+
+    async def place(self, choose: Choose) -> Member:
+        """The actor to do it. Raises SampleFailed if there is none."""
+        return await choose(self.role, self.serves, 0)
+
+    def run_at(self, member: Member) -> None:
+        """Note that this actor has it from now on."""
+
+    def settle(self, error: BusError) -> Any:
+        """Its result, if it ends with this error; None: another actor has to do it. Raises SampleFailed."""
+        raise NotImplementedError
+
+    def leave(self, member: Member, target: Member | None) -> Member | None:
+        """Note that `member` has it no longer. Returns where it continues: at `target`; None: anywhere."""
+        return target
+
+    def end_dispatch(self) -> None:
+        """Called at the end, also after an error."""
 
 
 class Kind(Protocol[J]):

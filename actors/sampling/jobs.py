@@ -1,44 +1,47 @@
-"""The jobs of samples for other actors, on flows: calls to generators, completions to rewards, rows to scorers.
+"""The jobs of samples: calls to generators, completions to rewards and scorers, rows of tokens to scorers.
 
-If an actor dies, the job goes on at another one: a call from its last token, the others from the beginning.
+A call is a sequence of tokens, which one generator after another may sample: it goes on from its last token. A job that
+scores begins anew at another actor.
 """
 
-from __future__ import annotations
-
 import asyncio
-import itertools
-from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from actors.sampling.calls import Call, SampleFailed, ended, score_with_retries
-from actors.sampling.flows import Flow, Job, Spawn
-from actors.sampling.policy_judges import PolicyJudges
-from actors.sampling.router import Router
+from actors.sampling.flows import Choose, Job
 from areal.base.errors import explain
+from areal.config.engine_sections import SamplingConfig
 from areal.config.scoring import RewardConfig
 from areal.rewards.pool import Quarantine, digest
-from areal.rewards.result import Result
+from areal.rewards.result import Result, RewardError
 from areal.rewards.worker_processes import RewardFailed
-from areal.samples.table import Generation
+from areal.samples.table import Finish, Generation, TokenTable, split
 from areal.samples.trajectory import TokenScores
+from areal.workflows.conversation import Keep
 from protocols.bus_errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
+    FINISHES,
+    SAMPLING,
     Cause,
     Completion,
     CompletionsScored,
+    Generate,
+    GeneratePictured,
     JobFailed,
     Member,
     Message,
+    NewSequence,
     Score,
     ScoreTokens,
+    TokenColumns,
     TokensScored,
     actor_name,
     slices,
 )
-from protocols.transport import Bus
 
 # Time to wait for a reward actor that serves a reward which only rows name. For the rewards of the run it
 # waits without a deadline: the master says what is missing.
@@ -50,86 +53,351 @@ REWARDS_LOST = 10
 ScoringRole = Literal["reward", "scorer"]
 
 
-class Servers:
-    """The flows of an actor to generators, reward actors and scorers, one to each: it does jobs of one kind."""
+class SampleFailed(Exception):
+    """A sample, or a group, cannot be finished or scored, because of `cause`. It never gets a score of 0 instead."""
 
-    def __init__(self, bus: Bus, spawn: Spawn) -> None:
-        self._bus = bus
-        self._spawn = spawn
-        self._numbers = itertools.count()
-        self._flows: dict[str, Flow[Any]] = {}  # by identity of the server
-
-    async def run_job(self, member: Member, job: Call | ScoreJob | TokensJob) -> Any:
-        """The result of a job that an actor of its role runs. Raises BusError."""
-        flow = self._flows.get(member.identity)
-        if flow is None or flow.broken:
-            self._flows = {name: open_flow for name, open_flow in self._flows.items() if not open_flow.broken}
-            flow = Flow(self._bus.peer(member.address), self._numbers, type(job), self._spawn)
-            self._flows[member.identity] = flow
-        return await flow.run_job(job)
+    def __init__(self, cause: Cause, why: str) -> None:
+        super().__init__(why)
+        self.cause = cause
 
 
-class RoutedGenerators:
-    """The generators of the run: a call is sampled by one after another, until it is complete."""
-
-    def __init__(self, router: Router, servers: Servers) -> None:
-        self._router = router
-        self._servers = servers
-
-    async def sample(self, call: Call) -> Generation:
-        """Raises SampleFailed."""
-        sample = call.sample
-        sample.slot.close()
-        home = sample.home
+async def score_with_retries(
+    name: str,
+    retries: int,
+    score: Callable[[], Awaitable[list[Result]]],
+    on_refusal: Callable[[Cause, str], None] = lambda cause, reason: None,
+) -> list[Result]:
+    """What `score` returns, which is called up to `retries` times more while the reward `name` fails. on_refusal: is
+    called with the first failure. Raises SampleFailed."""
+    reason = ""
+    for attempt in range(retries + 1):
         try:
-            while not sample.closed:
-                if home is None or self._router.avoids(home):
-                    home = await self._router.choose("generator", min_version=sample.min_version)
-                generator = home
-                sample.home = generator
-                sample.generators[actor_name(generator.identity)] = None
-                call.run_at(generator.identity)
-                try:
-                    with self._router.asking(generator):
-                        completion: Generation = await self._servers.run_job(generator, call)
-                        return completion
-                except (FencedError, MalformedError) as error:
-                    raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
-                except RefusedError as error:
-                    return call.refused(error)
-                except BusError as error:
-                    home = await self._leave(call, generator, error)
-            raise ended()
-        finally:
-            call.generator = None
-
-    async def _leave(self, call: Call, generator: Member, error: BusError) -> Member | None:
-        """Leave a generator that broke, or handed the sequence over. Returns where to continue; None: anywhere."""
-        call.generator = None
-        target, call.target = call.target, None
-        if target is None:
-            await self._router.avoid(generator, error)
-        elif target.identity not in self._router.directory.members:
-            target = None
-        if call.sample.home is generator:
-            call.sample.home = target
-        return target
+            return await score()
+        except RewardError as error:
+            reason = f"reward {name!r}: {error}"
+        if not attempt:
+            on_refusal("reward", reason)
+    raise SampleFailed("reward", reason)
 
 
-class ScoreJob(Job):
-    """A completion to score, or those of a group; the result is a list of Results. Jobs of one row send it once."""
+class SampleState:
+    """What the calls of a sample have in common.
+
+    `home`: the generator on which the next call starts, because it has the prefix; None: any. `slot`: counts as a
+    request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
+    `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
+    `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
+    asked, in order. `pictures`: the files of all that it shows, by their names. `cache_salt`: of whose text the KV
+    cache may be used.
+    """
+
+    pictures: Mapping[str, bytes] = {}
+    cache_salt = ""
 
     def __init__(
-        self, function: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
+        self,
+        sampling: SamplingConfig,
+        min_version: int,
+        home: Member | None,
+        slot: ExitStack | None,
+        on_start: Callable[[int], None],
     ) -> None:
+        self.sampling = sampling
+        self.min_version = min_version
+        self.home = home
+        self.slot = slot or ExitStack()
+        self.first_version: int | None = None
+        self.tokens_sampled = 0
+        self.generators: dict[str, None] = {}
+        self.closed = False
+        self._on_start = on_start
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that the sample may still sample."""
+        return max(0, self.sampling.max_new_tokens - self.tokens_sampled)
+
+    async def place(self, choose: Choose) -> Member:
+        """The generator of the next call. Raises SampleFailed if there is none."""
+        return await choose("generator", None, self.min_version)
+
+    def count(self, versions: np.ndarray) -> None:
+        """New tokens have arrived, of these versions."""
+        self.tokens_sampled += len(versions)
+        if self.first_version is None and len(versions):
+            self.first_version = int(versions[0])
+            self._on_start(self.first_version)
+
+
+class Call(Job):
+    """A call of a sample to the policy (areal.generation.routing.Sequence). All tokens that arrive are kept: where a
+    generator is lost, another one continues from the last token. Calls with the same prompt send it once.
+
+    limit: the most tokens to sample. pictures: the names of those of the prompt, in order. keep: gets all tokens of the
+    completion so far, and returns how many of them to keep and end with, or None to continue. `generator`: identity of
+    the one that has the sequence, since the time `since`; None: none has. `target`: the one on which it should
+    continue. `finish`: what the last tokens came with.
+    """
+
+    role = "generator"
+
+    def __init__(
+        self, sample: SampleState, prompt: np.ndarray, limit: int, keep: Keep | None, pictures: Sequence[str] = ()
+    ) -> None:
+        self.sample = sample
+        self.pictures = tuple(pictures)
+        self.files = {name: sample.pictures[name] for name in pictures}
+        self.generator: str | None = None
+        self.since = 0.0
+        self.finish: Finish | None = None
+        self._prompt = prompt
+        self._limit = limit
+        self._keep = keep
+        self._table = TokenTable()
+
+    @staticmethod
+    def request(flow: int, jobs: "Sequence[Call]") -> Generate:
+        prompts: dict[tuple[bytes, tuple[str, ...]], tuple[int, np.ndarray]] = {}  # the number and the tokens of each
+        new = []
+        for call in jobs:
+            tokens, sampling = call.tokens, call.sampling
+            key = tokens.tobytes(), call.pictures
+            prompt, _ = prompts.setdefault(key, (len(prompts), tokens))
+            new.append(
+                NewSequence(
+                    job=call.number,
+                    prompt=prompt,
+                    **{name: getattr(sampling, name) for name in SAMPLING},
+                    min_version=call.min_version,
+                    first_version=call.sample.first_version,
+                    cache_salt=call.sample.cache_salt,
+                )
+            )
+        tokens_of_all = tuple(tokens for _, tokens in prompts.values())
+        everything: dict[str, Any] = {"flow": flow, "prompts": tokens_of_all, "sequences": tuple(new)}
+        if not any(call.files for call in jobs):
+            return Generate(**everything)
+        return GeneratePictured(**everything, pictures=tuple(pictures for _, pictures in prompts))
+
+    @staticmethod
+    def deliver(part: Message, jobs: "dict[int, Call]") -> Sequence[JobFailed]:
+        if not isinstance(part, TokenColumns):
+            raise BusError(f"a generator sent {part.kind!r} instead of tokens")
+        with explain(ValueError, "a generator sent wrong columns: {why}", BusError):
+            tables = split(part.columns, part.counts.tolist())
+        for number, table, finish in zip(part.jobs.tolist(), tables, part.finishes.tolist(), strict=True):
+            if call := jobs.get(number):
+                call.receive(table, FINISHES[finish])
+                if finish:
+                    del jobs[number]
+        return part.failed
+
+    @property
+    def sampled(self) -> int:
+        """The number of tokens that have arrived."""
+        return len(self._table)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [prefix]: the prompt and what is sampled."""
+        return np.concatenate([self._prompt, self._table.tokens])
+
+    @property
+    def prefix(self) -> int:
+        return len(self._prompt) + self.sampled
+
+    @property
+    def remaining(self) -> int:
+        return self._limit - self.sampled
+
+    @property
+    def min_version(self) -> int:
+        return self.sample.min_version
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The settings for the tokens that remain. A call may be limited to fewer than its sample must have."""
+        settings, limit = self.sample.sampling, self.remaining
+        least = min(limit, max(0, settings.min_new_tokens - self.sample.tokens_sampled))
+        return settings.model_copy(update={"max_new_tokens": limit, "min_new_tokens": least})
+
+    def begin_dispatch(self) -> Member | None:
+        self.sample.slot.close()
+        return self.sample.home
+
+    def check(self) -> None:
+        if self.sample.closed:
+            raise ended()
+
+    async def place(self, choose: Choose) -> Member:
+        return await self.sample.place(choose)
+
+    def run_at(self, member: Member) -> None:
+        self.sample.home = member
+        self.sample.generators[actor_name(member.identity)] = None
+        self.generator, self.since = member.identity, asyncio.get_running_loop().time()
+
+    def settle(self, error: BusError) -> Generation | None:
+        if not isinstance(error, RefusedError | FencedError | MalformedError):
+            self.generator = None
+            return None
+        if isinstance(error, FencedError | MalformedError):
+            raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
+        return self.refused(error)
+
+    def leave(self, member: Member, target: Member | None) -> Member | None:
+        self.target = None
+        if self.sample.home is member:
+            self.sample.home = target
+        return target
+
+    def end_dispatch(self) -> None:
+        self.generator = None
+
+    def move(self, target: Member) -> None:
+        """Have the current generator hand the running sequence over, and continue it on `target`."""
+        self.target = target
+        self.stop()
+
+    def abort(self) -> None:
+        self.fail(ended())
+
+    def receive(self, new: TokenTable, finish: Finish | None) -> None:
+        """Add tokens that a flow has brought (see `add`), unless the call has ended meanwhile."""
+        if not self.runs:
+            return
+        try:
+            if (completion := self.add(new, finish)) is not None:
+                self.succeed(completion)
+        except Exception as error:  # of the workflow's `keep`, to which it belongs
+            self.fail(error)
+
+    def add(self, new: TokenTable, finish: Finish | None) -> Generation | None:
+        """Add the next tokens. Returns the completion if it is finished with them, if `keep` ends it, or if the sample
+        has no room for more, since its other calls sample too. Raises SampleFailed if the sample is closed."""
+        if self.sample.closed:
+            raise ended()
+        room = self.sample.room
+        self._table.append(new)
+        self.finish = finish
+        self.sample.count(new.versions)
+        end = self._kept_length()
+        length = self.sampled - max(0, len(new) - room)
+        if length < self.sampled and (end is None or end > length):
+            return self.completion("length", length)
+        if end is not None:
+            return self.completion("stop", end)
+        if finish:
+            return self.completion(finish)
+        return None if room > len(new) else self.completion("length")
+
+    def completion(self, finish: Finish | None, length: int | None = None) -> Generation:
+        """The first `length` of the tokens that have arrived."""
+        return Generation.of(self._table.view(0, length), finish)
+
+    def refused(self, error: Exception) -> Generation:
+        """The completion after a generator has refused the tokens. Raises SampleFailed if the sample has none yet."""
+        if self.sample.tokens_sampled:  # the prompt has become too long
+            return self.completion("length")
+        raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
+
+    def _kept_length(self) -> int | None:
+        if self._keep is None:
+            return None
+        tokens = self._table.tokens
+        tokens.flags.writeable = False  # they are the sample's
+        return self._keep(tokens)
+
+
+@dataclass(eq=False)
+class ScoringRules:
+    """What holds for all scoring jobs of an actor. `awaited`: the rewards for whose actors a job waits without a
+    deadline, as it does for any scorer. on_refusal: called with the cause and the reason if a job is refused for the
+    first time."""
+
+    config: RewardConfig
+    awaited: Set[str]
+    on_refusal: Callable[[Cause, str], None]
+    quarantine: Quarantine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quarantine = Quarantine(self.config.quarantine_after)
+
+
+class ScoringJob(Job):
+    """What jobs for reward actors and scorers have in common: the actor that does them serves a name, and another one
+    is asked after an error, a limited number of times."""
+
+    def __init__(self, rules: ScoringRules, role: ScoringRole, serves: str) -> None:
+        self.role: ScoringRole = role
+        self.serves: str = serves
+        self.rules = rules
+        self._refused = self._lost = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.serves!r}"
+
+    def settle(self, error: BusError) -> None:
+        if isinstance(error, MalformedError):  # this row cannot travel, to no actor and at no time
+            raise SampleFailed("row", f"{self.name}: {error}") from None
+        if isinstance(error, RefusedError):
+            self._refused += 1
+            if self._refused == 1:
+                self.rules.on_refusal(self.role, f"{self.name}: {error}")
+        elif not isinstance(error, BusyError):  # an actor that drains or starts has lost nothing
+            self._lost += 1
+        self.note_harm(error)
+        if self._refused > self.rules.config.retries or self._lost > REWARDS_LOST:
+            raise SampleFailed(self.role, f"{self.name}: {error}") from None
+
+    def note_harm(self, error: BusError) -> None:
+        """Called with each error."""
+
+
+class ScoreJob(ScoringJob):
+    """A completion to score, or those of a group; the result is a list of Results. Jobs of one row send it once.
+    scorer: the name of the scorer that gives the reward `function`; None: a reward actor gives it."""
+
+    def __init__(
+        self,
+        rules: ScoringRules,
+        function: str,
+        prompt: str,
+        completions: Sequence[str],
+        row: Mapping[str, Any],
+        tokens: np.ndarray | None,
+        scorer: str | None = None,
+    ) -> None:
+        super().__init__(rules, "scorer" if scorer else "reward", scorer or function)
         self.function = function
         self.prompt = prompt
         self.completions = tuple(completions)
         self.row = row
         self.tokens = tokens
 
+    async def place(self, choose: Choose) -> Member:
+        if self.role == "scorer":
+            return await super().place(choose)
+        if self.rules.quarantine:
+            with explain(RewardFailed, f"{self.name}: {{why}}", _reward_failed):
+                self.rules.quarantine.check(self._digest())
+        if self.serves in self.rules.awaited:
+            return await super().place(choose)
+        absent = f"no reward actor serves {self.serves!r} (waited {NO_REWARD_SECONDS:g} s)"
+        with explain(TimeoutError, absent, _reward_failed):
+            async with asyncio.timeout(NO_REWARD_SECONDS):
+                return await super().place(choose)
+
+    def note_harm(self, error: BusError) -> None:
+        if isinstance(error, HarmfulError):
+            self.rules.quarantine.lost(self._digest())
+
+    def _digest(self) -> bytes:
+        return digest(self.function, self.prompt, self.completions, self.row)
+
     @staticmethod
-    def request(flow: int, jobs: Sequence[ScoreJob]) -> Score:
+    def request(flow: int, jobs: Sequence["ScoreJob"]) -> Score:
         rows = {id(job.row): job.row for job in jobs}
         numbers = {row: number for number, row in enumerate(rows)}
         completions = (
@@ -146,7 +414,7 @@ class ScoreJob(Job):
         return Score(flow=flow, rows=tuple(dict(row) for row in rows.values()), completions=tuple(completions))
 
     @staticmethod
-    def deliver(part: Message, jobs: dict[int, ScoreJob]) -> Sequence[JobFailed]:
+    def deliver(part: Message, jobs: "dict[int, ScoreJob]") -> Sequence[JobFailed]:
         if not isinstance(part, CompletionsScored):
             raise BusError(f"a reward actor sent {part.kind!r} instead of scores")
         for scored in part.scored:
@@ -157,26 +425,26 @@ class ScoreJob(Job):
         return part.failed
 
 
-class TokensJob(Job):
+class TokensJob(ScoringJob):
     """A row of tokens, int32 [T], for the scorer of this name; the result is its TokenScores. All jobs of a flow are
     for one name: it leads to one scorer, which has one."""
 
-    def __init__(self, scorer: str, tokens: np.ndarray) -> None:
-        self.scorer = scorer
+    def __init__(self, rules: ScoringRules, scorer: str, tokens: np.ndarray) -> None:
+        super().__init__(rules, "scorer", scorer)
         self.tokens = tokens
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[TokensJob]) -> ScoreTokens:
+    def request(flow: int, jobs: Sequence["TokensJob"]) -> ScoreTokens:
         return ScoreTokens(
             flow=flow,
-            scorer=jobs[0].scorer,
+            scorer=jobs[0].serves,
             jobs=np.array([job.number for job in jobs], np.int64),
             counts=np.array([len(job.tokens) for job in jobs], np.int32),
             tokens=np.concatenate([job.tokens for job in jobs]),
         )
 
     @staticmethod
-    def deliver(part: Message, jobs: dict[int, TokensJob]) -> Sequence[JobFailed]:
+    def deliver(part: Message, jobs: "dict[int, TokensJob]") -> Sequence[JobFailed]:
         if not isinstance(part, TokensScored):
             raise BusError(f"a scorer sent {part.kind!r} instead of log-probs")
         shape = len(part.logprobs), len(part.top_tokens) // max(1, len(part.logprobs))
@@ -189,80 +457,9 @@ class TokensJob(Job):
         return part.failed
 
 
-class RoutedRewards:
-    """The reward actors and the scorers of the run. awaited: the rewards for whose actors a sample waits without a
-    deadline, as it does for any scorer. on_refusal: called with the cause and the reason if a job is refused for the
-    first time. scorers: those that give rewards, by the reward's name. judges: the rewards that the policy gives."""
-
-    def __init__(
-        self,
-        router: Router,
-        servers: Servers,
-        config: RewardConfig,
-        awaited: Set[str],
-        on_refusal: Callable[[Cause, str], None],
-        scorers: Mapping[str, str] | None = None,
-        judges: PolicyJudges | None = None,
-    ) -> None:
-        self._router = router
-        self._servers = servers
-        self._config = config
-        self._awaited = awaited
-        self._on_refusal = on_refusal
-        self._scorers = scorers or {}
-        self._judges = judges
-        self._quarantine = Quarantine(config.quarantine_after)
-
-    async def score(
-        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
-    ) -> list[Result]:
-        """Raises SampleFailed."""
-        if self._judges and name in self._judges:
-            judged = partial(self._judges.score, name, prompt, completions, row)
-            return await score_with_retries(name, self._config.retries, judged, self._on_refusal)
-        job, scorer = ScoreJob(name, prompt, completions, row, tokens), self._scorers.get(name)
-        results: list[Result] = await (self._do(job, "scorer", scorer) if scorer else self._do(job, "reward", name))
-        return results
-
-    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
-        """What a scorer gives int32 [T] tokens. Raises SampleFailed."""
-        scores: TokenScores = await self._do(TokensJob(name, tokens), "scorer", name)
-        return scores
-
-    async def _do(self, job: ScoreJob | TokensJob, role: ScoringRole, name: str) -> Any:
-        refused = lost = 0
-        while True:
-            member = await self._choose(job, role, name)
-            try:
-                with self._router.asking(member):
-                    return await self._servers.run_job(member, job)
-            except MalformedError as error:  # this row cannot travel, to no actor and at no time
-                raise SampleFailed("row", f"{role} {name!r}: {error}") from None
-            except BusError as error:
-                if isinstance(error, RefusedError):
-                    refused += 1
-                    if refused == 1:
-                        self._on_refusal(role, f"{role} {name!r}: {error}")
-                elif not isinstance(error, BusyError):  # one that drains or starts has lost nothing
-                    lost += 1
-                if isinstance(error, HarmfulError) and isinstance(job, ScoreJob):
-                    self._quarantine.lost(_digest(job))
-                if refused > self._config.retries or lost > REWARDS_LOST:
-                    raise SampleFailed(role, f"{role} {name!r}: {error}") from None
-                await self._router.avoid(member, error)
-
-    async def _choose(self, job: ScoreJob | TokensJob, role: ScoringRole, name: str) -> Member:
-        """The actor to ask next. Raises SampleFailed if none is to be asked, or none comes."""
-        if role == "scorer":
-            return await self._router.choose(role, name)
-        failed = partial(SampleFailed, "reward")
-        if self._quarantine and isinstance(job, ScoreJob):
-            with explain(RewardFailed, f"reward {name!r}: {{why}}", failed):
-                self._quarantine.check(_digest(job))
-        with explain(TimeoutError, f"no reward actor serves {name!r} (waited {NO_REWARD_SECONDS:g} s)", failed):
-            async with asyncio.timeout(None if name in self._awaited else NO_REWARD_SECONDS):
-                return await self._router.choose("reward", name)
+def ended() -> SampleFailed:
+    return SampleFailed("workflow", "its workflow ended before this call")
 
 
-def _digest(job: ScoreJob) -> bytes:
-    return digest(job.function, job.prompt, job.completions, job.row)
+def _reward_failed(why: str) -> SampleFailed:
+    return SampleFailed("reward", why)

@@ -4,24 +4,32 @@ Whoever samples asks the run's generators, at the version that they have. What t
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from actors.sampling.calls import Call, SampleState
-from actors.sampling.services import Generators
+from actors.sampling.flows import Job
+from actors.sampling.jobs import Call, SampleState
 from areal.config import Config
 from areal.config.engine_sections import SamplingConfig
 from areal.rewards.functions import judge_by
 from areal.rewards.result import Result
+from areal.samples.table import Generation
 from areal.workflows.conversation import Conversation, user
+
+
+class Dispatcher(Protocol):
+    """What does jobs (actors.sampling.dispatch.Dispatch)."""
+
+    async def run(self, job: Job) -> Any:
+        """The result of a job. Raises SampleFailed."""
 
 
 class PolicyJudges:
     """The judges of the configuration for which the policy is asked. Raises UserError if their options do not fit."""
 
-    def __init__(self, config: Config, generators: Generators, tokenizer: Any) -> None:
-        self._generators = generators
+    def __init__(self, config: Config, dispatch: Dispatcher, tokenizer: Any) -> None:
+        self._dispatch = dispatch
         self._tokenizer = tokenizer
         options = config.reward.options
         self._judges = {name: judge_by(self._answer, name, options[name]) for name in config.policy_judges}
@@ -30,7 +38,7 @@ class PolicyJudges:
         return name in self._judges
 
     async def score(self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        """As of actors.sampling.services.Rewards, but raises RewardError if a verdict cannot be read."""
+        """As of actors.sampling.scores.Rewards, but raises RewardError if a verdict cannot be read."""
         judge = self._judges[name]
         return judge.results(await judge.call(prompt, completions, row), completions)
 
@@ -39,5 +47,5 @@ class PolicyJudges:
         talk = Conversation(self._tokenizer)
         prompt = np.asarray(talk.prompt([user(text)]), np.int32)
         sample = SampleState(sampling, min_version=0, home=None, slot=None, on_start=lambda version: None)
-        sampled = await self._generators.sample(Call(sample, prompt, sampling.max_new_tokens, None))
+        sampled: Generation = await self._dispatch.run(Call(sample, prompt, sampling.max_new_tokens, None))
         return talk.text(sampled), len(prompt) + len(sampled.tokens), sampled.finish == "length"

@@ -1,44 +1,22 @@
 """What the samples of an actor may use, as one object: generators, rewards, tools."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from actors.sampling.calls import Call
+from actors.sampling.policy_judges import Dispatcher
+from actors.sampling.scores import Rewards
 from areal.config import Config
 from areal.data.rows import Row
-from areal.rewards.result import Result, overlong_penalty
-from areal.samples.table import Generation
-from areal.samples.trajectory import TokenScores, Trajectory
+from areal.rewards.result import overlong_penalty
+from areal.samples.trajectory import Trajectory
 from areal.staleness.standstills import UNKNOWN, Standstills
 from areal.workflows.conversation import begin
 from areal.workflows.tools import Tools
 
 # The least limit of a workflow's own code, in `master.hang_seconds`. One sample may wait far longer than all before it.
 OWN_CODE = 5.0
-
-
-class Generators(Protocol):
-    """What samples tokens."""
-
-    async def sample(self, call: Call) -> Generation:
-        """The completion of a call. Raises SampleFailed."""
-
-
-class Rewards(Protocol):
-    """What scores completions."""
-
-    async def score(
-        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
-    ) -> list[Result]:
-        """The score by the reward `name` of one completion, or if it is one of groups of each of those of a group.
-        Raises SampleFailed if the reward failed on every attempt."""
-
-    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
-        """What the scorer `name` gives int32 [T] tokens. Raises SampleFailed."""
 
 
 @dataclass(eq=False)
@@ -49,7 +27,7 @@ class Services:
 
     config: Config
     tokenizer: Any
-    generators: Generators
+    dispatch: Dispatcher
     rewards: Rewards
     place: str = "trial"
     succeeded: int = 0

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from actors.sampling.calls import Call, SampleFailed, SampleState
-from actors.sampling.group_scores import GroupScores
-from actors.sampling.services import Generators, Services
+from actors.sampling.jobs import Call, SampleFailed, SampleState
+from actors.sampling.scores import GroupScores
+from actors.sampling.services import Services
 from areal.base.errors import UserError, explain
 from areal.base.text import LIBRARIES, error_text, place_in
 from areal.config.engine_sections import SamplingConfig
@@ -38,9 +38,8 @@ class SampleSession(SampleState):
     """The session that a workflow gets for one sample (areal.workflows.Session).
 
     rewards: weights that replace or join those of the configuration. home: the generator that all samples of the group
-    start on, because they share the prompt prefix. generators: those that sample this one, if they are not those of
-    `services`. `running`: its calls in progress. `forest`: the calls that are trained. `reward_parts`: of the last
-    score.
+    start on, because they share the prompt prefix. `running`: its calls in progress. `forest`: the calls that are
+    trained. `reward_parts`: of the last score.
 
     `saved_calls`: calls of an earlier attempt, which calls with the same prompts begin with. `save`: begins to save the
     calls so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on. `group`: scores it
@@ -56,14 +55,13 @@ class SampleSession(SampleState):
     def __init__(
         self, services: Services, row: Row, sampling: SamplingConfig, min_version: int = 0, *,
         home: Member | None = None, slot: ExitStack | None = None,
-        on_start: Callable[[int], None] = lambda version: None, generators: Generators | None = None,
+        on_start: Callable[[int], None] = lambda version: None,
         rewards: Mapping[str, float] = NO_CHANGES,
     ) -> None:  # fmt: skip
         super().__init__(sampling, min_version, home, slot, on_start)
         self._changed_weights = rewards
         self.tokenizer = services.tokenizer
         self._services = services
-        self._generators = generators or services.generators
         self._row = row
         messages = [] if isinstance(row.prompt, str) or not row.pictures else row.prompt
         self._of_row = parts_of(messages)
@@ -124,7 +122,7 @@ class SampleSession(SampleState):
             sampled = self._begin(call, key)
             if sampled is None:
                 with self._waiting():
-                    sampled = await self._generators.sample(call)
+                    sampled = await self._services.dispatch.run(call)
         finally:
             del self.running[call]
         if len(sampled.tokens):

@@ -15,7 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,8 +23,10 @@ import numpy as np
 from rich.console import Console
 
 from actors.runtime.logs import configure_logging
-from actors.sampling.calls import Call, SampleFailed, score_with_retries
+from actors.sampling.flows import Job
+from actors.sampling.jobs import Call, SampleFailed, ScoreJob, ScoringRules, score_with_retries
 from actors.sampling.policy_judges import PolicyJudges
+from actors.sampling.scores import Rewards
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession, place_of
 from actors.watching.episode import CompletionScore, Episode, Turn, show
@@ -46,7 +48,7 @@ from areal.rewards.pool import RewardPool
 from areal.rewards.result import Result
 from areal.samples.table import Generation
 from areal.samples.tokenizer import load_tokenizer
-from areal.samples.trajectory import TokenScores, Trajectory
+from areal.samples.trajectory import Trajectory
 from areal.samples.vision import sight_of
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import check_shown, user
@@ -156,17 +158,27 @@ class _Clock:
                 self.seconds[part] = self.seconds.get(part, 0.0) + took
 
 
-class OneEngine:
-    """The generators of a trial."""
+class OneMachine:
+    """Does the jobs of a trial, with one engine and one worker for the rewards."""
 
-    def __init__(self, engine: GenerationEngine, model: str, clock: _Clock) -> None:
+    def __init__(self, engine: GenerationEngine, pool: RewardPool, config: Config, clock: _Clock) -> None:
         self._engine = engine
-        self._look = functools.cache(lambda content: sight_of(model).look(content))
+        self._pool = pool
+        self._retries = config.reward.retries
+        self._look = functools.cache(lambda content: sight_of(config.model).look(content))
         self._clock = clock
         self._numbers = itertools.count()
 
-    async def sample(self, call: Call) -> Generation:
+    async def run(self, job: Job) -> Any:
         """Raises SampleFailed."""
+        match job:
+            case Call():
+                return await self._sample(job)
+            case ScoreJob():
+                return await self._score(job)
+        raise SampleFailed("scorer", f"a trial has no scorers, and the workflow asks {job.serves!r}")
+
+    async def _sample(self, call: Call) -> Generation:
         number = f"{next(self._numbers)}"
         try:
             pictures = [self._look(content) for content in call.files.values()]
@@ -181,35 +193,24 @@ class OneEngine:
             return call.refused(error)
         raise EngineError("the engine ended a sequence without its last token")
 
+    async def _score(self, job: ScoreJob) -> list[Result]:
+        request = job.function, job.prompt, job.completions, job.row, job.tokens
+        return await score_with_retries(job.function, self._retries, lambda: self._pool.score_all(*request))
 
-class OnePool:
-    """The rewards of a trial. `scores`: all that they have said. judges: those that the policy gives."""
 
-    def __init__(self, pool: RewardPool, retries: int, clock: _Clock, judges: PolicyJudges) -> None:
+class NotedRewards(Rewards):
+    """The rewards of a trial. `scores`: all that they have said."""
+
+    def __init__(self, clock: _Clock, *parts: Any) -> None:
+        super().__init__(*parts)
         self.scores: list[CompletionScore] = []
-        self._pool = pool
-        self._judges = judges
-        self._retries = retries
         self._clock = clock
 
-    async def score(
-        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
-    ) -> list[Result]:
-        """Raises SampleFailed."""
-
-        async def score() -> list[Result]:
-            with self._clock.timed("scoring"):
-                if name in self._judges:
-                    return await self._judges.score(name, prompt, completions, row)
-                return await self._pool.score_all(name, prompt, completions, row, tokens)
-
-        results = await score_with_retries(name, self._retries, score)
+    async def score(self, name: str, prompt: str, completions: Sequence[str], *job: Any) -> list[Result]:
+        with self._clock.timed("scoring"):
+            results = await super().score(name, prompt, completions, *job)
         self.scores += [CompletionScore(name, *pair) for pair in zip(completions, results, strict=True)]
         return results
-
-    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
-        """Raises SampleFailed."""
-        raise SampleFailed("scorer", f"a trial has no scorers, and the workflow asks {name!r}")
 
 
 class Trial:
@@ -237,10 +238,11 @@ class Trial:
                 pool = await used.enter_async_context(RewardPool(served, one_worker))
                 engine = await GenerationEngine.start(Path(config.model), config.generator, version=0, seed=config.seed)
             used.push_async_callback(engine.close)
-            generators = OneEngine(engine, config.model, self._clock)
-            judges = PolicyJudges(config, generators, tokenizer)
-            self._rewards = OnePool(pool, config.reward.retries, self._clock, judges)
-            self._services = Services(config, tokenizer, generators, self._rewards)
+            machine = OneMachine(engine, pool, config, self._clock)
+            rules = ScoringRules(config.reward, set(), lambda cause, reason: None)
+            judges = PolicyJudges(config, machine, tokenizer)
+            self._rewards = NotedRewards(self._clock, machine, rules, {}, judges)
+            self._services = Services(config, tokenizer, machine, self._rewards)
             used.push_async_callback(self._services.close)
             settings, kwargs, tools = config.rollout_manager, config.data.chat_template_kwargs, self._services.tools
             parsers = (settings.tool_call_parser, settings.reasoning_parser)

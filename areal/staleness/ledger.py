@@ -245,8 +245,8 @@ class Leases:
 
     def adopt(self, group_ids: Iterable[str], owner: str, now: float, lease_seconds: float) -> list[LedgerGroup]:
         """Give those of these sessions to `owner` that their owner has left. Returns them."""
-        left = self.left_sessions()
-        orphans = tuple(group_id for group_id in group_ids if group_id in left)
+        ownerless = self.left_sessions()
+        orphans = tuple(group_id for group_id in group_ids if group_id in ownerless)
         if orphans:
             self._state.emit(OwnerChanged(orphans, owner, now + lease_seconds))
         return [self._state.groups[group_id] for group_id in orphans]
@@ -470,7 +470,7 @@ class Ledger:
     def _committed(self, version: int) -> StepRecord:
         record = self.state.steps.get(version)
         if record is None:
-            kept = self.state.steps.versions
-            steps = f"{min(kept)} to {max(kept)}" if kept else "none"
+            versions = self.state.steps.versions
+            steps = f"{min(versions)} to {max(versions)}" if versions else "none"
             raise LedgerError(f"no record of step {version}: the version is {self.version}, steps kept: {steps}")
         return record

@@ -29,8 +29,9 @@ def check_actor(life: Incarnation, model: Model, processes: int) -> None:
         case "rollout_manager" if actor.state != "starting":
             limit = (model.max_staleness + 1) * model.batch_size
             bounds["groups in hand"] = len(actor.role._groups), 2 * limit
-            bounds["routes"] = len(actor.role._router.requests) + len(actor.role._router._avoid), links
-            bounds["loads"] = len(actor.role._router.loads), links
+            dispatch = actor.role.sampling.dispatch
+            bounds["routes"] = len(dispatch.loads.requests) + len(dispatch.avoidance._avoided), links
+            bounds["loads"] = len(dispatch.loads.reported), links
     for what, (number, limit) in bounds.items():
         if number > limit:
             raise Violation(

@@ -33,9 +33,9 @@ from actors.rollout_manager import RolloutManager, _GroupStart
 from actors.runtime.membership import Membership
 from actors.runtime.works import Operation, Works
 from actors.sampling import sessions
-from actors.sampling.calls import Call
-from actors.sampling.group_scores import GroupScores
-from actors.sampling.jobs import RoutedGenerators, RoutedRewards, ScoreJob
+from actors.sampling.jobs import Call, ScoreJob
+from actors.sampling.sampling import Sampling
+from actors.sampling.scores import GroupScores, Rewards
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from actors.trainer import trainer
@@ -276,13 +276,13 @@ def min_version_ignored() -> AbstractContextManager[None]:
 
 def tokens_twice_after_a_break() -> AbstractContextManager[None]:
     """A sequence that continues on another generator has its last tokens twice."""
-    leave = RoutedGenerators._leave
+    leave = Call.leave
 
-    async def leave_with_more(generators: RoutedGenerators, call: Call, *more: Any) -> Any:
+    def leave_with_more(call: Call, *more: Any) -> Any:
         call._table.append(call._table.view(max(0, call.sampled - 1)))
-        return await leave(generators, call, *more)
+        return leave(call, *more)
 
-    return patch.multiple(RoutedGenerators, _leave=leave_with_more)
+    return patch.multiple(Call, leave=leave_with_more)
 
 
 def end_tokens_dropped() -> AbstractContextManager[None]:
@@ -537,14 +537,15 @@ def scores_exchanged() -> AbstractContextManager[None]:
 
 def rows_for_another_scorer() -> AbstractContextManager[None]:
     """A row of tokens goes to a scorer of another name, if there is one."""
-    score_tokens = RoutedRewards.score_tokens
+    score_tokens = Rewards.score_tokens
 
-    def scores_of_another(rewards: RoutedRewards, name: str, tokens: np.ndarray) -> Coroutine[Any, Any, TokenScores]:
-        served = {other for member in rewards._router.directory.with_role("scorer") for other in member.serves}
+    def scores_of_another(rewards: Rewards, name: str, tokens: np.ndarray) -> Coroutine[Any, Any, TokenScores]:
+        dispatch: Any = rewards._dispatch
+        served = {other for member in dispatch._directory.with_role("scorer") for other in member.serves}
         others = [other for other in (TEACHER, REFERENCE) if other in served and other != name]
         return score_tokens(rewards, next(iter(others), name), tokens)
 
-    return patch.multiple(RoutedRewards, score_tokens=scores_of_another)
+    return patch.multiple(Rewards, score_tokens=scores_of_another)
 
 
 def next_row_sampled() -> AbstractContextManager[None]:
@@ -640,13 +641,13 @@ def newest_version_of_saved_calls() -> AbstractContextManager[None]:
 
 def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
     """A sequence that continues on another generator has the log-probs that it brings in the opposite order."""
-    leave = RoutedGenerators._leave
+    leave = Call.leave
 
-    async def leave_reversed(generators: RoutedGenerators, call: Call, *more: Any) -> Any:
+    def leave_reversed(call: Call, *more: Any) -> Any:
         call._table.logprobs[:] = call._table.logprobs[::-1].copy()
-        return await leave(generators, call, *more)
+        return leave(call, *more)
 
-    return patch.multiple(RoutedGenerators, _leave=leave_reversed)
+    return patch.multiple(Call, leave=leave_reversed)
 
 
 def bounds_of_now() -> AbstractContextManager[None]:
@@ -857,15 +858,15 @@ def sessions_taken_from_gateways() -> AbstractContextManager[None]:
 
 def rewards_acknowledged_at_once() -> AbstractContextManager[None]:
     """A gateway answers a reward before the trainer has the sample."""
-    ask_trainer = Gateway.ask_trainer
+    ask_trainer = Sampling.ask_trainer
 
-    async def ask_later(gateway: Gateway, request: Message, answer: Any) -> Any:
-        if not isinstance(request, StoreSamples):
-            return await ask_trainer(gateway, request, answer)
-        gateway.member.spawn(ask_trainer(gateway, request, answer), "later")
+    async def ask_later(sampling: Sampling, request: Message, answer: Any) -> Any:
+        if not isinstance(request, StoreSamples) or sampling._member.kind.role != "gateway":
+            return await ask_trainer(sampling, request, answer)
+        sampling._member.spawn(ask_trainer(sampling, request, answer), "later")
         return GroupAccepted(accepted=True)
 
-    return patch.multiple(Gateway, ask_trainer=ask_later)
+    return patch.multiple(Sampling, ask_trainer=ask_later)
 
 
 def answers_before_they_are_saved() -> AbstractContextManager[None]:
@@ -908,14 +909,14 @@ def rewards_without_receipts() -> AbstractContextManager[None]:
 
 def stored_sessions_begin_anew() -> AbstractContextManager[None]:
     """Who goes on with a session does not ask whether its sample is stored."""
-    ask_trainer = Gateway.ask_trainer
+    ask_trainer = Sampling.ask_trainer
 
-    async def ask(gateway: Gateway, request: Message, answer: Any) -> Any:
-        if isinstance(request, AskSamples):
+    async def ask(sampling: Sampling, request: Message, answer: Any) -> Any:
+        if isinstance(request, AskSamples) and sampling._member.kind.role == "gateway":
             return StoredSamples(places=(), start_version=None)
-        return await ask_trainer(gateway, request, answer)
+        return await ask_trainer(sampling, request, answer)
 
-    return patch.multiple(Gateway, ask_trainer=ask)
+    return patch.multiple(Sampling, ask_trainer=ask)
 
 
 def deleted_sessions_stay() -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from actors.evaluator import Evaluator
 from actors.gateway.gateway import Gateway
 from actors.rollout_manager import RolloutManager
 from actors.runtime.membership import Membership
-from actors.sampling.sampler import Sampler
+from actors.sampling.sampling import Sampling
 from actors.sampling.sessions import SampleSession
 from areal.data.rows import Row
 from areal.samples.trajectory import Group, Trajectory
@@ -165,8 +165,8 @@ class WatchedRollouts(RolloutWriter):
             self._written += rollouts
 
 
-class _Watched(Sampler):
-    """One that reports its samples to the oracle. Its workflow may hang."""
+class WatchedManager(RolloutManager):
+    """The real rollout manager, which reports its samples to the oracle. Its workflow may hang."""
 
     oracle: Oracle
     toil: Toil
@@ -174,13 +174,9 @@ class _Watched(Sampler):
     @classmethod
     async def start(cls, *member: Any, **options: Any) -> Self:
         oracle, toil = options.pop("oracle"), options.pop("toil")
-        sampler = await super().start(*member, **options)
-        sampler.oracle, sampler.toil = oracle, toil
-        return sampler
-
-
-class WatchedManager(_Watched, RolloutManager):
-    """The real rollout manager, watched."""
+        manager = await super().start(*member, **options)
+        manager.oracle, manager.toil = oracle, toil
+        return manager
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -194,16 +190,19 @@ class WatchedManager(_Watched, RolloutManager):
             return sample
 
         self._workflow = hanging
+        ask_trainer = self.sampling.ask_trainer
+
+        async def watched(request: Message, answer: type[M]) -> M:
+            if isinstance(request, StoreCalls):
+                self.oracle.saves(request.prompt_index, request.place, unpacked(request.frame.data))
+            return await ask_trainer(request, answer)
+
+        self.sampling.ask_trainer = watched  # type: ignore[method-assign]
 
     async def _run_sample(self, permit: Permit, place: int, session: SampleSession, *arguments: Any) -> Any:
         self.oracle.begins(permit.group, place)
         self._places[session] = permit, place
         return await super()._run_sample(permit, place, session, *arguments)
-
-    async def ask_trainer(self, request: Message, answer: type[M]) -> M:
-        if isinstance(request, StoreCalls):
-            self.oracle.saves(request.prompt_index, request.place, unpacked(request.frame.data))
-        return await super().ask_trainer(request, answer)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         permit, place = self._places.pop(session)
@@ -236,9 +235,9 @@ class WatchedGateway(Gateway):
     toil: Toil
 
     @classmethod
-    async def start(cls, member: Membership, *parts: Any, **options: Any) -> Self:
-        nothing: Any = None
-        gateway = cls(member, nothing, nothing, TalkTokenizer())
+    async def start(cls, member: Membership, **options: Any) -> Self:
+        users = member.config.gateway.serve == "evaluated"
+        gateway = cls(member, Sampling(member, TalkTokenizer(), users))
         gateway.oracle, gateway.toil = options["oracle"], options["toil"]
         return gateway
 
@@ -247,18 +246,30 @@ class WatchedGateway(Gateway):
         self.door = Door()
         self._endpoint = cast(Any, self.door)
         self.member.used.push_async_callback(self.door.close)
+        ask_trainer = self.sampling.ask_trainer
 
-    async def ask_trainer(self, request: Message, answer: type[M]) -> M:
-        if isinstance(request, StoreSamples):
-            self.oracle.made(request.group, Trajectory.of_frame(request.samples[0].frame.data))
-        return await super().ask_trainer(request, answer)
+        async def watched(request: Message, answer: type[M]) -> M:
+            if isinstance(request, StoreSamples):
+                self.oracle.made(request.group, Trajectory.of_frame(request.samples[0].frame.data))
+            return await ask_trainer(request, answer)
+
+        self.sampling.ask_trainer = watched  # type: ignore[method-assign]
 
 
-class WatchedEvaluator(_Watched, Evaluator):
-    """The real evaluator, watched."""
+class WatchedEvaluator(Evaluator):
+    """The real evaluator, which reports its samples to the oracle."""
 
+    oracle: Oracle
+    toil: Toil
     seen: dict[int, list[Trajectory]]
     kept: dict[int, tuple[Sequence[float], int]]
+
+    @classmethod
+    async def start(cls, *member: Any, **options: Any) -> Self:
+        oracle, toil = options.pop("oracle"), options.pop("toil")
+        evaluator = await super().start(*member, **options)
+        evaluator.oracle, evaluator.toil = oracle, toil
+        return evaluator
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         done = await super().run_workflow(session, row)

@@ -12,8 +12,8 @@ from helpers import network
 
 from actors.generator import Generator, _columns
 from actors.runtime.actor import Notifier
-from actors.sampling.calls import Call, SampleState
 from actors.sampling.flows import PICTURES, Flow, Flows
+from actors.sampling.jobs import Call, SampleState
 from areal.config.engine_sections import SamplingConfig
 from areal.samples.pictures import digest_of
 from areal.samples.table import Generation, TokenTable

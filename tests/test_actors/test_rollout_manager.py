@@ -13,7 +13,8 @@ from actors.evaluator import Evaluator
 from actors.rollout_manager import ROWS_AHEAD, RolloutManager, _GroupStart, _GroupStore, _Scored
 from actors.runtime.actor import Notifier
 from actors.runtime.directory import Directory
-from actors.sampling.calls import SampleFailed
+from actors.sampling.jobs import SampleFailed
+from actors.sampling.sampling import Sampling
 from actors.sampling.services import Services
 from areal.config import Config
 from areal.data.rows import Row
@@ -69,8 +70,11 @@ def alone(role, overlong_tokens=0, workflow=workflow):
         sampling={"max_new_tokens": 10},
         reward={"functions": ["addition"], "overlong_tokens": overlong_tokens},
     )
-    actor.services = Services(actor.config, *[None] * 3, succeeded=1)
-    actor._causes = {"workflow"}  # was reported before
+    actor.sampling = sampling = object.__new__(Sampling)
+    sampling._member = actor.member
+    actor.member.directory = actor.directory
+    sampling.services = Services(actor.config, *[None] * 3, succeeded=1)
+    sampling._causes = {"workflow"}  # was reported before
     return actor
 
 
@@ -92,7 +96,7 @@ async def test_a_sample_to_train_gets_the_log_probs_of_the_teacher_that_its_row_
     trainer = {"teacher": "wise", "teacher_key": "t", "kl_coef": 0.1, "reference": "scorer:first"}
     trainer |= {"teacher_top_k": 2, "teacher_coef": 0.5}
     manager.config = Config.model_validate(manager.config.model_dump() | {"scorers": scorers, "trainer": trainer})
-    manager._scoring = Scoring()
+    manager.sampling.services.rewards = scoring = Scoring()
     sample = await manager.run_workflow(Session(), Row(0, "", None, None, row))
     n = PROMPT + SAMPLED
     expected = np.where(sample.sampled, np.float32(-len(teacher) - n / 100), 0)
@@ -101,7 +105,7 @@ async def test_a_sample_to_train_gets_the_log_probs_of_the_teacher_that_its_row_
     np.testing.assert_array_equal(sample.teacher_top_tokens[:, 1], np.where(sample.sampled, sample.tokens + 1, 0))
     np.testing.assert_array_equal(sample.teacher_top_logprobs[:, 1], np.where(sample.sampled, expected - 1, 0))
     none = TokenScores(np.full(n - 1, np.nan, np.float32), np.zeros((n - 1, 2), np.int32), np.zeros((n - 1, 2)))
-    manager._scoring.score_tokens = lambda name, tokens: asyncio.sleep(0, none)
+    scoring.score_tokens = lambda name, tokens: asyncio.sleep(0, none)
     with pytest.raises(SampleFailed, match=f"scorer {teacher!r}: one of the teacher_logprobs is not finite"):
         await manager.run_workflow(Session(), Row(0, "", None, None, row))
     with pytest.raises(
@@ -127,7 +131,7 @@ def test_a_sandbox_that_is_lost_fails_the_sample_and_a_row_that_nobody_can_use_i
 
     reports = []
     manager = alone(RolloutManager, workflow=lost)
-    manager.report_failure = lambda *report: reports.append(report)
+    manager.sampling.report_failure = lambda *report: reports.append(report)
     with pytest.raises(SampleFailed, match="^it is gone$") as failure:
         asyncio.run(manager.run_workflow(Session(), None))
     assert failure.value.cause == cause and reports == [(cause, "it is gone")]
@@ -137,7 +141,7 @@ def test_the_images_of_the_next_rows_are_pulled_ahead_once_samples_run_in_contai
     manager = alone(RolloutManager)
     manager._source = SimpleNamespace(row=lambda index: Row(index, "", None, None, {"image": f"image {index}"}))
     pulled = []
-    sandboxes = manager.services.tools["sandboxes"]
+    sandboxes = manager.sampling.services.tools["sandboxes"]
     manager._prepare_ahead(3)
     sandboxes._swept["docker"] = None
     sandboxes._pull = lambda provider, task: pulled.append(task.image)
@@ -277,7 +281,7 @@ async def test_the_trainer_gets_the_pictures_of_samples_that_it_lacks():
         return LackingPictures(names=(digest_of(b"new"),))
 
     manager = alone(RolloutManager)
-    manager.ask_trainer = ask
+    manager.sampling.ask_trainer = ask
     plain, files = await workflow(None, None), {digest_of(content): content for content in (b"old", b"new", b"unseen")}
     digests = np.array([[*bytes.fromhex(name)] for name in files], np.uint8)
     pictured = replace(plain, pictures=digests[[0, 0, 1, *[0] * (len(plain) - 3)]])
@@ -303,8 +307,9 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
 
     manager = alone(RolloutManager, workflow=counted)
     manager._source = SimpleNamespace(row=lambda index: Row(index, "", "", None, {}))
-    manager._router = SimpleNamespace(choose=choose, slot_at=lambda home: None, room=Notifier())
-    manager._unfinished, manager._sessions, manager._stores, manager.ask_trainer = {}, {}, {}, refuse
+    loads = SimpleNamespace(slot_at=lambda home: None, room=Notifier())
+    manager.sampling.dispatch = SimpleNamespace(choose=choose, loads=loads)
+    manager._unfinished, manager._sessions, manager._stores, manager.sampling.ask_trainer = {}, {}, {}, refuse
     manager._samples_finished = 0
     reports = []
 

@@ -87,7 +87,7 @@ async def scored(asker: Bus, member: Member, *completions: str) -> list[float]:
             return flows[-1]
 
         flow = Flow(asker.peer(member.address), itertools.count(), ScoreJob, spawn)
-        jobs = [ScoreJob(member.serves[0], "p", [text], {"prompt": "p"}, None) for text in completions]
+        jobs = [ScoreJob(None, member.serves[0], "p", [text], {"prompt": "p"}, None) for text in completions]
         results = await asyncio.gather(*(flow.run_job(job) for job in jobs))
         for task in flows:
             task.cancel()

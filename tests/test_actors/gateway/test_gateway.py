@@ -23,8 +23,9 @@ from actors.master.changes import Rewarded, Stepped
 from actors.master.run_state import RunState
 from actors.master.session_requests import SessionRequests
 from actors.runtime.directory import Directory
-from actors.sampling.calls import Call
-from actors.sampling.router import Router
+from actors.sampling.dispatch import Dispatch
+from actors.sampling.jobs import Call
+from actors.sampling.sampling import Sampling
 from actors.trainer.sample_store import SampleStore
 from actors.watching.prometheus import Numbers
 from areal.base.errors import UserError
@@ -155,6 +156,9 @@ class City:
         self.ledger.commit(version)
         self.state.emit(Stepped(metrics=dict.fromkeys(STEPPED, 0.0), groups=batch.group_ids))
 
+    async def run(self, job) -> Generation:
+        return await self.sample(job)
+
     async def sample(self, call) -> Generation:
         self.prompts.append(TOKENIZER.decode(call.tokens))
         self.salts.append(Call.request(0, [call]).sequences[0].cache_salt)
@@ -179,6 +183,7 @@ class City:
             member = SimpleNamespace(
                 config=self.config,
                 directory=self.directory,
+                kind=Gateway,
                 index=index,
                 bus=None,
                 state="healthy",
@@ -187,9 +192,10 @@ class City:
                 become_healthy=lambda: asyncio.sleep(0),
                 ask_master=lambda *parts: self.ask_master(name, *parts),
             )
-            gateway = Gateway(member, None, None, TOKENIZER)
-            gateway.services.generators = self
-            gateway.ask_trainer = self.ask_trainer
+            sampling = Sampling(member, TOKENIZER, self.config.gateway.serve == "evaluated")
+            sampling.services.dispatch = self
+            sampling.ask_trainer = self.ask_trainer
+            gateway = Gateway(member, sampling)
             await gateway.main()
             port = await gateway._endpoint.listen()
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
@@ -450,8 +456,7 @@ def generator(index: int, **more) -> Member:
 async def test_a_generator_that_serves_users_gets_their_calls_alone_and_they_follow_it():
     server, other = generator(0, serving=True), generator(1)
     directory = Directory(Policy(lineage=0, version=3, folder=""), [server, other])
-    rows, users = (Router(directory, "gateway", 0, 8, lambda member: None) for _ in "12")
-    users.users = True
+    rows, users = (Dispatch(directory, "gateway", 0, 8, lambda member: None, None, users) for users in (False, True))
     assert await users.choose("generator") == server and await rows.choose("generator", min_version=1) == other
     directory.update({}, [other.identity])
     waiting = asyncio.create_task(rows.choose("generator", min_version=1))
@@ -484,7 +489,7 @@ async def test_a_call_that_the_trainer_does_not_store_is_an_error_and_not_an_ans
         raise RefusedError("its disk is full")
 
     async with city.gateway() as user:
-        user.gateway.ask_trainer = refuse
+        user.gateway.sampling.ask_trainer = refuse
         status, body, _ = await user.say("hi")
         assert status == 507 and "its disk is full" in body["error"]["message"]
 
@@ -547,7 +552,7 @@ async def test_the_call_of_a_tool_has_the_same_id_at_the_next_gateway_and_its_co
     body = {"model": "m", "tools": [{"type": "function", "function": {"name": "add"}}], "messages": [question]}
 
     async def ask(user):
-        user.gateway.services.tools["parsers"] = CallsOfTools(TOKENIZER)
+        user.gateway.sampling.services.tools["parsers"] = CallsOfTools(TOKENIZER)
         headers = {"X_Session_Id": "s", "Idempotency_Key": f"{len(body['messages'])}"}
         choice = (await user.ask("chat/completions", body, **headers))[1]["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
@@ -600,7 +605,7 @@ async def test_a_gateway_that_stores_late_forgets_a_session_that_another_one_has
         return await ask_trainer(message, answer)
 
     async with city.gateway(0) as user, city.gateway(1) as other:
-        user.gateway.ask_trainer = fenced
+        user.gateway.sampling.ask_trainer = fenced
         await user.say("hi")
         city.now += 61
         city.ledger.leases.expire(city.now)
@@ -686,7 +691,7 @@ async def test_a_reward_whose_client_goes_away_is_taken():
         return await ask_trainer(message, answer)
 
     async with city.gateway() as user:
-        user.gateway.ask_trainer = slow
+        user.gateway.sampling.ask_trainer = slow
         await user.say("hi")
         reward = asyncio.create_task(user.gateway.reward("anna:s", 1.0, {}, None, ""))  # as its handler does
         await waiting.wait()
@@ -716,7 +721,7 @@ async def test_a_call_that_is_answered_after_the_sample_was_made_is_an_error_and
         return await sample(call)
 
     async with city.gateway() as user:
-        user.gateway.ask_trainer, city.sample = slow_store, slow_sample
+        user.gateway.sampling.ask_trainer, city.sample = slow_store, slow_sample
         await user.say("hi")
         late = asyncio.create_task(user.say("hi", "hello", "how?"))
         await answers.wait()
@@ -833,7 +838,7 @@ async def test_a_session_grows_no_younger_at_another_gateway_and_no_hour_older_a
             user.gateway._sessions["anna:s"].begun -= 500  # as if the trainer had been away so long
             return await city.ask_trainer(message, answer)
 
-        user.gateway.ask_trainer = waits
+        user.gateway.sampling.ask_trainer = waits
         await user.ask("sessions/s", method="GET")
         session = user.gateway._sessions["anna:s"]
         age = asyncio.get_running_loop().time() - session.begun
@@ -850,7 +855,7 @@ async def test_a_text_in_parts_is_scored_as_text_at_the_end_of_its_session():
         return [Result(0.5, {})]
 
     async with city.gateway() as user:
-        user.gateway.services.rewards = SimpleNamespace(score=score)
+        user.gateway.sampling.services.rewards = SimpleNamespace(score=score)
         parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
         body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
         await user.ask("chat/completions", body, X_Session_Id="s")

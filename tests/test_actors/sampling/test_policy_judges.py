@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scripted_policy import Characters
 
-from actors.sampling.calls import SampleFailed
-from actors.sampling.jobs import RoutedRewards
+from actors.sampling.jobs import SampleFailed, ScoringRules
 from actors.sampling.policy_judges import PolicyJudges
+from actors.sampling.scores import Rewards
 from areal.base.errors import UserError
 from areal.config import Config
 from areal.samples.table import Generation
@@ -23,13 +23,13 @@ class AnsweringPolicy:
         self.answers, self.finish = [*answers], "stop"
         self.calls = []
 
-    async def sample(self, call) -> Generation:
+    async def run(self, call) -> Generation:
         self.calls.append(call)
         tokens = np.array(Characters().encode(self.answers.pop(0), add_special_tokens=False), np.int32)
         return Generation(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), self.finish)
 
 
-def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **options) -> RoutedRewards:
+def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **options) -> Rewards:
     config = Config(
         model="m",
         steps=1,
@@ -41,7 +41,8 @@ def judged_by(policy: AnsweringPolicy, refusals: list, retries: int = 1, **optio
     )
     assert (config.policy_judges, config.own_rewards) == ([*options], ["math"])
     judges = PolicyJudges(config, policy, Characters())
-    return RoutedRewards(None, None, config.reward, set(), lambda *refusal: refusals.append(refusal), {}, judges)
+    rules = ScoringRules(config.reward, set(), lambda *refusal: refusals.append(refusal))
+    return Rewards(policy, rules, {}, judges)
 
 
 async def test_the_policy_is_asked_as_the_options_say_and_its_verdict_is_the_score():

@@ -14,12 +14,11 @@ from helpers import needs_namespaces
 from tiny_pictures import png
 
 from actors.runtime.directory import Directory
-from actors.sampling.calls import Call, SampleFailed, SampleState
+from actors.sampling.dispatch import Dispatch
 from actors.sampling.flows import with_files
-from actors.sampling.group_scores import GroupScores
-from actors.sampling.jobs import RoutedGenerators, RoutedRewards
-from actors.sampling.router import Router
-from actors.sampling.sampler import Sampler
+from actors.sampling.jobs import Call, SampleFailed, SampleState, ScoringRules
+from actors.sampling.sampling import Sampling
+from actors.sampling.scores import GroupScores, Rewards
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession, contained_task
 from areal.base.errors import UserError
@@ -66,18 +65,20 @@ class Cluster:
         self.failures = []
         most = self.config.generator.max_concurrent_rollouts
         self.lost = []
-        self.router = Router(self.directory, "rollout_manager", 0, most, self.lost.append)
+        self.dispatch = Dispatch(
+            self.directory,
+            "rollout_manager",
+            0,
+            most,
+            self.lost.append,
+            lambda member, kind: SimpleNamespace(broken=False, run_job=lambda job: self.run_job(member, job)),
+        )
+        rules = ScoringRules(self.config.reward, {*self.config.rewards}, self.report_failure)
         self.services = Services(
             self.config,
             Characters(),
-            RoutedGenerators(self.router, self),
-            RoutedRewards(
-                self.router,
-                self,
-                self.config.reward,
-                {*self.config.rewards},
-                self.report_failure,
-            ),
+            self.dispatch,
+            Rewards(self.dispatch, rules, {}, {}),
         )
 
     def report_failure(self, cause: str, reason: str) -> None:
@@ -100,37 +101,37 @@ def generator(index: int, held: int | None = None) -> Member:
 
 @pytest.mark.parametrize(("min_version", "chosen"), [(2, 0), (3, 0), (4, 1)])
 async def test_a_generator_that_holds_a_version_gets_nothing_that_needs_a_newer_one(min_version, chosen):
-    router = Cluster(generator(0, held=3), generator(1)).router
-    with router.using(generator(1)):  # the other one is the busier
-        assert (await router.choose("generator", min_version=min_version)).index == chosen
+    dispatch = Cluster(generator(0, held=3), generator(1)).dispatch
+    with dispatch.loads.using(generator(1)):  # the other one is the busier
+        assert (await dispatch.choose("generator", min_version=min_version)).index == chosen
 
 
 async def test_where_all_generators_are_held_one_of_them_will_have_to_do():
-    router = Cluster(generator(0, held=3)).router
-    assert (await router.choose("generator", min_version=4)).index == 0
+    dispatch = Cluster(generator(0, held=3)).dispatch
+    assert (await dispatch.choose("generator", min_version=4)).index == 0
 
 
 async def test_what_others_have_there_counts_too():
-    router = Cluster(generator(0), generator(1)).router
-    router.loads = {
+    dispatch = Cluster(generator(0), generator(1)).dispatch
+    dispatch.loads.reported = {
         "generator/0#x": GeneratorLoad(30, 0, 64, version=0),
         "generator/1#x": GeneratorLoad(20, 0, 64, version=0),
     }
-    assert (await router.choose("generator")).index == 1
+    assert (await dispatch.choose("generator")).index == 1
     with contextlib.ExitStack() as used:
         for _ in range(12):
-            used.enter_context(router.using(generator(1)))
-        assert (await router.choose("generator")).index == 0
+            used.enter_context(dispatch.loads.using(generator(1)))
+        assert (await dispatch.choose("generator")).index == 0
 
 
 async def test_places_and_sequences_are_those_of_the_healthy_generators_of_now():
-    router = Cluster(generator(0), generator(1)).router
-    with router.using(generator(0)), router.using(generator(1)):
-        assert (router.places, router.sequences) == (2 * router.limit(generator(0)), 2)
-        router.loads = {"generator/0#x": GeneratorLoad(0, 0, 5, version=0)}
-        assert router.places == 5 + router.limit(generator(1))
-        router.directory.update({}, ["generator/1#x"])
-        assert (router.places, router.sequences) == (5, 1)
+    dispatch = Cluster(generator(0), generator(1)).dispatch
+    with dispatch.loads.using(generator(0)), dispatch.loads.using(generator(1)):
+        assert (dispatch.loads.places, dispatch.loads.sequences) == (2 * dispatch.loads._limit(generator(0)), 2)
+        dispatch.loads.reported = {"generator/0#x": GeneratorLoad(0, 0, 5, version=0)}
+        assert dispatch.loads.places == 5 + dispatch.loads._limit(generator(1))
+        dispatch._directory.update({}, ["generator/1#x"])
+        assert (dispatch.loads.places, dispatch.loads.sequences) == (5, 1)
 
 
 class Clock:
@@ -143,24 +144,24 @@ class Clock:
 
 @contextlib.contextmanager
 def router_that_prefers_0():
-    router = Cluster(generator(0), generator(1)).router
-    with router.using(generator(1)), structlog.testing.capture_logs() as logs:
-        yield router, logs
+    dispatch = Cluster(generator(0), generator(1)).dispatch
+    with dispatch.loads.using(generator(1)), structlog.testing.capture_logs() as logs:
+        yield dispatch, logs
 
 
 async def test_a_generator_that_does_not_answer_gets_one_sequence_at_a_time_ever_more_rarely(monkeypatch, unhurried):
     clock = Clock(monkeypatch)
-    with router_that_prefers_0() as (router, logs):
+    with router_that_prefers_0() as (dispatch, logs):
         waits = []
         for _ in range(6):
             for _ in range(72):  # all sequences of a flow fail with it
-                await router.avoid(generator(0), StreamBrokenError("gone"))
+                dispatch.avoidance.failed(generator(0), StreamBrokenError("gone"))
             before = clock.now
-            while (await router.choose("generator")).index == 1:
+            while (await dispatch.choose("generator")).index == 1:
                 clock.now += 1.0
             waits.append(clock.now - before)
-            with contextlib.suppress(StreamBrokenError), router.asking(generator(0)):
-                assert (await router.choose("generator")).index == 1, "one sequence tries it"
+            with contextlib.suppress(StreamBrokenError), dispatch._asking(generator(0)):
+                assert (await dispatch.choose("generator")).index == 1, "one sequence tries it"
                 clock.now += 6.5
                 raise StreamBrokenError("gone")
         assert waits == [5, 10, 20, 40, 60, 60]
@@ -170,58 +171,58 @@ async def test_a_generator_that_does_not_answer_gets_one_sequence_at_a_time_ever
 @pytest.mark.parametrize("answer", ["the sequence ends", "the sequence is long"])
 async def test_a_generator_that_answers_again_is_trusted(monkeypatch, unhurried, answer):
     clock = Clock(monkeypatch)
-    with router_that_prefers_0() as (router, logs), contextlib.ExitStack() as used:
-        await router.avoid(generator(0), StreamBrokenError("gone"))
+    with router_that_prefers_0() as (dispatch, logs), contextlib.ExitStack() as used:
+        dispatch.avoidance.failed(generator(0), StreamBrokenError("gone"))
         clock.now += 5.0
-        used.enter_context(router.asking(generator(0)))
-        assert not router.trusts(generator(0))
+        used.enter_context(dispatch._asking(generator(0)))
+        assert not dispatch.avoidance.trusts(generator(0))
         if answer == "the sequence ends":
             used.close()
         else:
             clock.now += 13.0
-        assert router.trusts(generator(0))
-        await router.avoid(generator(0), StreamBrokenError("gone again"))
-        assert not router.trusts(generator(0))
+        assert dispatch.avoidance.trusts(generator(0))
+        dispatch.avoidance.failed(generator(0), StreamBrokenError("gone again"))
+        assert not dispatch.avoidance.trusts(generator(0))
         assert len(logs) == 2
 
 
 async def test_of_a_generator_whose_connection_is_lost_the_master_hears_once(monkeypatch, unhurried):
     Clock(monkeypatch)
     cluster = Cluster(generator(0), generator(1))
-    await cluster.router.avoid(generator(1), StreamBrokenError("silent"))
+    cluster.dispatch.avoidance.failed(generator(1), StreamBrokenError("silent"))
     for _ in range(72):  # all sequences of a flow fail with it
-        await cluster.router.avoid(generator(0), ConnectionLostError("refused"))
+        cluster.dispatch.avoidance.failed(generator(0), ConnectionLostError("refused"))
     assert cluster.lost == [generator(0)]
 
 
 async def test_a_generator_that_the_directory_shows_anew_is_tried_at_once(monkeypatch, unhurried):
     Clock(monkeypatch)
-    with router_that_prefers_0() as (router, _):
-        await router.avoid(generator(0), StreamBrokenError("gone"))
-        assert (await router.choose("generator")).index == 1
-        router.directory.update({"generator/0#x": generator(0)}, ())
-        assert (await router.choose("generator")).index == 0
-        with router.asking(generator(0)):
-            assert (await router.choose("generator")).index == 1
+    with router_that_prefers_0() as (dispatch, _):
+        dispatch.avoidance.failed(generator(0), StreamBrokenError("gone"))
+        assert (await dispatch.choose("generator")).index == 1
+        dispatch._directory.update({"generator/0#x": generator(0)}, ())
+        assert (await dispatch.choose("generator")).index == 0
+        with dispatch._asking(generator(0)):
+            assert (await dispatch.choose("generator")).index == 1
 
 
 async def test_of_two_generators_that_do_not_answer_the_one_that_has_failed_less_often_is_asked(monkeypatch, unhurried):
     clock = Clock(monkeypatch)
-    with router_that_prefers_0() as (router, _):
-        await router.avoid(generator(0), StreamBrokenError("gone"))
+    with router_that_prefers_0() as (dispatch, _):
+        dispatch.avoidance.failed(generator(0), StreamBrokenError("gone"))
         clock.now += 5.0
-        await router.avoid(generator(0), StreamBrokenError("gone"))
-        await router.avoid(generator(1), StreamBrokenError("gone"))
-        assert (await router.choose("generator")).index == 1
+        dispatch.avoidance.failed(generator(0), StreamBrokenError("gone"))
+        dispatch.avoidance.failed(generator(1), StreamBrokenError("gone"))
+        assert (await dispatch.choose("generator")).index == 1
 
 
 async def test_one_that_is_busy_is_avoided_for_a_while_in_silence(monkeypatch, unhurried):
     clock = Clock(monkeypatch)
-    with router_that_prefers_0() as (router, logs):
-        await router.avoid(generator(0), BusyError("it drains"))
-        assert (await router.choose("generator")).index == 1
+    with router_that_prefers_0() as (dispatch, logs):
+        dispatch.avoidance.failed(generator(0), BusyError("it drains"))
+        assert (await dispatch.choose("generator")).index == 1
         clock.now += 5.0
-        assert router.trusts(generator(0))
+        assert dispatch.avoidance.trusts(generator(0))
         assert logs == []
 
 
@@ -328,11 +329,11 @@ class Characters:
         return "".join(map(chr, tokens))
 
 
-def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, SampleSession]:
-    router = cluster.router
+def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Dispatch, SampleSession]:
+    dispatch = cluster.dispatch
     sampling = cluster.config.sampling.model_copy(update=settings)
-    return router, SampleSession(
-        cluster.services, Row(0, "", None, None, {}), sampling, 3, home=home, slot=router.slot_at(home)
+    return dispatch, SampleSession(
+        cluster.services, Row(0, "", None, None, {}), sampling, 3, home=home, slot=dispatch.loads.slot_at(home)
     )
 
 
@@ -348,7 +349,7 @@ def moved(session: SampleSession, target: Member, then: Generation):
 
 async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_far():
     cluster = Cluster(generator(0), generator(1), generator(2))
-    router, session = session_at(cluster, generator(0))
+    dispatch, session = session_at(cluster, generator(0))
 
     first = [moved(session, generator(2), chunk(5, 6, version=3)), StreamBrokenError("handed over")]
     cluster.servers = Streams(at0=[first], at2=[[chunk(7, version=4, finish="stop")]])
@@ -358,18 +359,18 @@ async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_fa
     assert (where, cluster.servers.prompts[1], second.max_new_tokens) == ("2", [1, 2, 5, 6], 8)
     assert second.min_version == 3
     assert (first.first_version, second.first_version) == (None, 3)
-    assert (session.tokens_sampled, dict(router.requests)) == (3, {})
+    assert (session.tokens_sampled, dict(dispatch.loads.requests)) == (3, {})
 
 
 async def test_a_sequence_may_be_ended_early():
     cluster = Cluster(generator(0))
-    router, session = session_at(cluster, generator(0))
+    dispatch, session = session_at(cluster, generator(0))
     cluster.servers = Streams(
         at0=[[chunk(5, 6, version=3), chunk(7, 8, version=4), chunk(9, version=4, finish="length")]]
     )
     done = await session.generate([1], keep=lambda tokens: 3 if 7 in tokens else None)
     assert (done.tokens.tolist(), done.versions.tolist(), done.finish) == ([5, 6, 7], [3, 3, 4], "stop")
-    assert (len(done.logprobs), session.tokens_sampled, dict(router.requests)) == (3, 4, {})
+    assert (len(done.logprobs), session.tokens_sampled, dict(dispatch.loads.requests)) == (3, 4, {})
 
 
 @pytest.mark.parametrize(("keep", "end"), [(None, 6), (3, 3), (7, 6)])
@@ -406,12 +407,12 @@ async def test_a_call_may_ask_for_fewer_tokens_than_the_run_s(wanted, asked):
 
 async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
     cluster = Cluster(generator(0))
-    router, session = session_at(cluster, generator(0))
-    assert router.requests == {"generator/0#x": 1}
-    room = asyncio.create_task(router.room.until(lambda: not router.requests))
-    cluster.servers = Streams(at0=[[lambda: chunk(len(router.requests), version=3, finish="stop")]])
+    dispatch, session = session_at(cluster, generator(0))
+    assert dispatch.loads.requests == {"generator/0#x": 1}
+    room = asyncio.create_task(dispatch.loads.room.until(lambda: not dispatch.loads.requests))
+    cluster.servers = Streams(at0=[[lambda: chunk(len(dispatch.loads.requests), version=3, finish="stop")]])
     assert (await session.generate([1])).tokens.tolist() == [1]
-    assert not router.requests
+    assert not dispatch.loads.requests
     await asyncio.wait_for(room, 60)
 
 
@@ -475,7 +476,7 @@ async def test_the_target_of_a_move_may_be_gone():
         assert (await session.generate([1, 2])).tokens.tolist() == [5, 6]
 
 
-class Rewards(Cluster):
+class RewardActors(Cluster):
     """Reward actors that answer as a test has written, by the reward's name; what each was asked is kept."""
 
     def __init__(self, **answers: list) -> None:
@@ -504,18 +505,18 @@ class Rewards(Cluster):
     def session(self, reward: dict[str, float] | None = None, **settings) -> SampleSession:
         reward_settings = self.config.reward.model_copy(update=settings)
         self.services.config = self.config = self.config.model_copy(update={"reward": reward_settings})
-        self.services.rewards._config = reward_settings
+        self.services.rewards._rules.config = reward_settings
         row = Row(0, "p", "a", reward, {"prompt": "p", "answer": "a"})
         return SampleSession(self.services, row, self.config.sampling)
 
 
 @pytest.fixture
 def unhurried(monkeypatch):
-    monkeypatch.setattr("actors.sampling.router.RETRY_SECONDS", 0)
+    monkeypatch.setattr("actors.sampling.dispatch.RETRY_SECONDS", 0)
 
 
 async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_part():
-    cluster = Rewards(math=[Result(1.0, {"answer": 0.5})], brief=[Result(0.25, {})])
+    cluster = RewardActors(math=[Result(1.0, {"answer": 0.5})], brief=[Result(0.25, {})])
     session = cluster.session({"math": 2.0, "brief": -1.0})
     assert await session.score("done", np.array([5, 6])) == 1.75
     assert session.reward_parts == {"math": 1.0, "brief": 0.25, "math/answer": 0.5}
@@ -524,7 +525,7 @@ async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_p
 
 
 async def test_a_workflow_may_ask_one_reward_whose_score_is_a_part_and_no_more():
-    cluster = Rewards(judge=[Result(0.5, {"tokens": 9.0})], addition=[Result(1.0, {})])
+    cluster = RewardActors(judge=[Result(0.5, {"tokens": 9.0})], addition=[Result(1.0, {})])
     session = cluster.session(groups=["rank"])
     assert await session.score("draft", reward="judge") == 0.5
     assert await session.score("done") == 1.0
@@ -534,7 +535,7 @@ async def test_a_workflow_may_ask_one_reward_whose_score_is_a_part_and_no_more()
 
 
 async def test_a_single_reward_is_the_score_and_no_part_of_it():
-    cluster = Rewards(addition=[Result(0.5, {"answer": 0.25})])
+    cluster = RewardActors(addition=[Result(0.5, {"answer": 0.25})])
     session = cluster.session()
     assert await session.score("done") == 0.5
     assert session.reward_parts == {"addition/answer": 0.25}
@@ -542,7 +543,7 @@ async def test_a_single_reward_is_the_score_and_no_part_of_it():
 
 
 async def test_a_sample_that_nothing_scores_fails_where_its_workflow_is_to_give_the_reward():
-    cluster = Rewards()
+    cluster = RewardActors()
     settings = {"reward": {}, "rollout_manager": {"workflow": "agent", "workflow_options": {"agent_reward": True}}}
     cluster.config = Config.model_validate(cluster.config.model_dump() | settings)
     with pytest.raises(SampleFailed, match="the workflow gave no reward, and the run has none"):
@@ -551,13 +552,13 @@ async def test_a_sample_that_nothing_scores_fails_where_its_workflow_is_to_give_
 
 async def test_a_failure_is_told_once_a_completion_and_a_lost_actor_is_none(unhurried):
     answers = [BusyError("later"), RefusedError("KeyError"), RefusedError("KeyError"), Result(1.0, {})]
-    cluster = Rewards(addition=answers)
+    cluster = RewardActors(addition=answers)
     assert await cluster.session(retries=2).score("done") == 1.0
     assert cluster.failures == [("reward", "reward 'addition': KeyError")]
 
 
 async def test_what_has_cost_too_many_workers_on_any_actor_is_asked_no_more(unhurried):
-    cluster = Rewards(addition=[HarmfulError("no score within 10 s")] * 9)
+    cluster = RewardActors(addition=[HarmfulError("no score within 10 s")] * 9)
     with pytest.raises(SampleFailed, match="'addition': .*it is refused"):
         await cluster.session(retries=8).score("done")
     assert len(cluster.asked) == 3
@@ -570,7 +571,7 @@ async def test_what_has_cost_too_many_workers_on_any_actor_is_asked_no_more(unhu
 
 
 async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch):
-    cluster = Rewards(addition=[], late=[Result(1.0, {})])
+    cluster = RewardActors(addition=[], late=[Result(1.0, {})])
     members = {**cluster.directory.members}
     cluster.directory.update({}, members)
     scoring = asyncio.create_task(cluster.session({"late": 1.0}).score("done"))
@@ -587,14 +588,14 @@ async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch
 
 async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its_group():
     cluster = Cluster(generator(0), generator(1))
-    router, session = session_at(cluster, generator(0))
+    dispatch, session = session_at(cluster, generator(0))
     started = []
     session._on_start = started.append
     cluster.servers = Streams(
         at0=[[chunk(5, 6, 7, version=3, finish="stop")], [chunk(*range(7), version=5, finish="length")]]
     )
     await session.generate([1, 2])
-    assert not router.requests, "between turns no slot is taken"
+    assert not dispatch.loads.requests, "between turns no slot is taken"
     session.min_version = 4  # the group's start is known
     await session.generate([1, 2, 5, 6, 7, 9])
     nothing = await session.generate([1])
@@ -603,7 +604,7 @@ async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its
     assert (first_at, second_at) == ("0", "0"), "the prefix is there"
     assert (first.max_new_tokens, second.max_new_tokens) == (10, 7)
     assert (first.min_version, second.min_version) == (3, 4)
-    assert (started, session.tokens_sampled, dict(router.requests)) == ([3], 10, {})
+    assert (started, session.tokens_sampled, dict(dispatch.loads.requests)) == ([3], 10, {})
 
 
 async def test_a_turn_may_have_a_limit_of_its_own():
@@ -625,7 +626,7 @@ async def test_a_turn_may_have_a_limit_of_its_own():
     ],
 )
 async def test_what_a_workflow_must_not_give_is_an_error_of_the_workflow(ask, sentence):
-    session = Rewards(addition=[Result(1.0, {})]).session({"addition": 1.0})
+    session = RewardActors(addition=[Result(1.0, {})]).session({"addition": 1.0})
     with pytest.raises((TypeError, ValueError), match=sentence):
         await ask(session)
 
@@ -723,12 +724,11 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
         return Trajectory([5, 6], [0.0, -0.5], [-1, 0], {"a": 1.0}[row], "stop")
 
     sampler = Cluster()
-    sampler._workflow = of_the_user
     _, session = session_at(sampler, generator(0))
-    assert (await Sampler.run_workflow(sampler, session, "a")).reward == 1.0
+    assert (await Sampling.run_workflow(sampler, session, of_the_user, "a")).reward == 1.0
     assert (sampler.services.succeeded, sampler.failures) == (1, [])
     with pytest.raises(SampleFailed, match="the workflow raised KeyError"):
-        await Sampler.run_workflow(sampler, session, "b")
+        await Sampling.run_workflow(sampler, session, of_the_user, "b")
     assert (sampler.services.succeeded, sampler.failures) == (1, [("workflow", "the workflow raised KeyError: 'b'")])
 
 
@@ -738,10 +738,9 @@ async def test_a_workflow_that_ends_the_program_fails_its_sample_and_the_process
         raise raised
 
     sampler = Cluster()
-    sampler._workflow = of_the_user
     _, session = session_at(sampler, generator(0))
     with pytest.raises(SampleFailed, match=f"the workflow raised {type(raised).__name__}"):
-        await Sampler.run_workflow(sampler, session, "a")
+        await Sampling.run_workflow(sampler, session, of_the_user, "a")
     assert [cause for cause, _ in sampler.failures] == ["workflow"]
 
 
@@ -754,11 +753,10 @@ async def test_nor_does_it_end_the_process_from_a_task_of_its_own():
         await asyncio.create_task(ends())
 
     sampler = Cluster()
-    sampler._workflow = of_the_user
     _, session = session_at(sampler, generator(0))
     asyncio.get_running_loop().set_task_factory(contained_task)
     with pytest.raises(SampleFailed, match="the workflow raised RuntimeError: KeyboardInterrupt: no"):
-        await asyncio.create_task(Sampler.run_workflow(sampler, session, "a"))
+        await asyncio.create_task(Sampling.run_workflow(sampler, session, of_the_user, "a"))
 
 
 def test_a_row_of_which_no_prompt_can_be_made_is_left_to_the_workflow(monkeypatch):
@@ -777,8 +775,8 @@ def test_a_row_of_which_no_prompt_can_be_made_is_left_to_the_workflow(monkeypatc
 def test_a_failure_is_reported_whatever_is_in_its_text():
     asked = []
     member = SimpleNamespace(spawn=lambda *_: None, ask_master=lambda message, _: asked.append(message))
-    sampler = SimpleNamespace(services=SimpleNamespace(succeeded=0), _causes=set(), member=member)
-    Sampler.report_failure(sampler, "workflow", "no answer to '\ud83d'" + "!" * 5000)
+    sampler = SimpleNamespace(services=SimpleNamespace(succeeded=0), _causes=set(), _member=member)
+    Sampling.report_failure(sampler, "workflow", "no answer to '\ud83d'" + "!" * 5000)
     assert asked[0].reason == "no answer to '?'" + "!" * 4080
 
 
@@ -788,7 +786,7 @@ def test_a_failure_is_reported_whatever_is_in_its_text():
 RANKED = {"functions": {"addition": 1.0, "rank": 10.0}, "groups": ["rank"]}
 
 
-def group_of(cluster: Rewards, samples: int, needed: int) -> tuple[GroupScores, list[SampleSession], list[int]]:
+def group_of(cluster: RewardActors, samples: int, needed: int) -> tuple[GroupScores, list[SampleSession], list[int]]:
     """A group, its sessions, and which of them have saved their calls."""
     saved: list[int] = []
     sessions = [cluster.session(**RANKED) for _ in range(samples)]
@@ -801,7 +799,7 @@ def group_of(cluster: Rewards, samples: int, needed: int) -> tuple[GroupScores, 
 
 async def test_the_samples_of_a_group_are_scored_by_one_call_once_all_are_there_and_are_saved_meanwhile():
     together = [Result(0.0, {}), Result(1.0, {"why": 2.0}), Result(2.0, {})]
-    cluster = Rewards(addition=[Result(0.5, {})] * 3, rank=[together])
+    cluster = RewardActors(addition=[Result(0.5, {})] * 3, rank=[together])
     _, sessions, saved = group_of(cluster, 3, needed=3)
     scores = [asyncio.create_task(sessions[place].score(f"text {place}")) for place in (2, 0)]
     await asyncio.sleep(0.01)
@@ -816,7 +814,7 @@ async def test_the_samples_of_a_group_are_scored_by_one_call_once_all_are_there_
 
 
 async def test_a_group_is_scored_without_those_that_ask_for_no_score_and_those_that_come_late_are_not_in_it():
-    cluster = Rewards(addition=[Result(0.0, {})] * 4, rank=[[Result(1.0, {}), Result(2.0, {})]])
+    cluster = RewardActors(addition=[Result(0.0, {})] * 4, rank=[[Result(1.0, {}), Result(2.0, {})]])
     group, sessions, _ = group_of(cluster, 4, needed=3)
     scores = [asyncio.create_task(sessions[place].score(f"text {place}")) for place in (0, 3)]
     await asyncio.sleep(0.01)
@@ -829,14 +827,14 @@ async def test_a_group_is_scored_without_those_that_ask_for_no_score_and_those_t
 
 
 async def test_a_reward_of_groups_that_fails_fails_each_sample(unhurried):
-    cluster = Rewards(addition=[Result(0.0, {})] * 2, rank=[RefusedError("KeyError")] * 3)
+    cluster = RewardActors(addition=[Result(0.0, {})] * 2, rank=[RefusedError("KeyError")] * 3)
     _, sessions, _ = group_of(cluster, 2, needed=2)
     ends = await asyncio.gather(*(session.score("text") for session in sessions), return_exceptions=True)
     assert [str(end) for end in ends] == ["reward 'rank': KeyError"] * 2 and not cluster.answers["rank"]
 
 
 async def test_nothing_is_left_of_the_scoring_of_a_group_that_is_given_up():
-    cluster = Rewards(addition=[Result(0.0, {})] * 2)
+    cluster = RewardActors(addition=[Result(0.0, {})] * 2)
     group, sessions, _ = group_of(cluster, 2, needed=2)
     asked = asyncio.Event()
 
@@ -859,7 +857,7 @@ async def test_nothing_is_left_of_the_scoring_of_a_group_that_is_given_up():
 
 
 async def test_an_evaluation_scores_each_completion_as_a_group_of_one():
-    cluster = Rewards(addition=[Result(0.5, {})], rank=[[Result(1.0, {})]])
+    cluster = RewardActors(addition=[Result(0.5, {})], rank=[[Result(1.0, {})]])
     assert await cluster.session(**RANKED).score("text") == 10.5
 
 
@@ -869,7 +867,7 @@ async def test_an_evaluation_scores_each_completion_as_a_group_of_one():
 @pytest.fixture
 def limited():
     """A session whose workflow may be in its own code for 0.05 s."""
-    cluster = Rewards(addition=[Result(1.0, {})] * 9)
+    cluster = RewardActors(addition=[Result(1.0, {})] * 9)
     manager = cluster.config.rollout_manager.model_copy(update={"sample_seconds": 0.05})
     cluster.config = cluster.config.model_copy(update={"rollout_manager": manager})
     return cluster.session()
@@ -889,22 +887,24 @@ async def test_a_workflow_that_waits_for_ever_fails_with_the_line_at_which_it_wa
 
 
 async def test_time_in_which_a_sample_waits_for_actors_of_the_run_has_no_limit(limited):
-    async def slow(member: Member, job: object) -> list[Result]:
+    async def slow(job: object) -> list[Result]:
         await asyncio.sleep(0.15)
         return [Result(1.0, {})]
 
-    limited._services.rewards._servers.run_job = slow
+    flow = SimpleNamespace(broken=False, run_job=slow)
+    limited._services.dispatch._open_flow = lambda member, kind: flow
     async with limited.in_workflow():
         assert await limited.score("done") == 1.0
         assert await limited.score("again") == 1.0
 
 
 async def test_own_code_after_a_long_wait_for_actors_has_a_limit(limited):
-    async def slow(member: Member, job: object) -> list[Result]:
+    async def slow(job: object) -> list[Result]:
         await asyncio.sleep(0.08)
         return [Result(1.0, {})]
 
-    limited._services.rewards._servers.run_job = slow
+    flow = SimpleNamespace(broken=False, run_job=slow)
+    limited._services.dispatch._open_flow = lambda member, kind: flow
     with pytest.raises(TimeoutError, match="sample_seconds"):
         async with limited.in_workflow():
             await limited.score("done")

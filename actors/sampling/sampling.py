@@ -1,4 +1,4 @@
-"""The base class of the roles that sample: rollout manager, evaluator and gateway."""
+"""Sampling: the part of the roles that sample, which are rollout manager, evaluator and gateway."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,12 +6,11 @@ from typing import Any, Protocol, Self, TypeVar
 
 import structlog
 
-from actors.runtime.actor import Actor
 from actors.runtime.membership import Membership
-from actors.sampling.calls import SampleFailed
-from actors.sampling.jobs import RoutedGenerators, RoutedRewards, Servers
+from actors.sampling.dispatch import Dispatch, flows_of
+from actors.sampling.jobs import SampleFailed, ScoringRules
 from actors.sampling.policy_judges import PolicyJudges
-from actors.sampling.router import Router
+from actors.sampling.scores import Rewards
 from actors.sampling.services import Services
 from actors.sampling.sessions import SampleSession
 from areal.base.errors import ToolError
@@ -19,12 +18,11 @@ from areal.base.text import error_text
 from areal.config.data_section import DataConfig
 from areal.data.rows import Row
 from areal.data.sources import open_source
-from areal.generation.routing import GeneratorLoad
 from areal.samples.tokenizer import load_tokenizer
 from areal.samples.trajectory import Trajectory
 from areal.workflows.builtin import Workflow, resolve_workflow
 from protocols.bus_errors import BusError, FencedError, MalformedError, RefusedError, text_of
-from protocols.messages import Cause, ConnectionLost, Done, LoadColumns, Member, Message, ScoringFailed, Work
+from protocols.messages import Cause, ConnectionLost, Done, Member, Message, ScoringFailed, Work
 from protocols.transport import ask_until
 
 M = TypeVar("M", bound=Message)
@@ -41,54 +39,39 @@ class Prompts(Protocol):
     def heldout(self, i: int) -> Row: ...
 
 
-class Sampler(Actor):
-    """Base class of the roles that run the workflow on rows of the run's data."""
+class Sampling:
+    """What an actor has that samples: rollout manager, evaluator and gateway. `dispatch` does the jobs of its samples,
+    `services` is what its sessions use. `awaited_rewards`: those of the run, which have an actor sooner or later.
+
+    users: whether users are served (see Dispatch).
+    """
 
     @classmethod
     async def start(
-        cls,
-        member: Membership,
-        open_source: Callable[[DataConfig, int], Prompts] = open_source,
-        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer,
-        workflow: Workflow | None = None,
+        cls, member: Membership, load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, users: bool = False
     ) -> Self:
-        """workflow: in place of the one that the configuration names."""
-        config, settings = member.config, member.config.rollout_manager
-        source = await asyncio.to_thread(open_source, config.data, config.seed)
+        """Raises UserError."""
+        config = member.config
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
-        workflow = workflow or resolve_workflow(settings.workflow, settings.workflow_options)
-        sampler = cls(member, source, workflow, tokenizer)
-        await sampler.services.load_parsers()
-        return sampler
+        sampling = cls(member, tokenizer, users)
+        await sampling.services.load_parsers()
+        return sampling
 
-    def __init__(self, member: Membership, source: Prompts, workflow: Workflow, tokenizer: Any) -> None:
-        self.member = member
-        self.config = config = member.config
-        self.directory = member.directory
-        self._source = source
-        self._workflow = workflow
+    def __init__(self, member: Membership, tokenizer: Any, users: bool) -> None:
+        self._member = member
+        config, role, index = member.config, member.kind.role, member.index or 0
         self._causes: set[Cause] = set()  # of failures that were reported
-        limit = config.generator.max_concurrent_rollouts
-        self._routes = member.directory, self.role, member.index or 0, limit, self._report_lost
-        self._router = Router(*self._routes)
-        self._servers = Servers(member.bus, member.spawn)
-        self.awaited_rewards = {*config.rewards}  # those of the run, which have an actor sooner or later
-        generators = RoutedGenerators(self._router, self._servers)
-        self._scoring = RoutedRewards(
-            self._router,
-            self._servers,
-            config.reward,
-            self.awaited_rewards,
-            self.report_failure,
-            config.reward_scorers,
-            PolicyJudges(config, generators, tokenizer),
-        )
+        limit, open_flow = config.generator.max_concurrent_rollouts, flows_of(member.bus, member.spawn)
+        self.dispatch = Dispatch(member.directory, role, index, limit, self._report_lost, open_flow, users)
+        self.awaited_rewards = {*config.rewards}
+        rules = ScoringRules(config.reward, self.awaited_rewards, self.report_failure)
+        judges = PolicyJudges(config, self.dispatch, tokenizer)
         self.services = Services(
             config=config,
             tokenizer=tokenizer,
-            generators=generators,
-            rewards=self._scoring,
-            place=f"{self.role}/{member.index}",
+            dispatch=self.dispatch,
+            rewards=Rewards(self.dispatch, rules, config.reward_scorers, judges),
+            place=f"{role}/{member.index}",
         )
         member.used.push_async_callback(self.services.close)
 
@@ -103,18 +86,12 @@ class Sampler(Actor):
         seconds = asyncio.get_running_loop().time() - since
         return (Work(what=f"the workflow's own code, in {len(own_code)} samples", seconds=seconds),)
 
-    def note_loads(self, loads: LoadColumns) -> None:
-        columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
-        rows = map(GeneratorLoad, *(column.tolist() for column in columns))
-        self._router.loads = dict(zip(loads.names, rows, strict=True))
-        self._router.room.notify()
-
     async def ask_trainer(self, request: Message, answer: type[M]) -> M:
         """Ask the trainer, again until it answers. Raises RefusedError."""
 
         async def ask() -> M:
-            trainer = (await self.directory.until(lambda: self.directory.with_role("trainer")))[0]
-            return await self.member.ask(trainer.address, request, answer, STORE_SECONDS)
+            trainer = (await self._member.directory.until(lambda: self._member.directory.with_role("trainer")))[0]
+            return await self._member.ask(trainer.address, request, answer, STORE_SECONDS)
 
         def again(error: BusError) -> bool:
             if isinstance(error, RefusedError) and not isinstance(error, FencedError):  # then its successor will answer
@@ -132,19 +109,19 @@ class Sampler(Actor):
         data are probably wrong."""
         if not self.services.succeeded or cause not in self._causes:
             self._causes.add(cause)
-            self.member.spawn(
-                self.member.ask_master(ScoringFailed(cause=cause, reason=text_of(reason)), Done), "report failure"
+            self._member.spawn(
+                self._member.ask_master(ScoringFailed(cause=cause, reason=text_of(reason)), Done), "report failure"
             )
 
     def _report_lost(self, actor: Member) -> None:
         """Report to the master that this actor cannot reach another one."""
-        self.member.spawn(self.member.ask_master(ConnectionLost(identity=actor.identity), Done), "report lost")
+        self._member.spawn(self._member.ask_master(ConnectionLost(identity=actor.identity), Done), "report lost")
 
-    async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
+    async def run_workflow(self, session: SampleSession, workflow: Workflow, row: Row) -> Trajectory:
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's code."""
         try:
             async with session.in_workflow():
-                sample = await self._workflow(session, row)
+                sample = await workflow(session, row)
             if not isinstance(sample, Trajectory) or not sample.sampled.any():
                 raise ValueError("it has returned no Trajectory with sampled tokens")
         except SampleFailed as failure:
@@ -157,7 +134,7 @@ class Sampler(Actor):
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # it may call sys.exit, which would end this process
-            log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
+            log.error("workflow failed", workflow=self.services.config.rollout_manager.workflow, exc_info=error)
             reason = f"the workflow raised {error_text(error)}"
             self.report_failure("workflow", reason)
             raise SampleFailed("workflow", reason) from error
@@ -165,3 +142,15 @@ class Sampler(Actor):
             session.close()
         self.services.succeeded += 1
         return sample
+
+
+async def open_rows(
+    member: Membership,
+    open_source: Callable[[DataConfig, int], Prompts] = open_source,
+    workflow: Workflow | None = None,
+) -> tuple[Prompts, Workflow]:
+    """The rows of the run and the workflow that samples them. workflow: in place of the one that the configuration
+    names."""
+    config, settings = member.config, member.config.rollout_manager
+    source = await asyncio.to_thread(open_source, config.data, config.seed)
+    return source, workflow or resolve_workflow(settings.workflow, settings.workflow_options)

@@ -1,13 +1,57 @@
-"""Rewards of groups: the samples of a group wait for each other, and one call scores all their completions."""
+"""The scores of completions, by reward actors, scorers or the policy: of one sample, or of all samples of a group.
+
+The samples of a group wait for each other, and one call scores all their completions.
+"""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
-from actors.sampling.calls import SampleFailed, ended
-from actors.sampling.services import Rewards
+import numpy as np
+
+from actors.sampling.jobs import (
+    SampleFailed,
+    ScoreJob,
+    ScoringRules,
+    TokensJob,
+    ended,
+    score_with_retries,
+)
+from actors.sampling.policy_judges import Dispatcher, PolicyJudges
 from areal.data.rows import Row, prompt_text
 from areal.rewards.result import Result, all_scored
+from areal.samples.trajectory import TokenScores
+
+
+class Rewards:
+    """The rewards and the scorers of a run. scorers: those that give rewards, by the reward's name. judges: the rewards
+    that the policy gives."""
+
+    def __init__(
+        self, dispatch: Dispatcher, rules: ScoringRules, scorers: Mapping[str, str], judges: PolicyJudges
+    ) -> None:
+        self._dispatch = dispatch
+        self._rules = rules
+        self._scorers = scorers
+        self._judges = judges
+
+    async def score(
+        self, name: str, prompt: str, completions: Sequence[str], row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> list[Result]:
+        """The score by the reward `name` of one completion, or if it is one of groups of each of those of a group.
+        Raises SampleFailed if the reward failed on every attempt."""
+        if name in self._judges:
+            judged = partial(self._judges.score, name, prompt, completions, row)
+            return await score_with_retries(name, self._rules.config.retries, judged, self._rules.on_refusal)
+        job = ScoreJob(self._rules, name, prompt, completions, row, tokens, self._scorers.get(name))
+        results: list[Result] = await self._dispatch.run(job)
+        return results
+
+    async def score_tokens(self, name: str, tokens: np.ndarray) -> TokenScores:
+        """What the scorer `name` gives int32 [T] tokens. Raises SampleFailed."""
+        scores: TokenScores = await self._dispatch.run(TokensJob(self._rules, name, tokens))
+        return scores
 
 
 class Sibling(Protocol):

@@ -1,0 +1,290 @@
+"""Dispatch: does a job at some actor of a role, and goes on at another one where that actor dies.
+
+A call goes to a generator, a completion to a reward actor or a scorer, a row of tokens to a scorer. They differ by the
+job's kind alone (actors/sampling/jobs.py): which role serves it, where it begins, and what an error means for it.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from actors.runtime.actor import Notifier
+from actors.runtime.directory import Directory
+from actors.sampling.flows import Flow, Job, Spawn
+from areal.generation.routing import GeneratorLoad, fullness
+from protocols.bus_errors import BusError, BusyError, ConnectionLostError, RefusedError
+from protocols.messages import LoadColumns, Member
+from protocols.transport import STREAM_SILENCE_SECONDS, Bus
+
+# After a failed request, other actors of the role are preferred to this one for this long. The wait for one that does
+# not answer doubles with each further try, up to the second value.
+AVOID_SECONDS, AVOID_MOST_SECONDS = 5.0, 60.0
+# A request to an actor that is gone has failed after this long.
+TRY_SECONDS = 2 * STREAM_SILENCE_SECONDS
+RETRY_SECONDS = 0.1
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Avoided:
+    """Others are preferred to an actor `until` then (the loop's time), for `seconds`. Afterwards one that is `lost`,
+    because it did not answer, gets a single request: it is `tried`. That is due earlier if the directory has changed
+    since, which had it as `listed`."""
+
+    until: float
+    seconds: float
+    lost: bool
+    listed: Member | None
+    tried: bool = False
+
+
+class Avoidance:
+    """The actors to which others are preferred, because a request to them has failed. on_lost: called when the
+    connection to an actor is lost for the first time."""
+
+    def __init__(self, directory: Directory, on_lost: Callable[[Member], None]) -> None:
+        self._directory = directory
+        self._on_lost = on_lost
+        self._avoided: dict[str, _Avoided] = {}
+
+    def trusts(self, member: Member) -> bool:
+        """False if the last request to the member has failed, and none has succeeded since."""
+        avoided = self._avoided.get(member.identity)
+        if avoided and self._is_over(avoided) and (avoided.tried or not avoided.lost):
+            del self._avoided[member.identity]
+            avoided = None
+        return avoided is None
+
+    def seconds(self, member: Member) -> float:
+        """The longer, the more tries have failed; 0: the member is not avoided, or a try is due."""
+        if not self._avoided or self.trusts(member):
+            return 0.0
+        avoided = self._avoided[member.identity]
+        renewed = (
+            avoided.lost and not avoided.tried and avoided.listed is not self._directory.members.get(member.identity)
+        )
+        return 0.0 if self._is_over(avoided) or renewed else avoided.seconds
+
+    def begin_try(self, member: Member) -> None:
+        """A request goes to this member. If it is avoided, no other goes there until this one has ended."""
+        if self._avoided and not self.trusts(member) and not self.seconds(member):
+            avoided = self._avoided[member.identity]
+            avoided.tried, avoided.until = True, asyncio.get_running_loop().time() + TRY_SECONDS
+
+    def succeeded(self, member: Member) -> None:
+        if self._avoided and (avoided := self._avoided.get(member.identity)) and avoided.lost:
+            del self._avoided[member.identity]
+
+    def failed(self, member: Member, error: BusError) -> None:
+        """Prefer other actors for AVOID_SECONDS, or until this one answers again if it is lost."""
+        now, identity, listed = asyncio.get_running_loop().time(), member.identity, self._directory.members
+        self._avoided = {
+            name: avoided for name, avoided in self._avoided.items() if avoided.until > now or name in listed
+        }
+        lost, earlier = not isinstance(error, RefusedError | BusyError), self._avoided.get(identity)
+        if earlier is None or not (lost and earlier.lost):
+            self._avoided[identity] = _Avoided(now + AVOID_SECONDS, AVOID_SECONDS, lost, listed.get(identity))
+            if lost:
+                log.warning("others get its work until it answers again", actor=identity, error=str(error))
+            if isinstance(error, ConnectionLostError):
+                self._on_lost(member)
+        elif earlier.tried or earlier.until <= now:  # not one of those that have failed together
+            seconds = min(2 * earlier.seconds, AVOID_MOST_SECONDS)
+            self._avoided[identity] = _Avoided(now + seconds, seconds, lost, listed.get(identity))
+
+    @staticmethod
+    def _is_over(avoided: _Avoided) -> bool:
+        return avoided.until <= asyncio.get_running_loop().time()
+
+
+class Loads:
+    """The load of each actor. `requests`: number of this actor's requests at each server, by its identity, including
+    slots that samples have before their first request. `room`: notified when one of them ends. `reported`: the load
+    that each generator has reported, as the master passes it on. limit: of a generator that has reported none.
+    """
+
+    def __init__(self, directory: Directory, limit: int) -> None:
+        self._directory = directory
+        self._default_limit = limit
+        self.requests: Counter[str] = Counter()
+        self.room = Notifier()
+        self.reported: dict[str, GeneratorLoad] = {}
+        self._counted: tuple[list[Member], dict[str, GeneratorLoad], int] = [], {}, 0  # what `places` is of, and it
+
+    def note(self, loads: LoadColumns) -> None:
+        columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
+        rows = map(GeneratorLoad, *(column.tolist() for column in columns))
+        self.reported = dict(zip(loads.names, rows, strict=True))
+        self.room.notify()
+
+    @property
+    def places(self) -> int:
+        """Number of sequences that all healthy generators take. Each sample that ends asks, and there may be thousands
+        of generators, so they are only looked at again after a change."""
+        generators = self._directory.with_role("generator")
+        if self._counted[0] is not generators or self._counted[1] is not self.reported:
+            self._counted = generators, self.reported, sum(map(self._limit, generators))
+        return self._counted[2]
+
+    @property
+    def sequences(self) -> int:
+        """Number of this actor's sequences at healthy generators."""
+        members = ((self._directory.members.get(identity), n) for identity, n in self.requests.items())
+        return sum(n for m, n in members if m is not None and m.role == "generator" and m.state == "healthy")
+
+    def of(self, m: Member, askers: int, min_version: int) -> float:
+        """How full a member is for a sequence that needs weights of `min_version`, or its number of requests."""
+        if m.role != "generator":
+            return self.requests[m.identity]
+        load = self.reported.get(m.identity) or GeneratorLoad(0, 0, self._default_limit, min_version)
+        return fullness(load, self.requests[m.identity], askers, min_version)
+
+    @contextlib.contextmanager
+    def using(self, member: Member) -> Iterator[None]:
+        """Count a request to this member, or a slot for one, until the end of the block."""
+        self.requests[member.identity] += 1
+        try:
+            yield
+        finally:
+            self.requests[member.identity] -= 1
+            if not self.requests[member.identity]:
+                del self.requests[member.identity]
+            self.room.notify()
+
+    def slot_at(self, generator: Member) -> ExitStack:
+        """A slot in the load of a generator, until it is closed."""
+        slot = ExitStack()
+        slot.enter_context(self.using(generator))
+        return slot
+
+    def _limit(self, generator: Member) -> int:
+        """Number of sequences that the generator takes from all askers together."""
+        load = self.reported.get(generator.identity)
+        return load.limit if load else self._default_limit
+
+
+class Dispatch:
+    """Chooses an actor of a role for each job: the least loaded one that has not failed a request recently. A generator
+    that holds a version older than `min_version` is chosen only if there is no other, and never if it serves users.
+
+    users: whether the jobs are of users, whose generator is the one that serves them alone. It has one flow to each
+    actor that it uses: an actor does jobs of one kind.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        role: str,
+        index: int,
+        limit: int,
+        on_lost: Callable[[Member], None],
+        open_flow: Callable[[Member, type[Job]], Flow[Any]],
+        users: bool = False,
+    ) -> None:
+        """role, index: of this actor. limit: as of Loads. on_lost: as of Avoidance."""
+        self._directory = directory
+        self._role = role
+        self._index = index
+        self._open_flow = open_flow
+        self.users = users
+        self.loads = Loads(directory, limit)
+        self.avoidance = Avoidance(directory, on_lost)
+        self._flows: dict[str, Flow[Any]] = {}  # by identity of the server
+
+    async def run(self, job: Job) -> Any:
+        """The result of a job, from one actor after another. Raises SampleFailed."""
+        member = job.begin_dispatch()
+        try:
+            while True:
+                job.check()
+                if member is None or self.avoids(member):
+                    member = await job.place(self.choose)
+                job.run_at(member)
+                try:
+                    with self._asking(member):
+                        return await self._flow_to(member, job).run_job(job)
+                except BusError as error:
+                    if (result := job.settle(error)) is not None:
+                        return result
+                    member = job.leave(member, await self._next(job, member, error))
+        finally:
+            job.end_dispatch()
+
+    async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
+        """The actor of `role` to ask next. Waits until one is healthy.
+
+        serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
+        """
+        candidates = await self._directory.until(
+            lambda: [
+                m for m in self._directory.with_role(role) if serves in (None, *m.serves) and self.may(m, min_version)
+            ]
+        )
+        askers = self.askers
+        # Reported loads are out of date. Each asker begins at another actor, not all at the same few.
+        first = self._index * len(candidates) // askers % len(candidates)
+        candidates = candidates[first:] + candidates[:first]
+
+        def cost(m: Member) -> tuple[bool, float, float]:
+            held_back = m.held is not None and m.held.version < min_version
+            return held_back, self.avoidance.seconds(m), self.loads.of(m, askers, min_version)
+
+        return min(candidates, key=cost)
+
+    def may(self, member: Member, min_version: int = 0) -> bool:
+        """Whether the member may get a request."""
+        if member.role != "generator":
+            return True
+        too_old = member.serving and member.held is not None and member.held.version < min_version
+        return not too_old and (member.serving or not self.users)
+
+    def avoids(self, member: Member) -> bool:
+        """True if the member is to get a request only if there is no other."""
+        now = self._directory.members.get(member.identity, member)
+        return not self.may(now) or self.avoidance.seconds(member) > 0
+
+    @property
+    def askers(self) -> int:
+        """Number of healthy actors of this actor's own role, at least 1."""
+        return max(1, len(self._directory.with_role(self._role)))
+
+    async def _next(self, job: Job, member: Member, error: BusError) -> Member | None:
+        """Where a job continues after `member` has broken, or has handed the job over; None: anywhere."""
+        if (target := job.target) is not None:
+            return target if target.identity in self._directory.members else None
+        self.avoidance.failed(member, error)
+        await asyncio.sleep(RETRY_SECONDS)  # for the case that there is no other actor
+        return None
+
+    @contextlib.contextmanager
+    def _asking(self, member: Member) -> Iterator[None]:
+        """A request to this member until the end of the block. If it succeeds, the member is not avoided any more."""
+        self.avoidance.begin_try(member)
+        with self.loads.using(member):
+            yield
+        self.avoidance.succeeded(member)
+
+    def _flow_to(self, member: Member, job: Job) -> Flow[Any]:
+        flow = self._flows.get(member.identity)
+        if flow is None or flow.broken:
+            self._flows = {name: open_flow for name, open_flow in self._flows.items() if not open_flow.broken}
+            flow = self._flows[member.identity] = self._open_flow(member, type(job))
+        return flow
+
+
+def flows_of(bus: Bus, spawn: Spawn) -> Callable[[Member, type[Job]], Flow[Any]]:
+    """Opens flows of an actor, whose names it uses once."""
+    numbers = itertools.count()
+
+    def open_flow(member: Member, kind: Any) -> Flow[Any]:
+        return Flow(bus.peer(member.address), numbers, kind, spawn)
+
+    return open_flow
