@@ -61,7 +61,9 @@ def write_run(run: Path) -> None:
         pair = [group(2 * step - 2, first, plain), group(2 * step - 1, second, plain)]
         rollout_writer.add_trained(step, pair, values(*pair))
         if step == 2:
-            rollout_writer.add_untrained(group(9, plain, plain, prompt="3+3"), "filtered", "all rewards are equal")
+            rollout_writer.add_untrained(
+                group(9, plain, plain, prompt="3+3", answer=6), "filtered", "all rewards are equal"
+            )
         rollout_writer.write()
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from actors.watching.answers import answer, page
 from areal.base.errors import UserError, explain
 from areal.base.text import all_shown, shown
+from areal.extensions.desk.account import notation
 from areal.extensions.desk.rollout_queries import Rollouts, condition, picture_shown, pictures_of
 from areal.extensions.desk.run_view import finite
 from areal.samples.tokenizer import token_texts
@@ -58,7 +59,8 @@ class RolloutPages:
 
         def query() -> dict[str, Any]:
             page = self._rollouts.page(condition(filters), sort, descending, ROWS, start)
-            return {"fates": page.fates, "steps": page.steps, "rows": page.rows, "start": start}
+            counts = {"fates": page.fates, "steps": page.steps, "start": start}
+            return {**counts, "rows": page.rows, "notation": notation(self._record)}
 
         return await self._answer(query)
 

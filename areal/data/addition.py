@@ -23,7 +23,10 @@ LABELS = string.ascii_letters[:40]
 ALPHABET = string.digits + LABELS + "="
 MAX_DIGITS = len(LABELS)
 COLUMN_CHARACTERS = 5
-WORKING_IN_WORDS = "For each column, the model writes its name, its two digits, the carry, and the digit of the sum."
+WORKING_IN_WORDS = (
+    "Columns of a sum have letters, from the ones up. For each column, the model writes its letter, its two digits, "
+    "the carry, and the digit of the sum; the answer is these digits from the last to the first, behind the last carry."
+)
 
 _WORKING = re.compile(r"(?:[a-zA-Z][0-9]{4})+")
 _HELD_OUT_SHARE = 16

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.base.text import duration, percent
+from areal.data import addition
 from areal.storage.record import Record, number_or_nan
 
 HELD_OUT = "held-out accuracy"
@@ -59,6 +60,11 @@ def _from_to(scores: Sequence[Mapping[str, Any]]) -> str:
     shares = dict.fromkeys(percent(scored["accuracy"]) for scored in (scores[0], scores[-1]))
     error = scores[-1].get("standard_error")
     return " → ".join(shares) + (f" ± {percent(2 * error)}" if error else "")
+
+
+def notation(run: Record) -> str:
+    """How the texts of the quickstart's sums are read; empty of another run."""
+    return addition.WORKING_IN_WORDS if (run.settings.get("data") or {}).get("source") == "addition" else ""
 
 
 def fork_lines(runs: Iterable[Record]) -> list[str]:

@@ -3,9 +3,10 @@ each other in them, the trace counts by them, and Grafana's dashboard is written
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,12 @@ def panels() -> tuple[Panel, ...]:
     )
 
 
-def with_others(records: Iterable[Mapping[str, Any]]) -> list[Panel]:
+def with_others(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """The list, and a panel for each further number in the records of steps."""
     named = {*NO_METRICS, *(metric for panel in panels() for metric in panel.metrics)}
-    numbers = (name for record in records for name, value in record.items() if isinstance(value, int | float))
-    unnamed = [name for name in dict.fromkeys(numbers) if name not in named]
-    return [*panels(), *(Panel(title_of(name), {"": name}, unit=unit_of(name)) for name in unnamed)]
+    unnamed = [name for name in dict.fromkeys(chain.from_iterable(records)) if name not in named]
+    numbers = [name for name in unnamed if any(isinstance(record.get(name), int | float) for record in records)]
+    return [*panels(), *(Panel(title_of(name), {"": name}, unit=unit_of(name)) for name in numbers)]
 
 
 def title_of(metric: str) -> str:

@@ -5,9 +5,10 @@ A plot is plain data, with null where nothing was measured: `lines`, each with i
 """
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from areal.storage.record import Record, number_or_nan
 
 # A curve is smoothed over one in this many of its points, to either side: with less points it is not.
 SMOOTHED_FROM = 20
-# Of longer runs a page gets this many points of a curve: each is one of the steps that it stands for.
+# Of longer runs a page gets this many points of a curve.
 MOST_POINTS = 1000
 # Values above this multiple of the 90th percentile are cut off: the first step includes the start of generation.
 OUTLIER = 2.5
@@ -36,42 +37,69 @@ Records = Sequence[Mapping[str, Any]]
 Plot = dict[str, Any]
 
 
+class Measured(NamedTuple):
+    """The steps of a run, or its evaluated versions, in ascending order, and their records."""
+
+    places: list[int]
+    records: Records
+
+    @classmethod
+    def of(cls, records: Records, key: str) -> Self:
+        places = [record[key] for record in records]
+        if not all(map(operator.lt, places, places[1:])):  # what was done again counts once
+            by_place = dict(zip(places, records, strict=True))
+            places = sorted(by_place)
+            records = [by_place[place] for place in places]
+        return cls(places, records)
+
+
 def plots(runs: Sequence[Record]) -> list[Plot]:
     """The plots of a run. Of several runs, a colour is a run, and each curve of a panel has a plot of its own."""
-    panels = with_others(record for run in runs for record in run.records)
-    if len(runs) > 1:
-        return [plot for panel in panels for plot in _compared(panel.whole, runs)]
-    return [plot for panel in panels if (plot := plot_of(panel, runs[0]))["lines"]]
+    sources = [
+        {"step": Measured.of(run.records, "step"), "version": Measured.of(run.evaluations, "version")} for run in runs
+    ]
+    drawn: list[Plot] = []
+    for panel in with_others([record for run in runs for record in run.records]):
+        if panel.needs and not any(record.get(panel.needs) for run in runs for record in run.records):
+            continue
+        measured = [source[panel.of] for source in sources]
+        if len(runs) > 1:
+            drawn += _compared(panel.whole, [run.name for run in runs], measured)
+        else:
+            drawn.append(_alone(panel, _bound(panel, runs[0]), *measured))
+    return [plot for plot in drawn if plot["lines"]]
 
 
-def plot_of(panel: Panel, run: Record) -> Plot:
+def _alone(panel: Panel, bound: float, measured: Measured) -> Plot:
     """The plot of one run; without lines if it has no value for the panel."""
-    records = _records(panel, run)
-    values = _values(panel, records)
-    bound = _bound(panel, run)
+    values = _values(panel, measured.records)
     colours = [COLOURS[name] for name in panel.colours] + [*SEVERAL[2:], *SEVERAL] * len(values)
     if panel.stack and panel.has_parts:  # of ages, which keep their colours while the run goes on
         colours, bound = ramp(max(len(values), int(np.nan_to_num(bound)) + 1)), math.nan
-    places = [record[panel.of] for record in records]
-    lines = [_line(label, colour, places, y) for (label, y), colour in zip(values.items(), colours, strict=False)]
-    if panel.stack:
-        for line, top in zip(lines, np.cumsum([np.nan_to_num(y) for y in values.values()], axis=0), strict=True):
-            line["curve"] = _numbers(top[_chosen(top, top)])
-    elif panel.error and lines:
-        lines[0] |= _band(lines[0], _column(records, panel.error))
+    tops = [smoothed(y) for y in values.values()]
+    chosen = [_chosen(y, top) for y, top in zip(values.values(), tops, strict=True)]
+    if panel.stack and values:
+        tops = list(np.cumsum([np.nan_to_num(y) for y in values.values()], axis=0))
+        chosen = [_chosen(tops[-1], smoothed(tops[-1]))] * len(tops)
+    lines = [
+        _line(label, colour, measured.places, y, top, places)
+        for (label, y), colour, top, places in zip(values.items(), colours, tops, chosen, strict=False)
+    ]
+    if panel.error and lines:
+        lines[0] |= _band(lines[0], _column(measured.records, panel.error))
     return _plot(panel, lines, bound)
 
 
-def _compared(panel: Panel, runs: Sequence[Record]) -> Iterator[Plot]:
-    of_runs = [_records(panel, run) for run in runs]
-    values = [_values(panel, records) for records in of_runs]
+def _compared(panel: Panel, names: Sequence[str], measured: Sequence[Measured]) -> Iterator[Plot]:
+    values = [_values(panel, records) for _, records in measured]
     for label in dict.fromkeys(label for curves in values for label in curves):
         lines = []
-        for n, (records, curves, colour) in enumerate(zip(of_runs, values, run_colours(len(runs)), strict=True)):
-            if label in curves:
-                line = _line(runs[n].name, colour, [record[panel.of] for record in records], curves[label])
-                band = _band(line, _column(records, panel.error)) if panel.error and label == next(iter(curves)) else {}
-                lines.append(line | band | {"run": n})
+        for n, (curves, (places, records)) in enumerate(zip(values, measured, strict=True)):
+            if (y := curves.get(label)) is not None:
+                curve = smoothed(y)
+                line = _line(names[n], run_colours(len(names))[n], places, y, curve, _chosen(y, curve)) | {"run": n}
+                is_first = panel.error and label == next(iter(curves))
+                lines.append(line | _band(line, _column(records, panel.error)) if is_first else line)
         yield _plot(replace(panel, title=f"{panel.title}, {label}" if label else panel.title), lines, math.nan)
 
 
@@ -79,27 +107,19 @@ def run_colours(count: int) -> list[str]:
     return [SEVERAL[n % len(SEVERAL)] for n in range(count)]
 
 
-def _records(panel: Panel, run: Record) -> Records:
-    """The steps, or evaluations, in which the panel has its values; none if it needs a metric that is 0 in all."""
-    if panel.needs and not any(record.get(panel.needs) for record in run.records):
-        return []
-    records = run.records if panel.of == "step" else run.evaluations
-    by_place = {record[panel.of]: record for record in records}
-    return [by_place[place] for place in sorted(by_place)]
-
-
 def _bound(panel: Panel, run: Record) -> float:
     return number_or_nan(run.settings.get(panel.bound, (run.ending or {}).get(panel.bound)))
 
 
 def _values(panel: Panel, records: Records) -> dict[str, np.ndarray]:
-    """By label: float64 [n], nan where nothing was measured. Curves without a value, or that repeat another, are left
-    out; the rest of a total is the last curve."""
+    """By label: float64 [n], nan where nothing was measured. Curves without a value are left out, and parts that repeat
+    another curve, such as pass@1; the rest of a total is the last curve."""
     values: dict[str, np.ndarray] = {}
     for pattern, metric in panel.curves.items():
         for label, formula in _expanded(pattern, metric, records):
             y = _column(records, formula)
-            if np.isfinite(y).any() and not any(np.array_equal(y, curve, equal_nan=True) for curve in values.values()):
+            repeats = "*" in metric and any(np.array_equal(y, curve, equal_nan=True) for curve in values.values())
+            if np.isfinite(y).any() and not repeats:
                 values[label] = y
     if panel.total and values:
         unnamed = _column(records, panel.total) - np.nansum([*values.values()], axis=0)
@@ -123,12 +143,17 @@ def _column(records: Records, formula: str) -> np.ndarray:
     if "\0" in formula:
         return np.array([_at(record, formula.split("\0")) for record in records])
     sums, _, total = formula.partition(" / ")
-    terms = np.array([[_at(record, [name]) for record in records] for name in sums.split(" + ")])
+    terms = np.array([_numbers_of(records, name) for name in sums.split(" + ")])
     numerator = np.where(np.isnan(terms).all(0), math.nan, np.nansum(terms, axis=0))
     if not total:
         return numerator
     by = _column(records, total)
     return np.divide(numerator, by, out=np.full(len(records), math.nan), where=by > 0)
+
+
+def _numbers_of(records: Records, name: str) -> list[float]:
+    values = [record.get(name) for record in records]
+    return [value if isinstance(value, int | float) else math.nan for value in values]
 
 
 def _at(record: Any, path: Sequence[str]) -> float:
@@ -141,23 +166,27 @@ def _at(record: Any, path: Sequence[str]) -> float:
     return number_or_nan(record)
 
 
-def _line(label: str, colour: str, places: Sequence[int], y: np.ndarray) -> dict[str, Any]:
-    curve = smoothed(y)
-    chosen = _chosen(y, curve)
-    return {
-        "label": label,
-        "colour": colour,
-        "x": [places[n] for n in chosen],
-        "points": _numbers(y[chosen]),
-        "curve": _numbers(curve[chosen]),
-    }
+def _line(
+    label: str, colour: str, places: Sequence[int], y: np.ndarray, curve: np.ndarray, chosen: np.ndarray
+) -> dict[str, Any]:
+    numbers = {"points": _numbers(y[chosen]), "curve": _numbers(curve[chosen])}
+    return {"label": label, "colour": colour, "x": [places[n] for n in chosen], **numbers}
 
 
 def _chosen(y: np.ndarray, curve: np.ndarray) -> np.ndarray:
-    """The places that are drawn: all or, of each of MOST_POINTS parts, the place that is farthest from the curve."""
+    """The places that are drawn: all or, of each of MOST_POINTS parts, a place in its middle where something was
+    measured, or the place of an outlier."""
+    if len(y) <= MOST_POINTS:
+        return np.arange(len(y))
     far = np.nan_to_num(np.abs(y - curve), nan=-1.0)
-    parts = np.array_split(np.arange(len(y)), min(len(y), MOST_POINTS))
-    return np.array([part[np.argmax(far[part])] for part in parts], int)
+    usual = OUTLIER * np.quantile(far[far >= 0] if (far >= 0).any() else far, 0.99)
+    chosen = []
+    for part in np.array_split(np.arange(len(y)), MOST_POINTS):
+        measured = part[far[part] >= 0]
+        farthest = part[np.argmax(far[part])]
+        middle = measured[len(measured) // 2] if len(measured) else part[0]
+        chosen.append(farthest if far[farthest] > usual else middle)
+    return np.array(chosen)
 
 
 def _band(line: Mapping[str, Any], error: np.ndarray) -> dict[str, list[float | None]]:
@@ -179,10 +208,11 @@ def smoothed(y: np.ndarray) -> np.ndarray:
     half = len(y) // SMOOTHED_FROM
     if not half or finite.sum() < SMOOTHED_FROM:
         return y
-    window = np.ones(2 * half + 1)
-    sums, counts = (np.convolve(values, window) for values in (np.where(finite, y, 0.0), finite))
-    sums, counts = sums[half : half + len(y)], counts[half : half + len(y)]
-    return np.divide(sums, counts, out=np.full(len(y), math.nan), where=counts > 0.5)
+    last = np.minimum(np.arange(len(y)) + half + 1, len(y))
+    first = np.maximum(np.arange(len(y)) - half, 0)
+    sums, counts = (np.concatenate(([0.0], np.cumsum(x))) for x in (np.where(finite, y, 0.0), finite))
+    number = counts[last] - counts[first]
+    return np.divide(sums[last] - sums[first], number, out=np.full(len(y), math.nan), where=number > 0)
 
 
 def _plot(panel: Panel, lines: Sequence[dict[str, Any]], bound: float) -> Plot:

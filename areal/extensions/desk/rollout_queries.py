@@ -58,7 +58,8 @@ THUMBNAIL = 256
 _PICTURES = 16  # of a sample that are shown
 _ATTEMPTS = 3  # to read files of which the oldest may just be removed
 _FROM = "FROM read_parquet($files)"
-_CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion"
+_ANSWER = f"""CASE WHEN json_valid("row") THEN left("row"->>'$.answer', {GLIMPSE}) END AS answer"""
+_CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion, {_ANSWER}"
 
 
 class QueryStuck(UserError):
@@ -152,7 +153,8 @@ class Rollouts:
         """The rows number `offset` to `offset` + `limit` - 1, ordered by a column; at random if `sort` is None.
 
         Rows with null come last; where they are equal, the order is that of the files. all_columns: the rows have all
-        columns; otherwise those of SORTED_BY and the first GLIMPSE characters of prompt and completion.
+        columns; otherwise those of SORTED_BY, and the first GLIMPSE characters of prompt, completion and the `answer`
+        of the row of the data, null without one.
         """
         if sort not in (*SORTED_BY, None):
             raise UserError(f"Rows cannot be sorted by {sort!r}: use one of {', '.join(SORTED_BY)}.")

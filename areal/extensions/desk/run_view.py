@@ -11,9 +11,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from areal.base.text import all_shown, duration
-from areal.data import addition
 from areal.extensions.desk import timeline
-from areal.extensions.desk.account import account, fork_lines, headlines
+from areal.extensions.desk.account import account, fork_lines, headlines, notation
 from areal.extensions.desk.comparison import differing_settings, end_figures, value_of
 from areal.extensions.desk.panels import title_of, unit_of
 from areal.extensions.desk.plots import plots, run_colours
@@ -209,12 +208,11 @@ def _actor(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(run: Record) -> dict[str, Any]:
-    of_sums = run.settings.get("data", {}).get("source") == "addition"
     return {
         "account": account(run),
         "forks": fork_lines([run]),
         "samples": run.sample_pairs()[:PAIRS_SHOWN] if run.ending else [],
-        "notation": addition.WORKING_IN_WORDS if of_sums else "",
+        "notation": notation(run),
         "configuration": FOLDERS.sub("…/", run.config_text),
     }
 

@@ -133,7 +133,7 @@ def test_the_end_shows_rows_that_changed_and_says_where_to_look(tmp_path):
         "  before fallen!   (score 1)",
         "  after  fallen!   (score 0)",
     ]
-    assert "For each column, the model writes its name, its two digits, the carry," in out.getvalue()
+    assert "For each column, the model writes its letter, its two digits," in " ".join(out.getvalue().split())
     for command in ("areal dashboard", "areal rollouts", "run.py --resume"):
         assert f" {command} {tmp_path}" in out.getvalue() or f"{command} {tmp_path} steps=10" in out.getvalue()
     assert f"{tmp_path}/report.html" in out.getvalue()

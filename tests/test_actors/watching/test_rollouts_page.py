@@ -39,7 +39,7 @@ async def asked(page: TestClient, path: str, /, **query: str) -> dict:
 async def test_the_page_stands_alone_and_sets_no_html(run):
     async with client(run) as page:
         answer = await page.get("/rollouts?reward_max=0.1")
-        text = await answer.text()
+        text = (await answer.text()).replace("https://github.com/leeoniya/uPlot", "")  # in its licence's line
         assert not any(word in text for word in ("src=", "href=", "http", "innerHTML", "insertAdjacentHTML"))
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
 
@@ -55,7 +55,22 @@ async def test_the_list_has_the_rows_that_the_filters_of_the_address_leave(run):
             "steps": 3,
             "rows": [],
             "start": 350,
+            "notation": "",
         }
+
+
+async def test_each_row_has_the_answer_that_was_right_where_its_data_has_one(run):
+    async with client(run) as page:
+        results = await asked(page, "list", sort="step")
+    answers = {(row["group"], row["answer"]) for row in results["rows"]}
+    assert ("g9.0", "6") in answers and ("g0.0", None) in answers
+
+
+async def test_the_sums_of_the_quickstart_are_explained_where_they_are_shown(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("data: {source: addition}\n")
+    async with client(tmp_path) as page:
+        assert "the answer is these digits" in (await asked(page, "list"))["notation"]
 
 
 async def test_one_row_has_its_turns_and_the_text_and_numbers_of_each_token(run):

@@ -28,7 +28,7 @@ function shown(value, unit) {
 
 // Figures whose pointer moves together, by what their values are measured at.
 const busy = new Set();  // the figures that somebody points at, or has zoomed: new data wait
-let drawn = [];
+let figures = [];
 
 // A figure with the text and the canvas of a plot. last: the end of the axis; bare: whether the newest values say nothing.
 function figure(plot) {
@@ -91,7 +91,7 @@ function limits(plot, low, high) {
   if (plot.log != null) return [0, 10 ** Math.ceil(Math.log10(Math.max(high, plot.log)))];
   low = plot.low ?? low ?? 0;
   high = plot.high ?? high ?? 1;
-  if (!(high > low)) [low, high] = low === 0 ? [0, 1] : [low - 0.5, low + 0.5];
+  if (!(high > low)) [low, high] = plot.low === 0 ? [0, low || 1] : [low - (Math.abs(low) / 2 || 0.5), low + (Math.abs(low) / 2 || 0.5)];
   const room = plot.high == null ? 0.05 * (high - low) : 0;
   return [plot.low ?? low - room, high + room];
 }
@@ -106,11 +106,11 @@ function draw(made, last) {
   const axis = { stroke: ink, font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: "#8883", width: 1 } };
   const y = plot.log === 0 ? { distr: 3 } : plot.log != null ? { distr: 4, asinh: plot.log } : {};
   made.chart = new uPlot({
-    width, height: box.clientHeight, padding: [10, 10, 0, 0], legend: { show: false }, bands, series: [{}, ...series],
+    width, height: box.clientHeight, padding: [10, 22, 0, 0], legend: { show: false }, bands, series: [{}, ...series],
     scales: { x: { time: false, range: () => made.zoom ?? [0, Math.max(last, 1)] }, y: { ...y, range: (_, low, high) => limits(plot, low, high) } },
     axes: [
       { ...axis, size: 30, space: 55, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7], label: plot.of, labelSize: 12, labelGap: 0, labelFont: axis.font },
-      { ...axis, size: 56, space: 30, values: (_, marks) => marks.map(mark => mark == null ? "" : shown(mark, plot.unit)) },
+      { ...axis, size: 56, space: 30, values: (_, marks) => marks.map(mark => mark == null || (plot.log != null && mark < 0) ? "" : shown(mark, plot.unit)) },
     ],
     cursor: { y: false, points: { size: 6 }, sync: { key: "steps" }, drag: { x: true, y: false, setScale: false } },
     hooks: {
@@ -126,7 +126,7 @@ function draw(made, last) {
 
 // Shows a part of the steps in all figures; null: all steps.
 function zoom(part) {
-  for (const made of drawn) {
+  for (const made of figures) {
     made.zoom = part;
     made.chart?.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
     made.chart?.setData(made.chart.data);
@@ -160,8 +160,8 @@ function nameCut({ ctx, bbox }, plot, ink) {
 
 // Draws plots into the places that `place` gives for each, anew.
 function drawPlots(plots, place, last, bare) {
-  for (const made of drawn) { made.chart?.destroy(); made.remove(); }
-  drawn = plots.map(plot => {
+  for (const made of figures) { made.chart?.destroy(); made.remove(); }
+  figures = plots.map(plot => {
     const made = figure(plot);
     made.bare = bare;
     place(plot).append(made);
@@ -173,7 +173,7 @@ function drawPlots(plots, place, last, bare) {
 let newest = 0;
 function drawAgain(last = newest) {
   newest = last;
-  for (const made of drawn) draw(made, last);
+  for (const made of figures) draw(made, last);
 }
 
 addEventListener("resize", () => drawAgain());

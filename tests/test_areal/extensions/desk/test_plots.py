@@ -192,6 +192,9 @@ def test_a_long_run_is_thinned_to_the_values_that_stand_out(run_of):
     (line,) = by_title(run_of(steps))["Gradient norm"]["lines"]
     assert len(line["x"]) == len(line["points"]) == MOST_POINTS
     assert (line["x"][line["points"].index(900.0)], max(line["points"])) == (4322, 900.0)
+    times = [{"train_seconds": 1.0, "step_seconds": 60.0 if n == 777 else 2.0} for n in range(5 * MOST_POINTS)]
+    training, unnamed = by_title(run_of(times, name="times"))["Step time"]["lines"]
+    assert training["x"] == unnamed["x"] and unnamed["curve"][unnamed["x"].index(778)] == 60.0
 
 
 @pytest.mark.parametrize(

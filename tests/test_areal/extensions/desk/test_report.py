@@ -207,7 +207,7 @@ def test_samples_of_one_prompt_stand_side_by_side(folder):
 
 def test_the_sums_of_the_quickstart_are_explained_where_they_are_shown(folder):
     run = folder([BRIEF], SUMMARY, config="name: demo\ndata: {source: addition}\n")
-    assert report_of(run).data["notation"].startswith("For each column, the model writes its name")
+    assert report_of(run).data["notation"].startswith("Columns of a sum have letters")
 
 
 def test_a_run_without_a_step_or_a_summary_still_has_a_report(folder, tmp_path):
